@@ -12,6 +12,9 @@ WORD = 8
 
 MODULUS = 1 << 64
 
+THIRDS = 3
+"""Of a memory: its parts of which each is summed by itself."""
+
 SMALL = 2**14
 """Bytes of memory that is copied to other such memory, so that one call sums all of it: a call costs more."""
 
@@ -63,28 +66,40 @@ class Words:
 
 
 class ManyWords:
-    """Several memories, to be summed again and again, each by itself. They stay as long as this does.
+    """Several memories, to be summed again and again, each third of them by itself. They stay as long as this does.
+
+    One flipped bit changes one third. What a script writes to a whole tensor changes all three.
 
     Args:
         each: the memories; None for one that is left out, with the sum 0.
     """
 
     def __init__(self, each: Sequence[Bytes | None]) -> None:
-        present = [(number, data) for number, data in enumerate(each) if data is not None]
-        cut = [(number, data, data.size // WORD * WORD) for number, data in present]
-        words = [(number, data[:whole].view(np.uint64)) for number, data, whole in cut if whole]
-        large = [(number, one) for number, one in words if one.nbytes > SMALL]
+        present = [(THIRDS * number, data) for number, data in enumerate(each) if data is not None]
+        cut = [(place, data, data.size // WORD * WORD) for place, data in present]
+        words = [(place, data[:whole].view(np.uint64)) for place, data, whole in cut if whole]
+        large = [
+            (place + third, part)
+            for place, one in words
+            if one.nbytes > SMALL
+            for third, part in enumerate(np.array_split(one, THIRDS))
+        ]
         self._count = len(each)
-        self._numbers, self._large = [number for number, _ in large], [one for _, one in large]
+        self._places, self._large = [place for place, _ in large], [part for _, part in large]
         self._small = _Gathered([one for one in words if one[1].nbytes <= SMALL], np.uint64)
-        self._rests = _Gathered([(number, data[whole:]) for number, data, whole in cut if whole < data.size], np.uint8)
+        self._rests = _Gathered([(place, data[whole:]) for place, data, whole in cut if whole < data.size], np.uint8)
 
-    def sums(self) -> Sums:
-        """The sum of each as :meth:`Words.sum` has it."""
-        found = np.zeros(self._count, np.uint64)
-        found[self._numbers] = [np.add.reduce(one) for one in self._large]
+    def thirds(self) -> Sums:
+        """The sums of the thirds of each, a row of three numbers; together they are as :meth:`Words.sum` has it."""
+        found = np.zeros(THIRDS * self._count, np.uint64)
+        found[self._places] = [np.add.reduce(part) for part in self._large]
         self._small.add_to(found)
         self._rests.add_to(found)
+        return found.reshape(-1, THIRDS)
+
+    def sums(self) -> Sums:
+        """The sum of each."""
+        found: Sums = np.add.reduce(self.thirds(), axis=1)
         return found
 
 
@@ -92,16 +107,20 @@ class _Gathered:
     """Small memories, which are copied to one place to be summed."""
 
     def __init__(self, each: Sequence[tuple[int, npt.NDArray[np.generic]]], kind: type[np.generic]) -> None:
-        self._numbers, self._each = [number for number, _ in each], [one for _, one in each]
-        sizes = [one.size for one in self._each]
-        self._starts = np.cumsum([0, *sizes[:-1]])
-        self._values = np.empty(sum(sizes), kind)
+        self._each = [one for _, one in each]
+        self._values = np.empty(sum(one.size for one in self._each), kind)
+        self._places, self._starts, begin = list[int](), list[int](), 0
+        for place, one in each:
+            cuts = sorted({one.size * third // THIRDS for third in range(THIRDS)})  # fewer where there are fewer words
+            self._places += range(place, place + len(cuts))
+            self._starts += [begin + start for start in cuts]
+            begin += one.size
 
     def add_to(self, sums: Sums) -> None:
-        """Add the sum of each to that with its number."""
+        """Add the sum of each to that in its place."""
         if self._each:
             np.concatenate(self._each, out=self._values)
-            sums[self._numbers] += np.add.reduceat(self._values, self._starts, dtype=np.uint64)
+            sums[self._places] += np.add.reduceat(self._values, self._starts, dtype=np.uint64)
 
 
 def sum_of_words(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
+from unisono.checkpoint.quick_digest import flipped_bits
 from unisono.errors import JobMismatch, UnisonoWarning
 from unisono.plan.audits import AuditResult
 from unisono.testing.fault import FlippedPlace
@@ -190,6 +191,28 @@ def test_a_script_whose_replay_comes_by_other_weights_is_told_so(start: Start) -
 
     with pytest.raises(JobMismatch, match=r"step \d was computed again, after a fault, and came by other weights"):
         loop()
+
+
+@pytest.mark.parametrize("bits", [(3,), (40,), (63,), (3, 40), (3, 4), (62, 63)])
+@pytest.mark.parametrize("is_set", [False, True])
+def test_two_bits_are_counted_whether_they_are_set_or_cleared(bits: tuple[int, ...], is_set: bool) -> None:
+    words = sum(1 << bit for bit in bits)
+    before, after = (0, words) if is_set else (words, 0)
+    assert 0 < flipped_bits([before + 5], [after + 5]) <= len(bits)
+
+
+@pytest.mark.filterwarnings("error::unisono.errors.UnisonoWarning")
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_what_the_script_writes_to_all_of_a_tensors_data_is_no_flipped_bit(start: Start, factor: float) -> None:
+    run = start(verify_every=3)
+    middle = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 3))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in run.steps(data(), epochs=4):
+        step.run(cross_entropy)
+        middle.weight.data.mul_(factor)  # the sum of its 32 words changes by two powers of two
+    run.finish()
+    assert json.loads((run.dir / "result.json").read_text())["rolled_back"] == []
 
 
 def test_a_loop_that_is_left_before_the_run_could_go_back_is_an_error(start: Start) -> None:

@@ -12,13 +12,16 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.checkpoint.quick_digest import Summing, flipped_bits, total_of
+from unisono.checkpoint.quick_digest import Summing, flipped_bits, total_of, totals
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.tensors import version_of
-from unisono.words import Sums
+from unisono.words import THIRDS, Sums
 
 MOST_FLIPPED = 2
-"""Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``."""
+"""Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``.
+
+Halving all weights of a tensor changes its sum by few powers of two, but the sum of each third by one at least.
+"""
 
 
 _VERSION = attrgetter("_version")
@@ -72,7 +75,8 @@ class AtRest:
         self._parts, self._numbers_of_parts = [part for _, part in parts], [number for number, _ in parts]
         self._seen = [weights[number] for number in self._numbers_of_parts]
         self._summing, self._noting = Summing(), Summing()
-        self._left: Sums | None = None
+        self._left: Sums | None = None  # of each tensor the sums of its thirds
+        self._whole_from = 0  # the first one of which only the total is known
         self._written: list[int] = []
         self._is_unwritten: npt.NDArray[np.bool_] | None = None  # of each tensor; None if all are
 
@@ -98,10 +102,13 @@ class AtRest:
         """All shards are computed, and nothing is committed."""
         buffers = self.buffers.begun()
         numbers = [*self._numbers, *range(self._buffers_from, self._buffers_from + len(buffers))]
-        sums = self._summing([*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())])
+        thirds = self._summing.thirds(
+            [*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())]
+        )
+        sums = totals(thirds)
         parts = sums[len(numbers) : len(numbers) + len(self._parts)]
         own = total_of(parts, self._numbers_of_parts)
-        return Seen(total_of(sums[: len(numbers)], numbers), own, self._has_flipped(sums))
+        return Seen(total_of(sums[: len(numbers)], numbers), own, self._has_flipped(thirds))
 
     def note(self, sums: Sequence[int] | None = None) -> None:
         """An update is done: everything stays as it is until the next one.
@@ -113,18 +120,17 @@ class AtRest:
             return
         now = self._present()
         self._written = self._writes(now)
-        if sums is None:
-            self._left = self._noting(now)
-        else:
-            read = self._noting([*self._weights, *self.buffers.present()])
-            self._left = np.concatenate([read, np.array(sums, np.uint64)])
+        self._whole_from = len(now) - len(sums or ())
+        self._left = self._noting.thirds(now[: self._whole_from])
+        if sums is not None:
+            self._left = np.concatenate([self._left, _only_totals(np.array(sums, np.uint64))])
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
         if self._left is None:
             return False
         self.begin()
-        return self._has_flipped(self._summing(self._present()))
+        return self._has_flipped(self._summing.thirds(self._present()))
 
     def let_go(self) -> None:
         """Hold no tensor's memory until the next look."""
@@ -144,13 +150,21 @@ class AtRest:
             versions[number] += weight._version
         return [*map(id, now), *versions]
 
-    def _has_flipped(self, sums: Sums) -> bool:
+    def _has_flipped(self, thirds: Sums) -> bool:
         if self._left is None:
             return False
-        before, after = self._left, sums
+        start = self._whole_from
+        before, after = self._left, np.concatenate([thirds[:start], _only_totals(totals(thirds[start:]))])
         if self._is_unwritten is not None:
             before, after = before[self._is_unwritten], after[self._is_unwritten]
         return 0 < flipped_bits(before, after) <= MOST_FLIPPED
+
+
+def _only_totals(sums: Sums) -> Sums:
+    """Rows of thirds, of which the first has all."""
+    found = np.zeros((len(sums), THIRDS), np.uint64)
+    found[:, 0] = sums
+    return found
 
 
 def kept_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:

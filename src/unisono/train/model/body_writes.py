@@ -47,7 +47,7 @@ class BodyWrites:
         is_compared = self._calls < FIRST or self._calls % EVERY == 0
         self._calls += 1
         self._is_new = False
-        self._sums = self._summing(self._all()) if is_compared else None
+        self._sums = self._summing.thirds(self._all()) if is_compared else None
         self._left = self._marked()
 
     def begin(self) -> None:
@@ -65,7 +65,7 @@ class BodyWrites:
             return True
         if self._sums is None:
             return False
-        now = self._summing(self._all())
+        now = self._summing.thirds(self._all())
         return len(now) != len(self._sums) or flipped_bits(self._sums, now) > MOST_FLIPPED
 
     def let_go(self) -> None:

@@ -40,7 +40,7 @@ class ForwardWrites:
         """The shards of a call are about to be computed."""
         is_compared = self._was_written or self._calls < FIRST or self._calls % EVERY == 0
         self._calls += 1
-        self._before = self._summing(self._weights) if is_compared else None
+        self._before = self._summing.thirds(self._weights) if is_compared else None
         self._marks = self._marked()
 
     def require_none(self) -> None:
@@ -53,8 +53,9 @@ class ForwardWrites:
         self._was_written |= is_written
         if self._before is None:
             return
-        after = self._summing(self._weights)
-        changed = [name for name, old, new in zip(self._names, self._before, after, strict=True) if old != new]
+        after = self._summing.thirds(self._weights)
+        pairs = zip(self._names, self._before, after, strict=True)
+        changed = [name for name, old, new in pairs if (old != new).any()]
         if changed and (is_written or flipped_bits(self._before, after) > MOST_FLIPPED):
             others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise ModelError(
