@@ -28,7 +28,7 @@ class FakeWorkers:
     def broadcast(self, value: Any, source: int) -> Any:
         return value if self.rank == source else self.told
 
-    def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
+    def require_same(self, what: str, fields: Mapping[str, Any], cure: str) -> None:
         pass
 
 

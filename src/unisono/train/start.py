@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 
@@ -24,6 +25,7 @@ from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
+from unisono.membership.token import is_loopback
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.sync.strategy import Strategy
@@ -31,6 +33,7 @@ from unisono.train.assembly import Opened, assemble
 from unisono.train.config.arguments import require_kinds
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
+from unisono.train.config.probe import probe
 from unisono.train.config.run_config import CoordinatorAccess, Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import TopologyName, TransportName, connect, connect_devices, mesh_of
@@ -193,6 +196,8 @@ def init(
         about.constraints.require(about.strategy, None if membership.is_elastic else membership.workers.world_size)
         calls = CollectiveCalls(membership)
         calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config))
+        if bits := _bits(config):
+            calls.agree("way to compute", bits, SAME_MACHINES)
         folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
         leave = opened.enter_context(closing(process.leave_request()))
@@ -261,6 +266,23 @@ def _besides(config: RunConfig) -> dict[str, Any]:
         "checked bytes": execution.checked_bytes,
         "audit": execution.audit,
     }
+
+
+SAME_MACHINES = (
+    "Processors of different kinds compute other bits, and so do GPUs, drivers and libraries: start workers on hosts "
+    "of one kind. unisono doctor shows on each host what it computes"
+)
+"""What to do about workers that compute other bits."""
+
+
+def _bits(config: RunConfig) -> dict[str, str]:
+    """What this worker computes, where others may be on another host: on one, all compute alike."""
+    how = config.communication
+    here, coordinator = how.environment, how.coordinator
+    is_alone = here.world_size == here.local_world_size
+    if coordinator is not None:
+        is_alone = is_loopback(urlsplit(coordinator.url).hostname or "")
+    return {} if is_alone else {f"bits of {name}": digest for name, digest in probe(config.device).items()}
 
 
 def _checkpoints(folder: RunFolder, recording: Recording) -> Checkpoints:

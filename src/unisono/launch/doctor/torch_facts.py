@@ -2,10 +2,13 @@
 
 import json
 import platform
+from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from unisono.train.config.probe import probe
 
 
 def main() -> None:
@@ -24,6 +27,7 @@ def main() -> None:
         "hip build": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "cuda devices": _devices(),
+        "bits": _bits(),
     }
     print(json.dumps(facts))  # noqa: T201
 
@@ -32,6 +36,14 @@ def _nccl() -> str | None:
     if not (dist.is_available() and dist.is_nccl_available()):
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _bits() -> dict[str, str]:
+    """By device, one digest of all that a probe computes: hosts of one kind have the same."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    return {name: sha256(json.dumps(dict(probe(torch.device(name)))).encode()).hexdigest()[:12] for name in devices}
 
 
 def _devices() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -16,7 +17,7 @@ from unisono.job import differences
 from unisono.received import value_of
 from unisono.train.group.majority import trusted
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import SAME, Workers
 
 R = TypeVar("R")
 
@@ -234,23 +235,28 @@ class CollectiveCalls:
         finally:
             self._follow = None
 
-    def agree(self, what: str, fields: Mapping[str, Any]) -> None:
+    def agree(self, what: str, fields: Mapping[str, Any], cure: str = SAME) -> None:
         """Refuse to go on with workers that differ.
+
+        Args:
+            what: the name of what they compare.
+            fields: this worker's values by name.
+            cure: what to do where they differ.
 
         Raises:
             JobMismatch: names the fields and both values.
         """
 
         def compare(workers: Workers) -> dict[str, Any]:
-            workers.require_same(what, fields)
+            workers.require_same(what, fields, cure)
             return dict(fields)
 
         theirs = self.together(compare)
         if unequal := differences(theirs, dict(fields)):
             listed = "\n  ".join(unequal)
             raise JobMismatch(
-                f"this worker has another {what} than those it joins (here: they, there: it):\n  {listed}\n"
-                f"All workers need the same, or their weights would differ"
+                f"this worker, on host {platform.node()}, has another {what} than those it joins (here: they, there: "
+                f"it):\n  {listed}\n{cure}"
             )
 
     def regroup(self, lost: WorkerLost | None, *, at_boundary: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,10 @@ from unisono.train.group.devices import Devices
 from unisono.train.model.tensors import checksum
 
 Operation = Literal["mean", "sum", "max", "min"]
+
+
+SAME = "All workers need the same, or their weights would differ"
+"""What to do about workers that differ."""
 
 
 class Workers:
@@ -140,8 +145,13 @@ class Workers:
         rows = self.transport.all_gather(padded)
         return [_said(rank, row[:length]) for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))]
 
-    def require_same(self, what: str, fields: Mapping[str, Any]) -> None:
+    def require_same(self, what: str, fields: Mapping[str, Any], cure: str = SAME) -> None:
         """Refuse to go on with workers that differ.
+
+        Args:
+            what: the name of what they compare.
+            fields: this worker's values by name.
+            cure: what to do where they differ.
 
         Raises:
             JobMismatch: names the ranks, the fields and both values.
@@ -157,9 +167,11 @@ class Workers:
             unequal = differences(everybody[0], theirs)
             if unequal:
                 listed = "\n  ".join(unequal)
+                hosts = self.gather_json(platform.node())  # all workers see the same difference
+                where = f"rank {rank} on host {hosts[rank]}", f"rank 0 on host {hosts[0]}"
+                one, other = where if hosts[rank] != hosts[0] else (f"rank {rank}", "rank 0")
                 raise JobMismatch(
-                    f"rank {rank} has another {what} than rank 0 (here: rank 0, there: rank {rank}):\n  {listed}\n"
-                    f"All workers need the same, or their weights would differ"
+                    f"{one} has another {what} than {other} (here: rank 0, there: rank {rank}):\n  {listed}\n{cure}"
                 )
 
     def gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
