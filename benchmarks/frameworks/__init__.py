@@ -64,6 +64,7 @@ COMPARISONS = {
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
     "lightning": Comparison("Lightning, a ConvNet, one worker", "lightning", "lightning"),
     "lightning-ddp": Comparison("Lightning, a ConvNet, two workers", "lightning", "lightning", 2, "ddp"),
+    "stages": Comparison("1F1B, a transformer in stages on two devices", "stages", "torch", workers=2, alone="1f1b"),
     "transformers": Comparison("Transformers 5, a Llama, one worker", "transformers", "transformers"),
     "transformers-ddp": Comparison(
         "Transformers 5, a Llama, two workers beside DDP", "transformers", "transformers", workers=2, alone="ddp"

@@ -21,10 +21,11 @@ class Language(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(DEPTH)
         )
+        self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Any:
         """A guess at each word, shape (batch, length, words)."""

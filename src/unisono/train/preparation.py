@@ -62,11 +62,15 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
     if devices.count == 1:
         materialise(model, inside.device)
         return
+    from torch.distributed.pipelining import PipelineStage  # takes seconds to load
+
     if inside.membership.is_elastic:
         raise JobError(
             "run.pipeline: workers of several devices that hold stages cannot come and go yet: start workers that stay "
             "the same (-n N, without a range and --max-restarts), or cut the model into slices (run.fully_shard)"
         )
+    if not hasattr(PipelineStage, "_warmup_forward_vote"):
+        raise JobError(f"run.pipeline: torch {torch.__version__} has other stages: take torch 2.13 for several devices")
     devices.mesh  # noqa: B018  which all devices make together
     Staging(model, stages, placement, devices.inside.broadcast, inside.device)
     devices.losses = placement.last

@@ -40,7 +40,13 @@ class Elsewhere:
     def __torch_function__(cls, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Any = None) -> Any:
         """What torch calls in place of one of its functions."""
         arguments, named = resolved((args, kwargs or {}))
-        return cls() if holds_elsewhere((arguments, named)) else func(*arguments, **named)
+        if not holds_elsewhere((arguments, named)):
+            return func(*arguments, **named)
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and isinstance(arguments[0], Tensor):
+            cls._refuse("its numbers, to write them into a tensor,")
+        return cls()
 
     def __getattr__(self, name: str) -> Any:
         if self.value is not None:

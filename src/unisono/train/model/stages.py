@@ -185,6 +185,7 @@ class Left(BaseException):
     """
 
     def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # without arguments: whoever asks an exception for its text would have tensors printed
         self.places, self.tensors = places, tensors
 
 
