@@ -205,3 +205,20 @@ def test_a_function_that_submitit_starts_trains_and_is_started_again_from_its_ne
     assert len(set(training.steps)) == len(training.steps), "a step was trained twice"
     assert training.end() == small_serial
     assert (tmp_path / "log" / f"{job}_0_result.pkl").exists()
+
+
+def test_a_study_as_an_array_makes_one_report(cluster: Cluster, tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    options = ["--time", "10", "--workers-per-node", "2", "--cores-per-worker", "1", "--workers", "1,2", "--submit"]
+    study = ["study", "--steps", "12", "--warmup", "2", "--repeats", "1"]
+    command = [sys.executable, "-m", "unisono", "slurm", "train.py", *options, "--", *study]
+    job = cluster.run(*command, folder=tmp_path, **variables(tmp_path, 0)).split()[-1]
+    for element in range(2):
+        assert cluster.until(f"{job}_{element}", "COMPLETED")["ExitCode"] == "0:0"
+    found = re.search(r"^    (awk .*)$", PAGE.read_text(), re.MULTILINE)
+    assert found
+    merged = found[1].replace("JOBID", job)
+    cluster.run("sh", "-c", merged, folder=tmp_path, **variables(tmp_path, 0))
+    lines = (tmp_path / "all.csv").read_text().splitlines()
+    assert len(lines) == 3, lines
+    assert list(tmp_path.glob("**/report.html")), list(tmp_path.rglob("*"))
