@@ -240,3 +240,13 @@ def test_an_agent_brings_room_and_takes_it_away_again(job: Job) -> None:
     assert joined.wait(PATIENCE_S) in (0, 75), job.text
     job.finish()
     assert launcher.wait(PATIENCE_S) == 0, job.text
+
+
+def test_a_script_that_chooses_its_exit_code_ends_the_job_with_it_and_is_not_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text("import sys\nsys.exit(5)\n")
+    done = completed("run", "-n", "1:2", "--no-warm-start", "--run-dir", tmp_path / "run", script, timeout=PATIENCE_S)
+    assert done.returncode == 5, done.stderr
+    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert len([line for line in journal if line["event"] == "starting"]) <= 2
+    assert "its script called sys.exit" in json.dumps(journal)

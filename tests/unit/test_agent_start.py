@@ -40,6 +40,18 @@ def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> N
     assert len(told[0].error) == 4096
 
 
+def test_a_code_that_the_script_chose_is_told_as_its_word_and_no_other(tmp_path: Path) -> None:
+    nothing: Any = None
+    told: list[WorkerEnded] = []
+    workers = HostWorkers(WorkerGroup(RunFolder(tmp_path), nothing), nothing)
+    workers._tell = told.append
+    lost = Failure("w1", "h", 1, "WorkerLost", "w2 is gone", "", True, 0.0)
+    for end in (Ended(5, 0.0, None, is_scripts=True), Ended(5, 0.0, None), Ended(1, 0.0, lost, is_scripts=True)):
+        workers._workers["w1"] = worker = _Worker("w1", 0)
+        workers._note(worker, end)
+    assert [each.error for each in told] == ["its script called sys.exit", "", ""]
+
+
 def test_a_worker_ends_for_the_reason_of_the_device_that_has_one() -> None:
     def failed(*, consequence: bool) -> Ended:
         return Ended(1, 0.0, Failure("w1", "h", 1, "Error", "words", "", consequence, 0.0))

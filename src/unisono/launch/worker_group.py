@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.host.guard import Guard, kill_group
-from unisono.launch.ending.failure import Failure, end_of
+from unisono.launch.ending.failure import Failure, end_of, noted_end
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal, WorkerName
 from unisono.launch.worker_start import WorkerProcess
@@ -28,11 +28,13 @@ class Ended:
         code: its exit code; negative for a signal.
         at: the time of its end, or that of its script if it is known, in seconds since 1970.
         failure: the exception that ended its script; None if it recorded none.
+        is_scripts: whether the script chose the code itself, with ``sys.exit``.
     """
 
     code: int
     at: float
     failure: Failure | None
+    is_scripts: bool = False
 
 
 class WorkerGroup:
@@ -85,7 +87,8 @@ class WorkerGroup:
         code, at = end_of(self._folder, name, await process.wait())
         kill_group(process.pid)
         self.guard.forget(process.pid)
-        return Ended(code, at, self._failure_of(name))
+        noted = noted_end(self._folder, name)
+        return Ended(code, at, self._failure_of(name), noted is not None and noted[0] == code)
 
     def say(self, words: str) -> None:
         """Show a line to the person at the terminal. Never waits."""

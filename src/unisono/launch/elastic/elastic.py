@@ -145,6 +145,6 @@ def telling(
     failed = [each for each in exits if each.blame(interrupted) in (Blame.CAUSE, Blame.CONSEQUENCE)]
     if over is not None and over.worker:
         is_here = any(each.rank == over.worker for each in failed)
-        failed = [each for each in failed if is_here and each.failure is not None]
+        failed = [each for each in failed if is_here and (each.failure is not None or each.rank == over.worker)]
     last = max((each.time for each in failed), default=0.0)
     return (*good, *(each for each in failed if each.time >= last - SAME_EVENT_S))

@@ -178,8 +178,10 @@ class HostWorkers:
         code, failure = end.code, end.failure
         self.exits.append(WorkerExit(worker.name, code, end.at, failure, worker.told_at, pid=worker.pid))
         # What only follows from the loss of another worker is no word about this one.
-        own = failure is not None and not failure.consequence
-        error = _printable(f"{failure.type}: {failure.message}") if own and failure is not None else ""
+        has_chosen = end.is_scripts and failure is None and code not in (0, PREEMPTED)
+        error = "its script called sys.exit" if has_chosen else ""
+        if failure is not None and not failure.consequence:
+            error = _printable(f"{failure.type}: {failure.message}")
         self.ended.append(WorkerEnded(worker=worker.name, code=code, error=error))
         self._tell(self.ended[-1])
 

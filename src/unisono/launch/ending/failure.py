@@ -29,6 +29,14 @@ def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
     folder.ended_of(worker).write_text(f"{code} {time.time()}")
 
 
+def noted_end(folder: RunFolder, worker: WorkerName) -> tuple[int, float] | None:
+    """The exit code of a worker's script, and the time of its end, in seconds since 1970; None if none was noted."""
+    with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
+        noted, at = file.read(64).split()
+        return int(noted), float(at)
+    return None
+
+
 def end_of(folder: RunFolder, worker: WorkerName, code: int) -> tuple[int, float]:
     """The exit code of a worker, and the time of its end, in seconds since 1970: its script's, if that was noted.
 
@@ -37,10 +45,8 @@ def end_of(folder: RunFolder, worker: WorkerName, code: int) -> tuple[int, float
         worker: the worker, whose process has just ended.
         code: the exit code of the process. It stands, unless a signal has ended the process.
     """
-    with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
-        noted, at = file.read(64).split()
-        return (int(noted) if code < 0 else code), float(at)
-    return code, time.time()
+    noted, at = noted_end(folder, worker) or (code, time.time())
+    return (noted if code < 0 else code), at
 
 
 # What a worker leaves behind when its script ends with an exception.
