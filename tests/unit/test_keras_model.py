@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
 from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
+from unisono.integrations.keras.callbacks import Saving
 
 Start = Callable[..., unisono.Run]
 
@@ -387,3 +388,15 @@ def test_a_callback_that_cannot_be_kept_is_named(start: Start) -> None:
     model = compiled(unisono.keras.Model(network(), start()))
     with pytest.warns(UnisonoWarning, match="the callback Remembering has seen, which checkpoints"):
         model.fit(X, Y, verbose=0, callbacks=[Remembering()])
+
+
+def test_a_checkpoint_whose_writing_ends_early_leaves_the_one_before(tmp_path: Path) -> None:
+    model, path = network(), tmp_path / "best.weights.h5"
+    saving = Saving(model, lambda: True)
+    saving.save_weights(path, overwrite=True)
+    before = path.read_bytes()
+    model.save_weights = lambda part, **_: Path(part).write_text("half") and 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        saving.save_weights(path, overwrite=True)
+    assert path.read_bytes() == before
+    Saving(model, lambda: False).save_weights(path)

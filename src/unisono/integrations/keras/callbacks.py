@@ -133,7 +133,7 @@ def cut_rows(path: Path, epoch: int, separator: str) -> None:
 
 
 class Saving:
-    """A model as a ``ModelCheckpoint`` sees it: only the main worker's saves write.
+    """A model as a ``ModelCheckpoint`` sees it: only the main worker's saves write, and a file is whole or not there.
 
     Args:
         model: the model.
@@ -146,15 +146,24 @@ class Saving:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def save(self, *values: Any, **options: Any) -> None:
+    def save(self, filepath: Any, **options: Any) -> None:
         """Save the model on the main worker."""
-        if self._is_main():
-            self._model.save(*values, **options)
+        self._write(self._model.save, filepath, options)
 
-    def save_weights(self, *values: Any, **options: Any) -> None:
+    def save_weights(self, filepath: Any, **options: Any) -> None:
         """Save the weights on the main worker."""
-        if self._is_main():
-            self._model.save_weights(*values, **options)
+        self._write(self._model.save_weights, filepath, options)
+
+    def _write(self, save: Callable[..., None], filepath: Any, options: dict[str, Any]) -> None:
+        if not self._is_main():
+            return
+        path = Path(filepath)
+        if path.suffix not in (".keras", ".h5"):  # a folder, or an address
+            save(filepath, **options)
+            return
+        part = path.with_name(f"part-of-{path.name}")  # Keras goes by how a name ends
+        save(part, **options)
+        part.replace(path)
 
 
 def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, *, trains: bool = False, **params: Any) -> Any:

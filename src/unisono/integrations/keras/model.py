@@ -90,6 +90,10 @@ class Model:
         """Save the weights, likewise."""
         self._on_run.write(partial(self.keras_model.save_weights, *values, **options))
 
+    def export(self, *values: Any, **options: Any) -> None:
+        """Export the Keras model, likewise."""
+        self._on_run.write(partial(self.keras_model.export, *values, **options))
+
     def train_on_batch(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: what each worker trains by itself is in no checkpoint.
 
