@@ -35,9 +35,9 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
         )
     materialise(module, inside.device)
     if devices.count > 1:
-        from unisono.train.step.gathering import Gathering  # loads FSDP, which takes seconds
+        from unisono.train.step.gathering import gathering_of  # loads FSDP, which takes seconds
 
-        slice_module(module, devices.mesh, Gathering(lambda: membership.workers), **options)
+        slice_module(module, devices.mesh, gathering_of(membership), **options)
         if membership.is_elastic and not hasattr(module, "reset_iter_state"):
             raise ModelError(
                 f"torch {torch.__version__} cannot break a pass through a model in slices off, as the loss of a worker "
