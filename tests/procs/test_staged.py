@@ -15,7 +15,7 @@ pytestmark = pytest.mark.procs
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "staged.py")
 SCHEDULES = ("gpipe", "1f1b", "bfs", "looped", "zero")
-CASES = (*SCHEDULES, "eight", "residual", "unused", "narrow")
+CASES = (*SCHEDULES, "eight", "residual", "unused", "drawn", "narrow")
 QUICK = ("bfs", "residual", "unused")
 
 slow = pytest.mark.slow
@@ -35,11 +35,17 @@ def launched() -> Iterator[Launches]:
 
 @pytest.fixture(scope="module")
 def serial(launched: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    found = results(
-        launched(1, SCRIPT, "1f1b", "eight", *QUICK, "narrow", folder=tmp_path_factory.mktemp("serial") / "run")
-    )
-    assert len({tuple(each) for each in found.values()}) == 5  # the two language models differ by their schedule alone
-    return found | dict.fromkeys(SCHEDULES, found["1f1b"])
+    return results(launched(1, SCRIPT, *QUICK, "zero", folder=tmp_path_factory.mktemp("serial") / "run"))
+
+
+@pytest.fixture(scope="module")
+def all_serial(
+    serial: dict[str, list[str]], launched: Launches, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    others = ("eight", "drawn", "narrow")
+    found = results(launched(1, SCRIPT, *others, folder=tmp_path_factory.mktemp("serial") / "run"))
+    assert len({tuple(each) for each in (serial | found).values()}) == 6  # some differ by their schedule alone
+    return serial | found | dict.fromkeys(SCHEDULES, serial["zero"])
 
 
 def test_models_in_stages_end_with_the_bits_of_whole_ones(
@@ -52,12 +58,12 @@ def test_models_in_stages_end_with_the_bits_of_whole_ones(
 @slow
 @pytest.mark.parametrize(("workers", "devices"), [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2), (2, 3)])
 def test_any_schedule_gives_the_same_bits(
-    workers: int, devices: int, serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+    workers: int, devices: int, all_serial: dict[str, list[str]], launched: Launches, tmp_path: Path
 ) -> None:
     told = {"UNISONO_DEVICES_PER_WORKER": str(devices)}
     fits = [name for name in CASES if devices < 4 or name != "unused"]  # which has three stages
     assert results(launched(workers * devices, SCRIPT, *fits, folder=tmp_path / "run", **told)) == {
-        name: serial[name] for name in fits
+        name: all_serial[name] for name in fits
     }
 
 
@@ -100,9 +106,9 @@ def test_what_cannot_be_cut_into_stages_is_refused_with_the_cure(launched: Launc
     assert [line for line, begin in zip(said, begins, strict=True) if not line.startswith(begin)] == []
 
 
-def failed(how: str, devices: int, folder: Path) -> str:
+def failed(how: str, devices: int, folder: Path, workers: str = "1") -> str:
     """What a job says that cannot go on."""
-    command = [sys.executable, "-m", "unisono", "run", "-n", "1", "--devices-per-worker", str(devices), "--run-dir"]
+    command = [sys.executable, "-m", "unisono", "run", "-n", workers, "--devices-per-worker", str(devices), "--run-dir"]
     done = subprocess.run(
         [*command, str(folder), SCRIPT, "fails", how], capture_output=True, text=True, timeout=200, check=False
     )
@@ -126,6 +132,7 @@ def failed(how: str, devices: int, folder: Path) -> str:
         pytest.param("twice", 2, "call the model once for each loss", marks=slow),
         pytest.param("few", 3, "this worker has 1 shards, and its 3 devices cannot compute them", marks=slow),
         pytest.param("cuts", 3, "has 3 devices, and the model has 2 stages", marks=slow),
+        pytest.param("breaks", 2, "unisono: in stages 0 to 1 (up to 'third'), shard 0", marks=slow),
         ("killed", 2, "rank 1 on host"),
     ],
 )
@@ -133,6 +140,11 @@ def test_a_job_in_stages_that_cannot_go_on_ends_and_says_where_and_why(
     how: str, devices: int, words: str, tmp_path: Path
 ) -> None:
     assert words in failed(how, devices, tmp_path / "run")
+
+
+@slow
+def test_workers_in_stages_that_are_to_come_and_go_are_refused_with_the_cure(tmp_path: Path) -> None:
+    assert "hold stages cannot come and go yet: start workers that stay" in failed("few", 2, tmp_path / "run", "1:2")
 
 
 @slow

@@ -1,6 +1,7 @@
 """Trains models in stages, one after the other; prints the digest of each, what it predicts, and what is refused."""
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -109,6 +111,29 @@ class Choosy(nn.Module):
         return out
 
 
+class Drawn(nn.Module):
+    """Leaves itself out at random, and scales by numbers of NumPy's and Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.3:
+            return x
+        out: Tensor = x + self.layer(x).relu() * float(np.random.normal()) * random.gauss(0, 1)
+        return out
+
+
+def drawn() -> nn.Module:
+    return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(48, 12)), Drawn(), Drawn(), Drawn(), nn.Linear(12, 10))
+
+
+def matrices(groups: list[dict[str, Any]]) -> Optimizer:
+    """Updates whole matrices, and no other parameters."""
+    return torch.optim.Muon(groups[0]["params"], lr=0.1)
+
+
 def texts() -> TensorDataset:
     drawn = torch.Generator().manual_seed(3)
     words = torch.randint(0, WORDS, (53, 8), generator=drawn)
@@ -177,6 +202,7 @@ CASES = {
     "unused": Case(
         Unused, images, ["second", "third"], partial(AdamW, lr=0.01), {"shards": 12, "batch_size": 24}, "1f1b", weighted
     ),
+    "drawn": Case(drawn, images, ["1", "2", "3"], matrices, {"shards": 6, "batch_size": 18}, "interleaved-1f1b"),
     "narrow": Case(
         Language,
         texts,
@@ -238,6 +264,8 @@ class Odd(nn.Module):
                 y = y if y.shape[0] > 1 else -y
             case "returns":
                 y = self.third(self.first(self.second(y)))
+            case "breaks" if not self.second.weight.is_meta:
+                self.second = None  # type: ignore[assignment]
             case "draws":
                 y = y + torch.randn(x.shape)
         if self.how not in ("skips", "returns", "stops"):
