@@ -86,10 +86,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if config.option.markexpr != "hosts":
         return
     tried = [
-        Tried(engine, events, "FAILED" if kind == "error" else kind.replace("failed", "FAILED"), report.duration)
+        Tried.of(mark, kind, report.duration)
         for kind in ("passed", "failed", "error", "skipped")
         for report in terminalreporter.getreports(kind)
-        for name, (engine, *events) in report.user_properties
+        if isinstance(report, pytest.TestReport)  # a file that is skipped as a whole has another one
+        for name, mark in report.user_properties
         if name == "hosts" and (kind != "passed" or report.when == "call")
     ]
     terminalreporter.section("what happened to jobs on several hosts")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ENGINES = ("unisono join", "Slurm")
 """Its rows. A test is of a cell if it is marked: ``@pytest.mark.hosts("Slurm", "kill")``."""
@@ -32,6 +33,12 @@ class Tried:
     events: Sequence[str]
     outcome: str
     seconds: float
+
+    @classmethod
+    def of(cls, mark: Any, kind: str, seconds: float) -> "Tried":
+        """What pytest says of a test: the arguments of its mark, and how it counts it."""
+        engine, *events = mark
+        return cls(engine, events, "FAILED" if kind in ("error", "failed") else kind, seconds)
 
 
 def table(tried: Iterable[Tried]) -> list[str]:

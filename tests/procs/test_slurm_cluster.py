@@ -42,7 +42,7 @@ def printed(name: str) -> str:
     return found[1]
 
 
-def batch(cluster: Cluster, folder: Path, name: str, *options: str, pace_s: float = 0.3) -> str:
+def batch(cluster: Cluster, folder: Path, name: str, *options: str, pace_s: float = 1.0) -> str:
     """Submit a script of the guide's page; the number of its Slurm job."""
     (folder / name).write_text(printed(name))
     shutil.copy(SCRIPT, folder / "train.py")
@@ -108,7 +108,7 @@ def test_a_job_goes_on_from_its_last_checkpoint_without_a_node_that_has_died(
 def test_two_minutes_before_its_limit_a_job_leaves_with_a_checkpoint_and_starts_again(
     cluster: Cluster, tmp_path: Path, small_serial: str
 ) -> None:
-    training = Queued.submit(cluster, tmp_path, *THREE)
+    training = Queued.submit(cluster, tmp_path, *THREE, PACE_S="3")  # Slurm looks every half minute
     training.until_step(3)
     cluster.slurm("scontrol", "update", f"JobId={training.job}", "TimeLimit=2")
     training.until_started_again()
@@ -123,7 +123,7 @@ def test_two_minutes_before_its_limit_a_job_leaves_with_a_checkpoint_and_starts_
 def test_a_job_makes_room_for_an_urgent_one_and_goes_on_after_it(
     cluster: Cluster, tmp_path: Path, small_serial: str
 ) -> None:
-    training = Queued.submit(cluster, tmp_path, *THREE)
+    training = Queued.submit(cluster, tmp_path, *THREE, PACE_S="1")
     training.until_step(3)
     command = ("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=echo there")
     urgent = cluster.run(*command, folder=tmp_path).strip()
@@ -194,7 +194,7 @@ def test_a_function_that_submitit_starts_trains_and_is_started_again_from_its_ne
 ) -> None:
     (tmp_path / "submit.py").write_text(printed("submit.py"))
     shutil.copy(SCRIPT, tmp_path / "train.py")
-    told = {**variables(tmp_path, 0.3), "UNISONO_RUN_DIR": "run"}
+    told = {**variables(tmp_path, 1.0), "UNISONO_RUN_DIR": "run"}
     job = cluster.run(sys.executable, "submit.py", folder=tmp_path, **told).strip()
     training = Queued(cluster, job, tmp_path / "run", tmp_path / "hurry")
     training.until_step(3)

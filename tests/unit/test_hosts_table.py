@@ -11,7 +11,7 @@ def test_a_cell_shows_the_worst_of_its_tests_and_what_was_not_tried() -> None:
     found = table(
         [
             Tried("Slurm", ["kill", "drain"], "passed", 10.2),
-            Tried("Slurm", ["kill"], "FAILED", 5.0),
+            Tried.of(("Slurm", "kill"), "error", 5.0),
             Tried("unisono join", ["join"], "skipped", 0.1),
         ]
     )
