@@ -743,6 +743,37 @@ def test_an_evaluation_draws_the_same_numbers_however_often_it_is_asked(start: S
     assert draws[0] == draws[1]
 
 
+class Counting(nn.Module):
+    """Changes its buffers whenever it is called: one in place, one by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.calls: Tensor
+        self.mean: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.linear(inputs) + self.mean + self.calls
+        self.calls += 1
+        self.mean = self.mean + found.detach().mean(0)
+        return found
+
+
+def test_an_evaluation_leaves_no_trace_in_buffers_and_no_block_sees_what_another_one_has_changed(start: Start) -> None:
+    run = start()
+    model = Counting()
+    run.prepare(model, sgd(model))
+    calls, mean = model.calls, model.mean
+    outputs = run.predict(data())
+    inputs = data().tensors[0]
+    assert torch.allclose(outputs, model.linear(inputs))
+    run.evaluate(data(), {"loss": cross_entropy})
+    assert (model.calls is calls, model.mean is mean) == (True, True)
+    assert (float(calls), mean.tolist()) == (0.0, [0.0] * 3)
+
+
 def test_what_a_loss_logs_while_it_is_evaluated_is_not_a_line_of_the_metrics(start: Start) -> None:
     run = start()
     prepared(run)

@@ -158,7 +158,7 @@ class Evaluation:
 
     def _each(self, most: int | None) -> Generator[EvaluatedBlock, None, None]:
         with (
-            _evaluating(self.prepared.modules),
+            _evaluating(self.prepared.modules) as put_back,
             torch.no_grad(),
             generators_kept(),
             closing(self.blocks.read(self.workers, most)) as blocks,
@@ -168,6 +168,7 @@ class Evaluation:
                 seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, *block.place))
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
                     yield found
+                put_back()
                 self.workers.tick()
 
     def _gathered(self, local: Any, form: Any, shares: Shares) -> Any:
@@ -250,16 +251,42 @@ class Evaluator:
 
 
 @contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+    """Modules evaluate, and train no further by it; a function puts back what they have done to their buffers."""
     layers = [layer for module in modules for layer in module.modules()]
     training = [layer.training for layer in layers]
+    kept = [_KeptBuffer(layer._buffers, name) for layer in layers for name in layer._buffers]
+
+    def put_back() -> None:
+        for each in kept:
+            each.put_back()
+
     for module in modules:
         module.eval()
     try:
-        yield
+        yield put_back
     finally:
+        put_back()
         for layer, was_training in zip(layers, training, strict=True):
             layer.training = was_training
+
+
+class _KeptBuffer:
+    """A buffer as it is before an evaluation. Each worker evaluates other blocks, so none may leave a trace in it."""
+
+    def __init__(self, buffers: dict[str, Tensor | None], name: str) -> None:
+        self._buffers, self._name, self._buffer = buffers, name, buffers[name]
+        self._value = None if self._buffer is None else self._buffer.detach().clone()
+        self._version = self._written()
+
+    def put_back(self) -> None:
+        self._buffers[self._name] = self._buffer
+        if self._buffer is not None and self._value is not None and self._written() != self._version:
+            self._buffer.detach().copy_(self._value)
+            self._version = self._written()
+
+    def _written(self) -> int:
+        return 0 if self._buffer is None or self._buffer.is_inference() else self._buffer._version
 
 
 def _call(metrics: Metrics, model: Any, batch: Any) -> Mapping[str, Any]:
