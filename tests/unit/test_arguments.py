@@ -38,6 +38,7 @@ WRONG = {
     "checkpoint_every": ("often", 1.5, True),
     "keep": ("all", None),
     "allow_job_change": ("yes", 1, None),
+    "insecure_data": ("yes", 1, None),
     "failure_timeout_s": ("long", None, True),
     "verify_every": ("often", 1.5),
     "checks": ("few", 1),
