@@ -112,6 +112,9 @@ def test_two_minutes_before_its_limit_a_job_leaves_with_a_checkpoint_and_starts_
     training.until_step(3)
     cluster.slurm("scontrol", "update", f"JobId={training.job}", "TimeLimit=2")
     training.until_started_again()
+    cluster.slurm(
+        "scontrol", "update", f"JobId={training.job}", "TimeLimit=10"
+    )  # or it is asked to leave again at once
     training.hurry()
     ended = training.until("COMPLETED")
     assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1")
