@@ -22,7 +22,7 @@ WRONG = {
     "raises": ("raise ImportError('no such module')", "ImportError: no such module"),
     "ends": ("pass", "its script ended before the others'"),
     "other_shards": (RIGHT.replace("shards=8", "shards=4"), "the job has 8 shards, but 4 on host"),
-    "other_seed": (RIGHT.replace("seed=3", "seed=4"), "this worker has another job or machine than those it joins"),
+    "other_seed": (RIGHT.replace("seed=3", "seed=4"), "has another job or machine than those it joins"),
 }
 """What scripts do, and what their launchers say of it."""
 
