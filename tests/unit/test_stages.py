@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from unisono.errors import JobError, ModelError, Unreadable
 from unisono.train.model.elsewhere import Elsewhere, as_received, holds_elsewhere, resolved
-from unisono.train.model.stages import Left, Placement, Received, Stages, Staging
+from unisono.train.model.stages import Placement, Stages
+from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import HEADER, Channel, Part, StageMessage
 
 pytestmark = pytest.mark.unit

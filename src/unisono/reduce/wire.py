@@ -57,7 +57,7 @@ class Wire:
         self._connection, self._other = connection, other
         self._leaving: deque[tuple[memoryview, Work | None]] = deque()
         self._expected: dict[int, deque[tuple[memoryview, Work]]] = {}
-        self._head, self._arriving = memoryview(bytearray(_HEAD.size)), memoryview(b"")
+        self._head = memoryview(bytearray(_HEAD.size))
         self._room = self._head  # what is to be filled next
         self._work: Work | None = None  # whose bytes arrive
         self._unexpected: tuple[int, int] | None = None  # a head that nobody has expected yet

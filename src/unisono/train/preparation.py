@@ -13,7 +13,8 @@ from unisono.errors import JobError, ModelError
 from unisono.train.assembly import Inside
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
 from unisono.train.model.slices import materialise, require_sliced, slice_module
-from unisono.train.model.stages import Placement, Stages, Staging, move, staging_of
+from unisono.train.model.stages import Placement, Stages
+from unisono.train.model.staging import Staging, move, staging_of
 
 
 def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:

@@ -31,9 +31,9 @@ from unisono.plan.split import Split
 from unisono.sync.strategy import Strategy
 from unisono.train.assembly import Opened, assemble
 from unisono.train.config.arguments import require_kinds
+from unisono.train.config.bits import bits_of
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.config.probe import probe
 from unisono.train.config.run_config import CoordinatorAccess, Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import TopologyName, TransportName, connect, connect_devices, mesh_of
@@ -282,7 +282,7 @@ def _bits(config: RunConfig) -> dict[str, str]:
     is_alone = here.world_size == here.local_world_size
     if coordinator is not None:
         is_alone = is_loopback(urlsplit(coordinator.url).hostname or "")
-    return {} if is_alone else {f"bits of {name}": digest for name, digest in probe(config.device).items()}
+    return {} if is_alone else {f"bits of {name}": digest for name, digest in bits_of(config.device).items()}
 
 
 def _checkpoints(folder: RunFolder, recording: Recording) -> Checkpoints:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.train.config.probe import probe
+from unisono.train.config.bits import bits_of
 
 
 def main() -> None:
@@ -39,11 +39,11 @@ def _nccl() -> str | None:
 
 
 def _bits() -> dict[str, str]:
-    """By device, one digest of all that a probe computes: hosts of one kind have the same."""
+    """By device, one digest of the bits that it computes: hosts of one kind have the same."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    return {name: sha256(json.dumps(dict(probe(torch.device(name)))).encode()).hexdigest()[:12] for name in devices}
+    return {name: sha256(json.dumps(dict(bits_of(torch.device(name)))).encode()).hexdigest()[:12] for name in devices}
 
 
 def _devices() -> list[str]:

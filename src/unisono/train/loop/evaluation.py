@@ -41,7 +41,7 @@ from unisono.train.loop.blocks import (
 )
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.stages import staging_of
+from unisono.train.model.staging import staging_of
 from unisono.train.state.trained import Trained
 from unisono.train.step.stage_evaluation import StagedEvaluation
 

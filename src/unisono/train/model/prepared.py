@@ -16,7 +16,7 @@ from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
 from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
-from unisono.train.model.stages import update_own
+from unisono.train.model.stage_optimizers import update_own
 from unisono.train.model.tensors import tensors_of, version_of
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from unisono.checkpoint.layout import form_of
 from unisono.errors import CheckpointError, ModelError
 from unisono.train.model.slices import whole_of
-from unisono.train.model.stages import mark_owners, whole_of_owner
+from unisono.train.model.staging import mark_owners, whole_of_owner
 from unisono.words import sum_of_words
 
 # Tensors, and what they are to be.

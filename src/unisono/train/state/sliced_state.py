@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 from unisono.checkpoint.store import Snapshot
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import cut_like, held_whole, is_sliced, whole_like
-from unisono.train.model.stages import Staging, groups_of, staging_of
+from unisono.train.model.stage_optimizers import groups_of
+from unisono.train.model.staging import Staging, staging_of
 from unisono.train.state.state import VERSIONS
 
 

@@ -35,7 +35,7 @@ from unisono.train.model.forward_writes import ForwardWrites
 from unisono.train.model.own_update import OwnUpdate, Scaled, UpdateCause
 from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.stages import staging_of
+from unisono.train.model.staging import staging_of
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call, global_norm

@@ -21,7 +21,8 @@ from unisono.reduce.reducer import Reducer
 from unisono.train.group.devices import Devices
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.stages import LOOPED, Left, Received, Staging
+from unisono.train.model.stages import LOOPED
+from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.call import Call
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard

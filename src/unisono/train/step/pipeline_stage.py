@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from unisono.data.streams import Generators
 from unisono.errors import UnisonoError
 from unisono.train.model.elsewhere import as_received, without_view
-from unisono.train.model.stages import Left, Received, Staging
+from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
 
 _KINDS = 4

@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.data.streams import Generators
 from unisono.errors import WorkerLost
 from unisono.train.group.devices import Devices
-from unisono.train.model.stages import Left, Received, Staging
+from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
 
 R = TypeVar("R")

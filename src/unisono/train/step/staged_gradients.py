@@ -12,7 +12,7 @@ from unisono.adapt.squared_norms import SquaredNorms
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSumRow, PartialSums
 from unisono.reduce.reducer import Reducer
-from unisono.train.model.stages import Staging
+from unisono.train.model.staging import Staging
 from unisono.train.step.gradients import Fusion, Gradients
 
 

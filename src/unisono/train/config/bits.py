@@ -1,4 +1,4 @@
-"""A probe of the bits that a machine computes: operations on fixed inputs, each with a digest of its result."""
+"""The bits that a machine computes: operations on fixed inputs, each with a digest of its result."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Operation = Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]
 """Computes something from inputs of the shapes that it asks for."""
 
 
-def probe(device: torch.device) -> Mapping[str, str]:
+def bits_of(device: torch.device) -> Mapping[str, str]:
     """What the operations that trainings are made of compute here, with torch's switches as they are.
 
     Processors of one capability and different makers may compute other bits, and so may GPUs and drivers.
@@ -26,11 +26,11 @@ def probe(device: torch.device) -> Mapping[str, str]:
     Returns:
         a digest of 12 hexadecimal digits for each operation, by its name.
     """
-    return _probed(str(device), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    return _computed(str(device), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
 
 @cache
-def _probed(device: str, threads: int, deterministic: bool) -> Mapping[str, str]:
+def _computed(device: str, threads: int, deterministic: bool) -> Mapping[str, str]:
     where = torch.device(device)
 
     def draw(*shape: int) -> Tensor:

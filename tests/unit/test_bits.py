@@ -1,4 +1,4 @@
-"""The probe of what a machine computes: alike on one machine, and otherwise where anything computes otherwise."""
+"""The bits that a machine computes: alike on one machine, and otherwise where anything computes otherwise."""
 
 import os
 import subprocess
@@ -7,15 +7,15 @@ import sys
 import pytest
 import torch
 
-from unisono.train.config.probe import OPERATIONS, probe
+from unisono.train.config.bits import OPERATIONS, bits_of
 
 pytestmark = pytest.mark.unit
 
 PROGRAM = """
 import json, torch
-from unisono.train.config.probe import probe
+from unisono.train.config.bits import bits_of
 torch.set_num_threads(1)
-print(json.dumps(dict(probe(torch.device("cpu")))))
+print(json.dumps(dict(bits_of(torch.device("cpu")))))
 """
 
 
@@ -24,9 +24,9 @@ def elsewhere(**variables: str) -> str:
     return subprocess.run(command, env={**os.environ, **variables}, check=True, capture_output=True, text=True).stdout
 
 
-def test_a_probe_gives_each_operation_a_digest_and_leaves_the_scripts_generator_alone() -> None:
+def test_each_operation_has_a_digest_and_leaves_the_scripts_generator_alone() -> None:
     before, enabled = torch.get_rng_state(), torch.is_grad_enabled()
-    found = probe(torch.device("cpu"))
+    found = bits_of(torch.device("cpu"))
     assert list(found) == list(OPERATIONS)
     assert all(len(digest) == 12 for digest in found.values())
     assert len(set(found.values())) == len(found)

@@ -1,0 +1,323 @@
+"""A model whose stages lie on the devices of a worker: who holds what, and how one stage is computed by itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import ModelError
+from unisono.train.model.elsewhere import Elsewhere, flattened, holds_elsewhere, resolved
+from unisono.train.model.slices import materialise_layer
+from unisono.train.model.stages import Placement, Stages
+
+
+@dataclass(slots=True)
+class Received:
+    """What a block gets from the one before.
+
+    Attributes:
+        places: the number of a tensor for each leaf of the arguments of the module at the cut; below 0 for none.
+        tensors: the tensors.
+        draw: a function that sets the random generators as they were behind the block before.
+    """
+
+    places: Sequence[int]
+    tensors: Sequence[Tensor]
+    draw: Callable[[], None]
+
+
+class Left(BaseException):
+    """The forward pass has come to the end of the block that is computed. No error: whoever computes it catches it.
+
+    Attributes:
+        places: see :class:`Received`.
+        tensors: what goes on to the next block, each tensor once.
+    """
+
+    def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # without arguments: whoever asks an exception for its text would have tensors printed
+        self.places, self.tensors = places, tensors
+
+
+@dataclass(slots=True)
+class _Pass:
+    block: int
+    received: Received | None
+    reached: int = 0
+    drawn: Tensor | None = None  # the generator's state when something of another device was passed by
+
+
+class Staging:
+    """A model whose stages lie on the devices of a worker.
+
+    Each device runs the model's own forward pass. What belongs to an earlier stage gives :class:`Elsewhere`; the module
+    at the cut gets what was received; at the next cut the pass is left. What this device does not hold is on the meta
+    device: it keeps name, shape and dtype, and takes no memory.
+
+    Args:
+        model: the model, all of which is there still, or on the meta device.
+        stages: its stages.
+        placement: the placement of their blocks.
+        broadcast: a function that gives all devices what one of them has.
+        device: the device to compute on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        placement: Placement,
+        broadcast: Callable[[Any, int], Any],
+        device: torch.device,
+    ) -> None:
+        self.stages, self.placement, self._broadcast = stages, placement, broadcast
+        self._pass: _Pass | None = None
+        self._names = {name: number for number, name in enumerate(stages.names)}
+        for number, (name, module) in enumerate(model.named_modules()):
+            materialise_layer(name, module, device)
+            block = self.block(number)
+            is_apart = block != self.block(self._end(number) - 1)  # its own buffers are used in several stages
+            _staged[module] = _Part(self, name)
+            if placement.device(block) != placement.rank:
+                _let_go(module, keep_buffers=is_apart)
+        self._cover(model)
+        held = [one for one in model.parameters() if one.requires_grad and not one.is_meta]
+        if not held:
+            raise ModelError(
+                f"run.pipeline: {self.title(placement.own[0])} has no parameter to train, so its device has nothing to "
+                f"do: cut elsewhere, or use fewer devices"
+            )
+
+    def block(self, number: int) -> int:
+        """The block of a module, by its number."""
+        stage = self.stages.stage(number)
+        return sum(first <= stage for first in self.placement.firsts) - 1
+
+    def owner(self, name: str) -> int:
+        """The device that holds a parameter or buffer, by its name."""
+        return self.placement.device(self.block_of(name))
+
+    def knows(self, name: str) -> bool:
+        """Whether a name is one of a parameter or buffer of the model."""
+        return name.rpartition(".")[0] in self._names
+
+    def block_of(self, name: str) -> int:
+        """The block of a parameter, by its name."""
+        return self.block(self._names[name.rpartition(".")[0]])
+
+    def title(self, block: int) -> str:
+        """A block for people: its stages."""
+        firsts = (*self.placement.firsts, self.stages.count)
+        return self.stages.title(firsts[block], firsts[block + 1] - 1)
+
+    def whole(self, tensor: Tensor, owner: int) -> Tensor:
+        """A tensor that one device holds, on all of them. Collective."""
+        found: Tensor = self._broadcast(tensor.detach() if owner == self.placement.rank else None, owner)
+        return found
+
+    def merged(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by name of all devices together. Collective."""
+        found: dict[str, Any] = {}
+        for device in range(self.placement.devices):
+            found |= self._broadcast(dict(values) if device == self.placement.rank else None, device)
+        return found
+
+    @contextmanager
+    def computing(self, block: int, received: Received | None) -> Iterator[None]:
+        """Within, the model's forward pass computes a block, and raises :class:`Left` at its end."""
+        self._pass = _Pass(block, received)
+        try:
+            yield
+            if self._pass.reached != block:
+                raise ModelError(
+                    f"the forward pass has not come to {self._cut(self._pass.reached + 1)!r}: a model in stages goes "
+                    f"through all of them, once for each loss"
+                )
+            if block + 1 < len(self.placement.firsts):
+                raise ModelError(
+                    f"the forward pass has not come to {self._cut(block + 1)!r} behind {self.title(block)}: a model in "
+                    f"stages goes through all of them, once for each loss"
+                )
+        finally:
+            self._pass = None
+
+    def _cut(self, block: int) -> str:
+        return self.stages.cuts[self.placement.firsts[block] - 1]
+
+    def _end(self, number: int) -> int:
+        """Behind the last module inside of one."""
+        name, names = self.stages.names[number], self.stages.names
+        inside = (each for each in range(number + 1, len(names)) if not name or names[each].startswith(f"{name}."))
+        return max(inside, default=number) + 1
+
+    def _cover(self, model: nn.Module) -> None:
+        """Take the place of the forward methods of all that lies within a block, and of the modules at the cuts."""
+        cuts = {self._cut(block): block for block in range(1, len(self.placement.firsts))}
+        covered = ""
+        for number, (name, module) in enumerate(model.named_modules()):
+            block, last = self.block(number), self.block(self._end(number) - 1)
+            if covered and name.startswith(covered):
+                continue
+            is_called = type(module).forward is not nn.Module.forward
+            if name and is_called and (block == last or name in cuts):
+                within = block if block == last else None
+                module.forward = _Cover(self, name, module.forward, within, cuts.get(name))
+                covered = f"{name}." if within is not None else covered
+
+    def enter(self, name: str, block: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The forward pass comes to the module at a cut; returns what that is called with.
+
+        Raises:
+            Left: the block that is computed ends here.
+        """
+        now = self._require_pass(name)
+        if now.reached != block - 1:
+            self._refuse_order(name, block)
+        now.reached = block
+        if block == now.block + 1:
+            raise self._left(name, args, kwargs)
+        if block != now.block or now.received is None:
+            return args, kwargs
+        if now.drawn is not None and not torch.equal(now.drawn, torch.get_rng_state()):
+            raise ModelError(
+                f"the forward pass draws random numbers before {name!r}, outside of the modules of the stages: draw "
+                f"them in a module, in the stage that it belongs to"
+            )
+        leaves, form = flattened(args, kwargs)
+        if len(leaves) != len(now.received.places):
+            raise ModelError(
+                f"{name!r} gets {len(leaves)} arguments on this device and {len(now.received.places)} on the one "
+                f"before: the forward pass depends on values of earlier stages, and a model in stages is a chain"
+            )
+        for place, (leaf, number) in enumerate(zip(leaves, now.received.places, strict=True)):
+            if number >= 0:
+                if isinstance(leaf, Elsewhere):  # it may be used again, also behind the next module
+                    leaf.value = now.received.tensors[number]
+                leaves[place] = now.received.tensors[number]
+        args, kwargs = torch.utils._pytree.tree_unflatten(leaves, form)
+        now.received.draw()
+        return args, kwargs
+
+    def within(self, name: str, block: int) -> bool:
+        """Whether a module within a block is to be computed now; else the block comes before."""
+        if (now := self._pass) is None:
+            if self.placement.device(block) == self.placement.rank:
+                return True  # computed again in a backward pass
+            self._require_pass(name)
+        assert now is not None
+        if now.reached != block:
+            self._refuse_order(name, block)
+        if block != now.block and now.drawn is None:
+            now.drawn = torch.get_rng_state()
+        return block == now.block
+
+    def _left(self, name: str, args: Any, kwargs: Any) -> Left:
+        leaves, _ = flattened(resolved(args), resolved(kwargs))
+        tensors: dict[int, tuple[int, Tensor]] = {}
+        places = []
+        for leaf in leaves:
+            if isinstance(leaf, Elsewhere):
+                raise ModelError(self.skipped(name))
+            is_tensor = isinstance(leaf, Tensor)
+            places.append(tensors.setdefault(id(leaf), (len(tensors), leaf))[0] if is_tensor else -1)
+        return Left(places, [tensor for _, tensor in tensors.values()])
+
+    def skipped(self, name: str) -> str:
+        """Why a module cannot be computed that gets what has not been received."""
+        return (
+            f"{name!r} gets a value that an earlier stage has computed, and that was no argument of the module at the "
+            f"cut: a model in stages is a chain. Hand it on as an argument, or cut elsewhere"
+        )
+
+    def _require_pass(self, name: str) -> _Pass:
+        if self._pass is None:
+            raise ModelError(
+                f"{name!r} is called outside of a loss function, run.evaluate and run.predict, and other devices hold "
+                f"a part of the model: call the model there alone"
+            )
+        return self._pass
+
+    def _refuse_order(self, name: str, block: int) -> None:
+        assert self._pass is not None
+        reached = self._pass.reached
+        where = f"behind {self._cut(reached)!r}" if reached else f"before {self._cut(1)!r}"
+        raise ModelError(
+            f"{name!r} belongs to {self.title(block)}, since modules are cut in the order in which the model registers "
+            f"them, and the forward pass calls it {where}, or once more: register modules in the order of their calls, "
+            f"and call the model once for each loss"
+        )
+
+
+class _Cover:
+    """What stands in the place of the forward method of a module."""
+
+    def __init__(self, staging: Staging, name: str, forward: Any, within: int | None, begins: int | None) -> None:
+        self._staging, self._name, self._forward = staging, name, forward
+        self._within, self._begins = within, begins
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._begins is not None and self._staging._pass is not None:
+            args, kwargs = self._staging.enter(self._name, self._begins, args, kwargs)
+        if self._within is not None:
+            if not self._staging.within(self._name, self._within):
+                return Elsewhere()
+            args, kwargs = resolved(args), resolved(kwargs)
+            if holds_elsewhere((args, kwargs)):
+                raise ModelError(self._staging.skipped(self._name))
+        return self._forward(*args, **kwargs)
+
+
+def _let_go(module: nn.Module, *, keep_buffers: bool) -> None:
+    """Have a module's own parameters and buffers on the meta device."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            hollow = torch.empty_like(parameter, device="meta")
+            module._parameters[name] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+    for name, buffer in {} if keep_buffers else module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+# What others ask of a model that may lie in stages.
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    staging: Staging
+    name: str
+
+
+_staged: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
+
+
+def staging_of(modules: Sequence[nn.Module]) -> Staging | None:
+    """How models lie in stages; None if they do not."""
+    return next((_staged[module].staging for module in modules if module in _staged), None)
+
+
+def mark_owners(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let tensors of a module know which device holds them, if it lies in stages."""
+    if (part := _staged.get(module)) is not None:
+        for name, tensor in tensors.items():
+            full = f"{part.name}.{name}".lstrip(".")
+            tensor._owner = (part.staging, part.staging.owner(full))  # type: ignore[attr-defined]
+
+
+def whole_of_owner(tensor: Tensor) -> Tensor | None:
+    """A tensor of :func:`mark_owners`, on all devices; None for others. Collective among the devices of a worker."""
+    owner: tuple[Staging, int] | None = getattr(tensor, "_owner", None)
+    return None if owner is None else owner[0].whole(tensor, owner[1])
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Have all of a module on a device, without what other devices hold."""
+    if staging_of([module]) is None:
+        module.to(device)
+    else:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
