@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
-from unisono.errors import Dismissed, JobEnded, WorkerLost
+from unisono.errors import Dismissed, JobEnded, UnisonoWarning, WorkerLost
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
@@ -184,7 +185,9 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
                 membership.workers.abort()
                 raise
 
-    with ThreadPoolExecutor(trade.workers) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(trade.workers) as pool:
+        # Each worker finds the seeds of the others in the generators, and would take them for what its samples draw.
+        warnings.filterwarnings("ignore", "sample .* drew something when it was asked for, and nothing", UnisonoWarning)
         futures = [pool.submit(worker, name) for name in range(trade.workers)]
     if causes:
         raise causes[0]
