@@ -16,6 +16,7 @@ from benchmarks.programs import serve
 from unisono.membership.environment import recognise
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore, form_group, open_store, own_address
 from unisono.plan.split import Split
+from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.data_network import NetworkKeys, meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.socket_group import SocketGroup
@@ -60,7 +61,8 @@ def work(task: Networked, folder: Path) -> NetworkedTimes:
     with ExitStack() as opened:
         transports = {name: opened.enter_context(closing(_transport(name, place))) for name in NETWORKS}
         for size in task.sizes:
-            bucket = torch.full((size // 4,), float(place.rank + 1))
+            numel = -(-size // (4 * ALIGNMENT)) * ALIGNMENT  # as all buckets are
+            bucket = torch.full((numel,), float(place.rank + 1))
             for turn in range(1 + task.turns):
                 for name in order.sample(NETWORKS, len(NETWORKS)):
                     took, processor_s, is_right = _timed(transports[name], bucket, place.workers)
