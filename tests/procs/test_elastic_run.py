@@ -180,7 +180,7 @@ def test_a_job_that_stops_can_go_on_whatever_it_has_survived_before(job: Job) ->
     assert job.result["exit_code"] == 75
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stop"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "stop"])
 def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) -> None:
     launcher = job.start("-n", "2", "--max-restarts", "1")
     job.formed(1, "w1", "w2")
@@ -188,7 +188,10 @@ def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) ->
         assert job.ask("stop").returncode == 0
     else:
         launcher.send_signal(signal.Signals[how])
+    if how == "SIGUSR1":  # Slurm sends it to every process of a job
+        os.kill(job.coordinator, signal.SIGUSR1)
     assert launcher.wait(PATIENCE_S) == 75, job.text
+    assert "is started again" not in job.text
     assert "start it again with the same --run-dir" in job.text
     assert job.result["exit_code"] == 75
     again = job.start("-n", "2", "--max-restarts", "1")
@@ -240,6 +243,18 @@ def test_an_agent_brings_room_and_takes_it_away_again(job: Job) -> None:
     assert joined.wait(PATIENCE_S) in (0, 75), job.text
     job.finish()
     assert launcher.wait(PATIENCE_S) == 0, job.text
+
+
+def test_a_host_may_have_the_coordinator_and_no_worker(job: Job) -> None:
+    launcher = job.start("-n", "1:2", "--here", "0")
+    job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
+    job.until(lambda: bool(job.status()["agents"]), "the agent of its host")
+    joined = job.join("-n", "2")
+    job.formed(1, "w1", "w2")
+    assert [agent["workers"] for agent in job.status()["agents"]] == [0, 2]
+    job.finish()
+    assert launcher.wait(PATIENCE_S) == 0, job.text
+    assert joined.wait(PATIENCE_S) == 0, job.text
 
 
 def test_a_script_that_chooses_its_exit_code_ends_the_job_with_it_and_is_not_started_again(tmp_path: Path) -> None:

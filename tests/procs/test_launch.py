@@ -429,7 +429,10 @@ def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(program:
 # --- signals
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
+)
 def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(program: Run, number: signal.Signals, code: int) -> None:
     program.script("forever()")
     hung_up = signal.signal(

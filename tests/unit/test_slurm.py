@@ -1,5 +1,6 @@
 """What unisono slurm writes, read back as Slurm reads it."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -320,3 +321,18 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("unisono: error: ")
     assert words in line
+
+
+@pytest.mark.parametrize(("code", "asked"), [(75, True), (143, True), (1, False), (0, False)])
+def test_a_job_that_slurm_asked_to_leave_is_put_back_also_if_its_workers_were_still_loading_torch(
+    tmp_path: Path, code: int, asked: bool
+) -> None:
+    for name, body in (("srun", f"exit {code}"), ("scontrol", 'echo "$@" > asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    written = text(job(folder=tmp_path))
+    done = subprocess.run(["/bin/bash", "-c", written], env=environment, capture_output=True, check=False)
+    assert done.returncode == (75 if asked else code)
+    assert (tmp_path / "asked").exists() == asked
+    assert not asked or (tmp_path / "asked").read_text() == "requeue incomplete 7\n"

@@ -249,7 +249,10 @@ ListenAt = Annotated[
         help="Elastic: the address for other hosts, over TLS; :PORT for all addresses, port 0 for any free one.",
     ),
 ]
-Here = Annotated[int | None, typer.Option("--here", min=1, help="Elastic: the largest number of workers on this host.")]
+Here = Annotated[
+    int | None,
+    typer.Option("--here", min=0, help="Elastic: the largest number of workers on this host; 0 for none."),
+]
 TlsCert = Annotated[
     Path | None, typer.Option(help="With --coordinator: its TLS certificate, PEM. By default one is made for the job.")
 ]

@@ -59,7 +59,7 @@ def kill_group(group: int) -> None:
 
 def main() -> None:
     """Read groups until the launcher is gone, then end them."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     watched: set[int] = set()
     for line in sys.stdin:

@@ -232,4 +232,4 @@ class _FixedWorkers:
         asyncio.get_running_loop().call_later(grace, self._kill)
 
     def _pass_on(self, number: int) -> None:
-        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+        self._send(number if number == signal.SIGINT else signal.SIGTERM)

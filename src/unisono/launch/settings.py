@@ -159,15 +159,18 @@ class LaunchSettings:
         """The same, with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
 
-    def check(self) -> None:
+    def check(self, fewest: int = 1) -> None:
         """Refuse what cannot work, before anything is started.
+
+        Args:
+            fewest: the smallest number of workers that this host may have.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
         """
         for name in ("workers", "devices_per_worker", "shards", "threads", "checkpoint_every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < (fewest if name == "workers" else 1):
                 raise JobError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
         if self.processes > MOST_WORKERS:
             raise JobError(f"--workers {self.workers}: at most {MOST_WORKERS} on one host")

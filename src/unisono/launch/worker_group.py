@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
 from unisono.host.guard import Guard, kill_group
+from unisono.host.signals import NOTICES
 from unisono.launch.ending.failure import Failure, end_of, noted_end
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal, WorkerName
@@ -129,10 +130,10 @@ def insist(tell: Callable[[], None], kill: Callable[[], None], told_in_s: float 
 
 @contextmanager
 def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
-    """Until the context ends, SIGINT, SIGTERM and SIGHUP call a function with their number. Inside of an event loop."""
+    """Until the context ends, signals that ask for an end call a function with their number. In an event loop."""
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
-        numbers.append(signal.SIGHUP)
+    # What is ignored stays so: nohup ignores SIGHUP.
+    numbers += [number for number in (signal.SIGHUP, *NOTICES) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in numbers}
     loop = asyncio.get_running_loop()
     for number in numbers:

@@ -34,7 +34,7 @@ class AgentHello(Message):
     protocol: Count = PROTOCOL
     agent: Name
     host: Name
-    workers: Annotated[int, Field(ge=1, le=4096)]
+    workers: Annotated[int, Field(ge=0, le=4096)]
     running: tuple[Name, ...] = Field(default=(), max_length=4096)
     probes: Text = ""
 

@@ -24,6 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, USAGE, JobError, UnisonoError
+from unisono.host.signals import ignore_notices
 from unisono.membership import state as machine
 from unisono.membership.auth import AuthMiddleware, RequestLimits
 from unisono.membership.coordinator import Coordinator
@@ -147,6 +148,7 @@ def _run(options: argparse.Namespace) -> int:
         token = make_token(folder)
         _say_where(where, url(listening, address, tls=bool(tls)))
         server = Server(coordinator, changed, token, hosts(listening, address), tls)
+        ignore_notices()
         signal.signal(
             signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number)
         )  # as soon as uvicorn has ended

@@ -21,6 +21,7 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
 from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
+from unisono.host.signals import NOTICES
 from unisono.job import Compression, Job, Precision, Reduction
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
@@ -46,7 +47,7 @@ from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
-from unisono.train.state.ending import NOTICES, LeaveRequest
+from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 
 

@@ -195,7 +195,8 @@ class ElasticAgent:
 
     async def _greeting(self, local_address: str) -> list[FromAgent]:
         """Who this is, and what a coordinator that was gone may not have heard."""
-        await self._probes.listen(local_address)
+        if self._settings.launch.workers:  # nobody needs to reach a host on which none will run
+            await self._probes.listen(local_address)
         told_again = self._workers.ended[-MOST_TOLD_AGAIN:]
         hello = AgentHello(
             agent=self._id,

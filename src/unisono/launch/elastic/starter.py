@@ -45,8 +45,9 @@ class Starter:
 
     def __init__(self, job: JobContext, say: Callable[[str], None]) -> None:
         self._job = job
-        log = job.run_dir / "logs" / "template.log" if job.settings.launch.warm_start else None
-        common = elastic_command(job.settings.launch, job.run_dir, None)
+        launch = job.settings.launch
+        log = job.run_dir / "logs" / "template.log" if launch.warm_start and launch.workers else None
+        common = elastic_command(launch, job.run_dir, None)
         self._start = WorkerStart(Warm(common, log), say)
 
     async def open(self) -> None:

@@ -33,6 +33,7 @@ import torch
 
 import unisono.train.start
 import unisono.train.trainer  # noqa: F401  (both are loaded here so that no worker has to)
+from unisono.host.signals import NOTICES
 from unisono.launch.forkserver.request import FIRST_KEPT, WorkerRequest
 
 LARGEST = 2**20
@@ -73,6 +74,8 @@ class ForkServer:
         for end in (self._wakes, self._woken):
             os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, _noted)  # without a handler nothing is written
+        # A batch system sends these to every process of a job. This one ends when its launcher hangs up.
+        self._before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, *NOTICES)}
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
 
     def serve(self) -> Fork | None:
@@ -143,6 +146,8 @@ class ForkServer:
         """In a fork: what is the fork server's alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         self._channel.close()  # and its object, or that would close whatever has its number later
         os.close(self._wakes)

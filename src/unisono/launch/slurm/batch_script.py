@@ -19,7 +19,7 @@ MARK = "written by: "
 """How the second line begins: a file with it may be written anew."""
 
 INTERRUPTED = FIRST_SIGNAL + signal.SIGTERM
-"""Exit code of a study that was asked to leave: what it has measured is kept."""
+"""Exit code of what SIGTERM ends: a study, which keeps what it has measured; a worker that still loads torch."""
 
 PATIENCE_S = 120.0
 """For sbatch, which waits when the cluster is busy."""
@@ -47,7 +47,9 @@ def text_of(job: BatchJob, command: Sequence[str]) -> str:
     template = shell.from_string(TEMPLATE.read_text(encoding="utf-8"))
     made_by = " ".join(map(shell_word, command))
     asked_to_leave = INTERRUPTED if job.study else PREEMPTED
-    rendered: str = template.render(job=job, mark=MARK, made_by=made_by, asked_to_leave=asked_to_leave)
+    rendered: str = template.render(
+        job=job, mark=MARK, made_by=made_by, asked_to_leave=asked_to_leave, interrupted=INTERRUPTED
+    )
     return rendered + "\n"
 
 

@@ -14,9 +14,6 @@ from typing import Any, NoReturn
 
 from unisono.errors import Dismissed, JobError
 
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-"""What batch systems send before the end, beside SIGTERM, when they are told to."""
-
 SPREAD_S = 1.0
 """For such a notice to reach all workers: each may have a handler of its own, which has to hear it."""
 
