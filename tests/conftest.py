@@ -3,7 +3,7 @@
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +12,7 @@ import pytest
 from hosts_table import ENGINES, EVENTS, Tried, table
 from leaks import Guard
 from scheduling import TOGETHER, Together
+from spent import SHOWN, SPENT, dearest, processor_s
 from torch_settings import TorchSettings
 
 KINDS = {"unit", "cluster", "procs"}
@@ -27,6 +28,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("unisono")
 
 reported = pytest.StashKey[set[str]]()
+begun = pytest.StashKey[float]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,21 +83,52 @@ def _place(item: pytest.Item) -> int:
     return 1 + ["procs", "cluster", "unit"].index(next(mark.name for mark in item.iter_markers() if mark.name in KINDS))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """What a test takes begins with its fixtures."""
+    item.stash[begun] = processor_s()
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """And ends with them."""
+    report = yield
+    if call.when == "teardown":
+        report.user_properties.append((SPENT, processor_s() - item.stash[begun]))
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The table of ``make hosts``."""
-    if config.option.markexpr != "hosts":
-        return
-    tried = [
-        Tried.of(mark, kind, report.duration)
-        for kind in ("passed", "failed", "error", "skipped")
+    """What was dear; and the table of ``make hosts``."""
+    reports = [
+        (kind, report)
+        for kind in ("", "passed", "failed", "error", "skipped")  # those of what comes behind a test have none
         for report in terminalreporter.getreports(kind)
         if isinstance(report, pytest.TestReport)  # a file that is skipped as a whole has another one
-        for name, mark in report.user_properties
-        if name == "hosts" and (kind != "passed" or report.when == "call")
     ]
-    terminalreporter.section("what happened to jobs on several hosts")
-    for line in table(tried):
-        terminalreporter.line(line)
+    if config.option.markexpr == "hosts":
+        tried = [
+            Tried.of(mark, kind, report.duration)
+            for kind, report in reports
+            for name, mark in report.user_properties
+            if name == "hosts" and kind and (kind != "passed" or report.when == "call")
+        ]
+        terminalreporter.section("what happened to jobs on several hosts")
+        for line in table(tried):
+            terminalreporter.line(line)
+    spent = {
+        report.nodeid: seconds
+        for _, report in reports
+        for name, seconds in report.user_properties
+        if name == SPENT and isinstance(seconds, float)
+    }
+    if len({test.partition("::")[0] for test in spent}) > SHOWN:
+        terminalreporter.section("what the tests spent most on")
+        for line in dearest(spent):
+            terminalreporter.line(line)
 
 
 @pytest.hookimpl(optionalhook=True)
