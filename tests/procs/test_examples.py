@@ -83,6 +83,7 @@ def run_serially(serial_runs: SerialRuns, command: str, steps: int = 3) -> Finis
 
 SHORT = {
     "char_lm.py --layers 1 --width 32 --context 32 --steps 3": 3,
+    "large_gpt.py --layers 4 --width 32 --context 16": 2,
     "gan.py": 2,
     "digits.py": 2,
     "keras_convnet.py": 2,

@@ -19,6 +19,13 @@ def test_workers_keep_their_memory_share_one_heap_and_use_huge_pages() -> None:
     assert (set(tuning.variables), tuning.kept, tuning.missing) == (ALL, {}, None)
 
 
+def test_workers_of_several_devices_give_their_memory_back() -> None:
+    tuning = tune({"HOME": "/h"}, "glibc", devices=2)
+    assert set(tuning.variables) == ALL - {MMAP} | {"MALLOC_MMAP_THRESHOLD_"}
+    assert int(tuning.variables["MALLOC_MMAP_THRESHOLD_"]) < int(tuning.variables[TRIM]) < 2**30
+    assert set(tune({MMAP: "0"}, "glibc", devices=2).variables) == {ARENAS, TUNABLES}
+
+
 @pytest.mark.parametrize(
     ("environ", "still_set"),
     [

@@ -297,7 +297,7 @@ class WorkerOptions:
         is_module, tuned, policies = own.pop("module"), own.pop("tuned"), own.pop("policy", None)
         return LaunchSettings(
             Script(script, tuple(args or ()), is_module=is_module),
-            tuning=Tuning.of_this_process(wanted=tuned),
+            tuning=Tuning.of_this_process(wanted=tuned, devices=more.get("devices_per_worker") or 1),
             policies=tuple(policies or ()),
             **own,
             **more,

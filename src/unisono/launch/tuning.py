@@ -1,4 +1,4 @@
-"""The variables that have a worker's memory allocator keep what a training step gives back. They decide no bit."""
+"""The variables that have a worker's memory allocator keep what a training step gives back, or not. They decide no bit."""
 
 import os
 import platform
@@ -36,14 +36,24 @@ def _tunable(name: str) -> str:
     return f"glibc.malloc.{name.removeprefix('MALLOC_').rstrip('_').lower()}"
 
 
-DECISIONS = (
-    # Freed memory of any size stays with the process. Only both together do that: each one alone fixes the other at
-    # 128 KiB, where it would else follow what the program does. A high MALLOC_MMAP_THRESHOLD_ instead of no mapping
-    # at all does the same, but glibc before 2.35 refuses one above 32 MiB without a word.
-    _Decision(
-        {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": NEVER},
-        others=("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"),
-    ),
+KEEPING = _Decision(
+    {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": NEVER},
+    others=("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"),
+)
+"""Freed memory of any size stays with the process.
+
+Only both together do that: each one alone fixes the other at 128 KiB, where it would else follow what the program does.
+A high MALLOC_MMAP_THRESHOLD_ instead of no mapping at all does the same, but glibc before 2.35 refuses one above 32 MiB
+without a word.
+"""
+
+GIVING_BACK = _Decision(
+    {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**25)},
+    others=("MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"),
+)
+"""Pieces from 1 MiB on go back to the system: models that need several devices need their memory more than time."""
+
+OTHERS = (
     # A thread's own heap is of 64 MiB pieces, which go back to the system as soon as they are empty. One for all.
     _Decision({"MALLOC_ARENA_MAX": "1"}, others=("MALLOC_ARENA_TEST",)),
     # Huge pages, where the system leaves them to the program: fewer faults, and less work to find a page.
@@ -66,9 +76,9 @@ class Tuning:
     missing: str | None = None
 
     @classmethod
-    def of_this_process(cls, *, wanted: bool = True) -> "Tuning":
-        """What this process's environment and C library call for."""
-        return tune(os.environ, platform.libc_ver()[0], wanted=wanted)
+    def of_this_process(cls, *, wanted: bool = True, devices: int = 1) -> "Tuning":
+        """What this process's environment and C library, and so many devices per worker call for."""
+        return tune(os.environ, platform.libc_ver()[0], wanted=wanted, devices=devices)
 
     @property
     def lines(self) -> list[str]:
@@ -84,13 +94,14 @@ def assignments(variables: Mapping[str, str]) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
-def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True) -> Tuning:
+def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True, devices: int = 1) -> Tuning:
     """Decide how the workers' memory allocator is set.
 
     Args:
         environ: the environment that workers would inherit.
         c_library: its name, as ``platform.libc_ver`` gives it.
         wanted: whether the person wants it.
+        devices: the number of devices of each worker. Where there are several, memory goes back to the system.
     """
     if not wanted:
         return Tuning(missing="switched off")
@@ -100,7 +111,7 @@ def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True) -> 
         return Tuning(missing=f"LD_PRELOAD brings an allocator of its own, {foreign}")
     variables: dict[str, str] = {}
     kept: dict[str, str] = {}
-    for decision in DECISIONS:
+    for decision in (KEEPING if devices == 1 else GIVING_BACK, *OTHERS):
         taken = decision.taken(environ)
         kept |= taken
         variables |= {} if taken else decision.variables

@@ -1,0 +1,51 @@
+"""The example whose model is too large for the memory of one device: with slices, with stages, and with neither."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "large_gpt.py")
+LAUNCHER = ("-m", "unisono", "run", "-n", "1", "--threads", "1", "--devices-per-worker")
+
+
+def weights(*words: str, folder: Path, most: int = resource.RLIM_INFINITY) -> str:
+    """The digest of the weights that Python ends with, of which no process may have so many bytes; empty without one."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "UNISONO_RUN_DIR": "run", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=partial(resource.setrlimit, resource.RLIMIT_DATA, (most, most)),
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    found = re.findall(r"weights sha256 ([0-9a-f]{64})", done.stdout)
+    assert bool(found) == (done.returncode == 0), done.stdout
+    assert found or "allocate memory" in done.stdout, done.stdout
+    return found[0] if found else ""
+
+
+def test_devices_that_hold_slices_or_stages_end_with_the_weights_of_one(tmp_path: Path) -> None:
+    small = (EXAMPLE, "--layers", "4", "--width", "32", "--context", "16")
+    for name in ("one", "slices", "stages"):
+        (tmp_path / name).mkdir()
+    one = weights(*small, folder=tmp_path / "one")
+    for cut in ("slices", "stages"):
+        assert weights(*LAUNCHER, "2", *small, "--cut", cut, folder=tmp_path / cut) == one
+
+
+def test_a_model_that_one_process_has_no_room_for_is_trained_by_four(tmp_path: Path) -> None:
+    kilobytes = re.findall(r"ulimit -d (\d+)", Path(EXAMPLE).read_text())
+    most = int(kilobytes[0]) * 1024
+    assert not weights(EXAMPLE, folder=tmp_path, most=most)
+    assert weights(*LAUNCHER, "4", EXAMPLE, folder=tmp_path, most=most)
