@@ -14,6 +14,9 @@ TENSORFLOW_READY := $(TENSORFLOW)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
 	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
 	tests/unit/test_overlap.py tests/unit/test_sharded_update.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
+# Of pytest, each of which takes a gigabyte or two. Tests with processes wait for half of their time: with as many as two cores, a third
+# of the processors' time passes unused.
+PROCESSES ?= 5
 SLURM := slurmctld slurmd slurm-client munge iproute2
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
 	tests/unit/test_frameworks.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
@@ -25,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -52,15 +55,15 @@ lint: $(READY)  ## format, lint, types
 
 unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
-	@$(BIN)/python -m pytest -m "unit and not slow" -n auto
+	@$(BIN)/python -m pytest -m "unit and not slow" -n auto --dist loadgroup
 
 procs: $(READY) slurm  ## tests of whole jobs, on threads and with processes of their own
 	@echo "==> tests of whole jobs"
-	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n 3 --dist loadgroup
+	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
 slow: $(READY) slurm  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -m slow -n 3 --dist loadgroup
+	@$(BIN)/python -m pytest -m slow -n $(PROCESSES) --dist loadgroup
 
 alone: $(READY)  ## tests of what is promised to happen in time
 	@echo "==> tests of what is promised to happen in time"
@@ -69,7 +72,12 @@ alone: $(READY)  ## tests of what is promised to happen in time
 # Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
 unit-and-procs: $(READY) slurm
 	@echo "==> layers, unit tests, and tests of whole jobs"
-	@$(BIN)/python -m pytest -m "not alone and not slow" -n 3 --dist loadgroup
+	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
+
+# Python compiles what is imported. Processes that import the same at the same time would each compile it.
+compiled: $(READY)  ## have Python compile all that the tests import
+	@echo "==> compiling what tests import"
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null
 
 # The tests of Slurm jobs make a cluster of their own. Where systemd runs, installing would start Slurm's services as well.
 slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a container of it; elsewhere they are left out

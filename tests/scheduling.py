@@ -5,17 +5,28 @@ from pathlib import PurePath
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = {
+    "test_accelerate.py": "the serial run",
+    "test_adaptive.py": "the serial runs",
     "test_checkpoint_crash.py": "the run whose disk is never full",
     "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
     "test_examples.py": "three steps of all examples",
+    "test_evaluated_streams.py": "the serial runs",
+    "test_finer_batches.py": "the serial run",
     "test_hosts.py": "the two hosts",
+    "test_keras.py": "the serial runs",
+    "test_layers.py": "the syntax of all modules",
     "test_library_streams.py": "the files, and the serial runs over them",
+    "test_lightning.py": "the serial run",
+    "test_loaders.py": "the serial runs",
+    "test_scripts_of_clusters.py": "the serial runs",
     "test_slurm.py": "the cluster",
     "test_slurm_cluster.py": "the cluster",
     "test_sliced.py": "the models that one device has trained",
     "test_staged.py": "the models that one device has trained",
+    "test_stream_jobs.py": "the serial runs",
     "test_study.py": "the study that was killed and started again",
     "test_fork_server.py": "the template",
+    "test_transformers.py": "the serial run",
     "test_workers.py": "what three workers have found",
 }
 """Files that stay whole, and what their tests share."""
