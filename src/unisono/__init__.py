@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import unisono.integrations.lightning as lightning
     import unisono.integrations.torchmetrics as torchmetrics
     import unisono.integrations.transformers as transformers
+    import unisono.launch.ray as ray
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
@@ -72,6 +73,7 @@ __all__ = [
     "keras",
     "lightning",
     "load",
+    "ray",
     "torchmetrics",
     "transformers",
 ]
@@ -113,6 +115,7 @@ _GUESTS = {
     "accelerate": "unisono.integrations.accelerate",
     "keras": "unisono.integrations.keras",
     "lightning": "unisono.integrations.lightning",
+    "ray": "unisono.launch.ray",
     "torchmetrics": "unisono.integrations.torchmetrics",
     "transformers": "unisono.integrations.transformers",
 }

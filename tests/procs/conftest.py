@@ -59,7 +59,7 @@ def serial(serial_runs: SerialRuns) -> Trained:
 
 @pytest.fixture(scope="session")
 def small_serial(serial_runs: SerialRuns) -> str:
-    """The digest of the script that Slurm's jobs train."""
+    """The digest of the script that jobs of Slurm and Ray train."""
     return serial_runs(SMALL).end()
 
 

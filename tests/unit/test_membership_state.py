@@ -774,6 +774,14 @@ def test_the_only_agent_takes_the_job_with_it() -> None:
     assert job.state.over is not None
 
 
+def test_an_agent_without_room_takes_the_job_with_it_since_it_keeps_the_coordinator() -> None:
+    job = Job().enlist(0).enlist(2, "b").ready("w1", "w2").agent(AgentLeaving(), "a").arrive("w1", "w2")
+    assert all(message.preempted for _, message in job.told if isinstance(message, Removed))
+    job.end("w1", 75, agent="b").end("w2", 75, agent="b")
+    assert job.state.over is not None
+    assert job.state.over.preempted
+
+
 def test_one_of_two_agents_leaves_alone() -> None:
     job = Job().enlist(1).enlist(1, "b").ready("w1", "w2").agent(AgentLeaving(), "b").arrive("w1", "w2")
     assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])

@@ -258,6 +258,19 @@ TlsCert = Annotated[
 ]
 TlsKey = Annotated[Path | None, typer.Option(help="With --coordinator: the certificate's private key, PEM.")]
 
+Engine = Annotated[
+    Literal["ray"] | None,
+    typer.Option("--on", help="Train on the nodes of a cluster: ray (found as ray.init does, by RAY_ADDRESS, say)."),
+]
+Resources = Annotated[
+    str | None,
+    typer.Option(
+        "--resources-per-worker",
+        metavar="NAME=N,…",
+        help="With --on ray: the resources of each worker, CPU=4,GPU=1; by default a core for each of its threads.",
+    ),
+]
+
 # The options that commands have in common, as one parameter of each.
 
 

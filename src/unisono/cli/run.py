@@ -1,6 +1,7 @@
 """``unisono run``: start the workers of a job on this host."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
@@ -8,12 +9,14 @@ import typer
 from unisono.cli.options import (
     DevicesPerWorker,
     DryRun,
+    Engine,
     FailureTimeout,
     FaultScript,
     Here,
     JobOptions,
     ListenAt,
     MaxRestarts,
+    Resources,
     RestartOnError,
     RunDir,
     ScriptArguments,
@@ -23,6 +26,7 @@ from unisono.cli.options import (
     WorkerRange,
     grouped,
 )
+from unisono.errors import JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
@@ -32,6 +36,30 @@ from unisono.launch.ending.result import RUNS, open_folder, report
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """The options of a job on the nodes of a cluster."""
+
+    engine: Engine = None
+    resources: Resources = None
+
+    def check(self, *others: object) -> None:
+        """Refuse what does not go together.
+
+        Args:
+            others: the values of the options that are about this host.
+
+        Raises:
+            JobError: says which options.
+        """
+        if self.engine is None and self.resources is not None:
+            raise JobError("--resources-per-worker is for --on ray")
+        if self.engine is not None and any(one is not None for one in others):
+            raise JobError(
+                f"--on {self.engine} starts all workers: --here, --coordinator, --tls-cert and --tls-key are not for it"
+            )
 
 
 @grouped
@@ -51,6 +79,7 @@ def run(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     faults: FaultScript = None,
+    cluster: ClusterOptions,
     dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -59,8 +88,9 @@ def run(
     --coordinator, from other hosts, too.
     """
     wanted = Range.read(workers)
+    cluster.check(here, coordinator, tls_cert, tls_key)
     fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
-    room = here if here is not None or coordinator is None else fitting
+    room = 0 if cluster.engine else here if here is not None or coordinator is None else fitting
     settings = job.settings(
         script,
         args,
@@ -80,6 +110,8 @@ def run(
     )
     elastic.check()
     is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
+    if cluster.engine:
+        raise typer.Exit(start_on_ray(elastic, cluster.resources))
     if dry:
         typer.echo(_shown(settings, is_elastic=is_elastic))
         return
@@ -118,6 +150,28 @@ def start(settings: LaunchSettings) -> int:
     outcome: Outcome = launch(settings, folder, terminal)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code
+
+
+def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
+    """Run a job on the nodes of a Ray cluster and say how it ended.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        JobError: the job cannot be started so.
+        LaunchError: the cluster cannot be reached, or has lost the job.
+    """
+    from unisono.launch.ray.driver import train
+    from unisono.launch.ray.request import RayRequest, read_resources
+
+    per_worker = None if resources is None else read_resources(resources)
+    ended = train(RayRequest.of_this_process(settings, per_worker))
+    terminal = Terminal.of_this_process()
+    terminal.say(f"exit code {ended.exit_code}, run folder {ended.run_dir} on host {ended.host}")
+    if ended.words:
+        terminal.say(ended.words)
+    return int(ended.exit_code)
 
 
 def start_elastic(settings: ElasticSettings) -> int:

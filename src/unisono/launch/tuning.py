@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 NEVER = str(2**40)
+SWITCHED_OFF = "switched off"
 TUNABLES = "GLIBC_TUNABLES"
 
 
@@ -81,6 +82,11 @@ class Tuning:
         return tune(os.environ, platform.libc_ver()[0], wanted=wanted, devices=devices)
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether the person has not switched it off."""
+        return self.missing != SWITCHED_OFF
+
+    @property
     def lines(self) -> list[str]:
         """What a person should know about it."""
         set_here = [f"tuning (--no-tuning leaves it out): {assignments(self.variables)}"] if self.variables else []
@@ -104,7 +110,7 @@ def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True, dev
         devices: the number of devices of each worker. Where there are several, memory goes back to the system.
     """
     if not wanted:
-        return Tuning(missing="switched off")
+        return Tuning(missing=SWITCHED_OFF)
     if c_library != "glibc":
         return Tuning(missing="it is for the allocator of the GNU C library, and this is another")
     if (foreign := _foreign_allocator(environ.get("LD_PRELOAD", ""))) is not None:

@@ -24,7 +24,7 @@ class AgentHello(Message):
 
     Attributes:
         agent: its id, which it made up at random when it started.
-        workers: the number of workers that it can run.
+        workers: the number of workers that it can run; 0 for one that only keeps the coordinator.
         running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
             after the coordinator was gone.
         probes: the address at which it answers probes of other hosts; empty if it does not.
@@ -54,7 +54,7 @@ class WorkerEnded(Message):
 
 
 class AgentLeaving(Message):
-    """This agent was asked to leave, and all of its workers with it."""
+    """This agent was asked to leave, and all of its workers with it; by one without room, the whole job."""
 
     kind: Literal["agent_leaving"] = "agent_leaving"
 

@@ -41,7 +41,7 @@ def invitation(settings: ElasticSettings, run_dir: Path, url: str) -> list[str]:
     words += ["--token-file", files["token"].name, "--certificate", files["certificate"].name]
     return [
         f"another host joins with copies of {copied}, made with scp -p (who has the token takes part):",
-        f"  {shlex.join([*words, *_wishes(settings), *settings.launch.script.argv])}",
+        f"  {shlex.join([*words, *wishes(settings), *settings.launch.script.argv])}",
     ]
 
 
@@ -49,7 +49,7 @@ def _room(settings: ElasticSettings) -> int:
     return max(1, settings.workers.largest - settings.launch.workers)
 
 
-def _wishes(settings: ElasticSettings) -> list[str]:
+def wishes(settings: ElasticSettings) -> list[str]:
     """Settings that all workers of a job need to have in common, as far as they were given to the launcher."""
     launch = settings.launch
     given = {
@@ -59,9 +59,8 @@ def _wishes(settings: ElasticSettings) -> list[str]:
         "--strategy": launch.strategy,
         "--audit": launch.audit,
     }
-    wishes = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     return [
-        *wishes,
+        *(word for name, value in given.items() if value is not None for word in (name, str(value))),
         *(word for name in launch.policies for word in ("--policy", name)),
         *(["--allow-job-change"] if launch.allow_job_change else []),
         *(["--insecure-data"] if launch.insecure_data else []),

@@ -57,6 +57,8 @@ def hear(update: StateUpdate, event: Event) -> None:
             _ended(update, agent, ended)
         case AgentHeard(agent, AgentLeaving()):
             _agent_leaves(update, agent)
+            if (known := update.state.agents.get(agent)) is not None and not known.workers:
+                _stop(update)
         case AgentHeard(agent, Probed() as found) if agent in update.state.agents:
             probed(update, update.state.agents[agent], found)
         case Disconnected(worker, agent):

@@ -1,0 +1,97 @@
+"""The actor on a bundle: it runs the agent of one worker."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.launch.elastic.entrance import certificate_file
+from unisono.launch.ray.process import ActorProcess
+from unisono.launch.ray.request import RayRequest
+from unisono.membership.token import token_file
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAccess:
+    """What an agent needs to take part. It travels as an object of Ray, never on a command line.
+
+    Attributes:
+        url: the coordinator's URL.
+        token: the job's token.
+        certificate: the coordinator's certificate, PEM; empty without TLS.
+        run_dir: the job's run folder, on the coordinator's node.
+    """
+
+    url: str
+    token: str
+    certificate: str
+    run_dir: str
+
+    def __repr__(self) -> str:
+        return f"AgentAccess({self.url})"
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """The run folder, if this node sees it: then the token of this very start lies in it."""
+        path = Path(self.run_dir)
+        with suppress(OSError, UnicodeDecodeError):
+            if token_file(path).read_text(encoding="ascii").strip() == self.token:
+                return path
+        return None
+
+
+class AgentActor:
+    """Runs an agent to its end. Two calls may be under way at the same time: ``run``, and ``leave``.
+
+    Args:
+        request: the job.
+    """
+
+    def __init__(self, request: RayRequest) -> None:
+        self._request = request
+        self._process: ActorProcess | None = None
+        self._leaves = False
+
+    def run(self, access: AgentAccess) -> int:
+        """Join the job; the agent's exit code.
+
+        Raises:
+            OSError: the working folder is not on this node.
+        """
+        with tempfile.TemporaryDirectory(prefix="unisono-") as name:  # nobody else looks into it
+            files = Path(name)
+            _write(token_file(files), access.token)
+            if access.certificate:
+                _write(certificate_file(files), access.certificate)
+            words = self._request.agent(access.url, files, access.shared_folder)
+            self._process = ActorProcess(words, self._request.variables, working_folder(self._request))
+            try:
+                if self._leaves:
+                    self._process.leave()
+                code = self._process.wait()
+            finally:
+                self._process.close()
+        assert code is not None
+        return code
+
+    def leave(self) -> None:
+        """Have its worker leave after the step that is under way."""
+        self._leaves = True
+        if self._process is not None:
+            self._process.leave()
+
+
+def working_folder(request: RayRequest) -> str:
+    """The folder that Ray has unpacked for the job and made the actor's own; else the folder of the driver."""
+    import ray
+
+    unpacked = ray.get_runtime_context().runtime_env.get("working_dir")
+    return str(Path.cwd()) if unpacked else request.folder
+
+
+def _write(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)

@@ -1,0 +1,138 @@
+"""The agents of a job on Ray: one on each bundle, started again with its bundle, asked to leave a node in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from unisono.errors import PREEMPTED
+from unisono.launch.ray.agent_actor import AgentAccess, AgentActor
+from unisono.launch.ray.cluster import Bundles, draining_nodes
+from unisono.launch.ray.request import RayRequest
+
+MOST_FAILURES = 6
+"""Actors on one bundle that may die one after the other, each soon after its start."""
+
+SETTLED_S = 10.0
+
+
+@dataclass(slots=True)
+class _Place:
+    """A bundle, and the agent there.
+
+    Attributes:
+        actor: the actor; None while there is none.
+        ended: the reference to the agent's exit code.
+        left: the node that the agent was asked to leave: no other one is started before the bundle is elsewhere.
+        began: the time of the actor's start.
+        failures: the number of actors in a row that have died soon.
+        is_over: whether no agent is started here any more.
+    """
+
+    actor: Any = None
+    ended: Any = None
+    left: str = ""
+    began: float = 0.0
+    failures: int = 0
+    is_over: bool = False
+
+
+class Agents:
+    """All agents of a job.
+
+    Args:
+        request: the job.
+        access: what each needs to take part.
+        say: a function that shows a line to the person at the terminal.
+
+    Attributes:
+        last_words: the end of the last agent that is not started again.
+    """
+
+    def __init__(self, request: RayRequest, access: AgentAccess, say: Callable[[str], None]) -> None:
+        self._request, self._say = request, say
+        self._access = ray.put(access)
+        sizes = request.settings.workers
+        self._bundles = Bundles(request.bundle, sizes.smallest, sizes.largest)
+        self._places = [_Place() for _ in range(len(self._bundles))]
+        self._told = ""
+        self.last_words = ""
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no agent runs or is awaited on any bundle."""
+        return all(place.is_over for place in self._places)
+
+    def look(self) -> None:
+        """See which have ended, start those that can be, and ask those to leave whose nodes are about to go."""
+        draining, nodes = draining_nodes(), self._bundles.nodes()
+        for number, (place, node) in enumerate(zip(self._places, nodes, strict=True)):
+            if place.actor is not None:
+                self._hear(place, node)
+            if place.actor is not None and node in draining and place.left != node:
+                self._say(f"node {node[:12]} is about to go: its worker leaves after this step")
+                place.left = node
+                place.actor.leave.remote()
+            is_elsewhere = bool(node) and node not in draining and node != place.left
+            if place.actor is None and not place.is_over and (not place.left or is_elsewhere):
+                self._start(place, number)
+        self._tell(nodes)
+
+    def close(self) -> None:
+        """End them, and give their bundles back."""
+        for place in self._places:
+            if place.actor is not None:
+                ray.kill(place.actor)
+        self._bundles.close()
+
+    def until_ended(self, timeout_s: float) -> None:
+        """Wait until all that run have ended, or the time is over."""
+        running = [place.ended for place in self._places if place.actor is not None]
+        if running:
+            ray.wait(running, num_returns=len(running), timeout=timeout_s)
+
+    def _start(self, place: _Place, number: int) -> None:
+        place.actor = self._bundles.actor(number, AgentActor, self._request)
+        place.ended = place.actor.run.remote(self._access)
+        place.began, place.left = time.monotonic(), ""
+
+    def _hear(self, place: _Place, node: str) -> None:
+        done, _ = ray.wait([place.ended], timeout=0)
+        if not done:
+            return
+        place.actor = None
+        try:
+            code = ray.get(place.ended)
+        except RayActorError as error:
+            self._say(
+                f"an agent is lost with its node or its process, and its bundle is asked for again: {_line(error)}"
+            )
+            soon = time.monotonic() - place.began < SETTLED_S
+            place.failures = place.failures + 1 if soon else 0
+            place.is_over = place.failures >= MOST_FAILURES
+            self.last_words = _line(error)
+        except RayTaskError as error:
+            place.is_over, self.last_words = True, f"it could not be started on node {node[:12]}: {_line(error.cause)}"
+            self._say(f"an agent has ended: {self.last_words}")
+        else:
+            place.is_over = code != PREEMPTED or not place.left
+            self.last_words = f"exit code {code}, on node {node[:12]}"
+
+    def _tell(self, nodes: Any) -> None:
+        placed, least = sum(map(bool, nodes)), self._request.settings.workers.smallest
+        words = (
+            f"waiting for Ray: {placed} of {len(nodes)} bundles {self._request.bundle} are placed, {least} are needed"
+        )
+        if placed < least and words != self._told:
+            self._say(words)
+        self._told = words
+
+
+def _line(error: object) -> str:
+    """The first line of what Ray says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]

@@ -1,0 +1,150 @@
+"""The actor that keeps the coordinator, takes no resources, and has an agent run on each bundle."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from ray.util import get_node_ip_address
+from ray.util.metrics import Gauge
+
+from unisono.checkpoint.folder import RunFolder, new_run_folder
+from unisono.errors import JobError, LaunchError
+from unisono.launch.elastic.address import Address, Control, address_of
+from unisono.launch.ending.result import RUNS
+from unisono.launch.ray.agent_actor import AgentAccess, working_folder
+from unisono.launch.ray.agents import Agents
+from unisono.launch.ray.process import ActorProcess
+from unisono.launch.ray.request import RayEnd, RayRequest
+
+LOOK_S = 0.5
+LISTENS_S = 60.0
+"""How long the coordinator may take until it listens."""
+
+FAREWELL_S = 20.0
+"""How long agents may take to end when the job is over."""
+
+
+class CoordinatorActor:
+    """Keeps a job's coordinator to its end. Two calls may be under way at the same time: ``run``, and ``leave``.
+
+    Args:
+        request: the job.
+    """
+
+    def __init__(self, request: RayRequest) -> None:
+        self._request = request
+        self._process: ActorProcess | None = None
+        self._leaves = False
+
+    def run(self) -> RayEnd:
+        """From the first bundle to the last end.
+
+        Raises:
+            JobError: the run folder cannot be used.
+            LaunchError: the coordinator does not listen.
+            OSError: the working folder is not on this node.
+        """
+        launch, folder = self._request.settings.launch, working_folder(self._request)
+        run_dir = Path(folder, launch.run_dir or new_run_folder(Path(folder, RUNS), launch.script.stem))
+        (run_dir / "coordinator.json").unlink(missing_ok=True)  # of a start before this one
+        words = self._request.coordinator(get_node_ip_address(), run_dir)
+        self._process = ActorProcess(words, self._request.variables, folder)
+        try:
+            if self._leaves:
+                self._process.leave()
+            why = self._attend(self._process, run_dir)
+        finally:
+            self._process.close()
+        code = self._process.code
+        assert code is not None
+        return RayEnd(1 if why and not code else code, str(run_dir), socket.gethostname(), _result(run_dir), why)
+
+    def leave(self) -> None:
+        """Have all workers leave with a checkpoint; called again, as the second Ctrl-C."""
+        self._leaves = True
+        if self._process is not None:
+            self._process.leave()
+
+    def _attend(self, process: ActorProcess, run_dir: Path) -> str:
+        """Have agents run as long as there is a coordinator; why it was ended, if it was."""
+        address = _address(process, run_dir)
+        if address is None:
+            return ""
+        certificate = "" if address.certificate is None else address.certificate.read_text(encoding="ascii")
+        agents = Agents(self._request, AgentAccess(address.url, address.token, certificate, str(run_dir)), _say)
+        gauges = Gauges(run_dir.name)
+        why = ""
+        try:
+            while process.wait(LOOK_S) is None:
+                agents.look()
+                gauges.show(Control(address))
+                if agents.are_over and not why and process.wait(FAREWELL_S) is None:
+                    why = f"no agent is left; the last one: {agents.last_words}"
+                    process.leave()
+            agents.until_ended(FAREWELL_S)
+        finally:
+            agents.close()
+        return why
+
+
+class Gauges:
+    """What Ray's own metrics say of the job.
+
+    Args:
+        job: the value of their tag: the name of the run folder.
+    """
+
+    def __init__(self, job: str) -> None:
+        made = {
+            "workers": Gauge("unisono_workers", "workers that train", tag_keys=("job",)),
+            "step": Gauge("unisono_step", "optimizer steps so far", tag_keys=("job",)),
+            "samples_per_s": Gauge("unisono_samples_per_s", "samples of the whole job in a second", tag_keys=("job",)),
+        }
+        for gauge in made.values():
+            gauge.set_default_tags({"job": job})
+        self._gauges = made
+
+    def show(self, control: Control) -> None:
+        """Ask the coordinator, and pass it on; a coordinator that does not answer just now is asked again later."""
+        try:
+            members = control.status()["members"]
+        except (JobError, LaunchError):
+            return
+        found = {
+            "workers": len(members),
+            "step": max((one["step"] or 0 for one in members), default=None),
+            "samples_per_s": max((one["samples_per_s"] or 0 for one in members), default=0),
+        }
+        for name, value in found.items():
+            if value is not None:
+                self._gauges[name].set(value)
+
+
+def _address(process: ActorProcess, run_dir: Path) -> Address | None:
+    """Where the coordinator listens; None if it ends first.
+
+    Raises:
+        LaunchError: it does not listen in time.
+    """
+    begun = time.monotonic()
+    while process.wait(0.05) is None:
+        if (run_dir / "coordinator.json").exists():
+            return address_of(run_dir)
+        if time.monotonic() - begun > LISTENS_S:
+            raise LaunchError(f"the coordinator does not listen after {LISTENS_S:g} s (logs in {run_dir / 'logs'})")
+    return None
+
+
+def _result(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = RunFolder(run_dir).read_result()
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _say(words: str) -> None:
+    print(f"unisono: {words}", flush=True)  # noqa: T201 (an actor's output is what Ray logs, and the driver shows)

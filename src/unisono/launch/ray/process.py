@@ -1,0 +1,67 @@
+"""A command of Unisono that an actor runs, and which ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from unisono.errors import FIRST_SIGNAL
+from unisono.host.guard import Guard, kill_group
+from unisono.launch.command import PER_WORKER
+
+
+class ActorProcess:
+    """The process. What it prints goes where the actor's own output goes: into Ray's logs, and to the driver.
+
+    Args:
+        words: the words behind ``unisono``.
+        variables: environment variables besides the actor's.
+        folder: the working folder.
+
+    Raises:
+        OSError: it cannot be started: the folder is not there, say.
+    """
+
+    def __init__(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name not in PER_WORKER}
+        self._guard = Guard()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "unisono", *words],
+                cwd=folder,
+                env=inherited | dict(variables),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._guard.close()
+            raise
+        self._guard.watch(self._process.pid)
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, as a shell has it; None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else FIRST_SIGNAL - code
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Its exit code, once it has ended; None if it has not in that time."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.code
+
+    def leave(self) -> None:
+        """Ask it to leave: by a first SIGTERM, or another one, which it takes more seriously."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """Kill it if it still runs; its own guard ends what it has started."""
+        if self._process.poll() is None:
+            kill_group(self._process.pid)
+            self._process.wait()
+        self._guard.close()

@@ -1,0 +1,179 @@
+"""Jobs on the nodes of a real Ray cluster: what happens to nodes there changes no bit."""
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ray_cluster import NoCluster, RayNodes, ray_nodes, wait_for
+from slurm_jobs import SCRIPT
+from training import Trained, whole_lines
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[int], RayNodes]]:
+    """Starts a cluster whose head has so many cores; skips the test, loudly, where none can be made."""
+    with ExitStack() as opened:
+
+        def started(head_cpus: int = 0) -> RayNodes:
+            try:
+                return opened.enter_context(ray_nodes(head_cpus))
+            except NoCluster as error:
+                pytest.skip(f"NO RAY CLUSTER: {error}")
+
+        yield started
+
+
+class OnRay(Trained):
+    """A training on a cluster, and the command that waits for it.
+
+    Args:
+        cluster: the cluster.
+        folder: the working folder of the command.
+    """
+
+    def __init__(self, cluster: RayNodes, folder: Path) -> None:
+        super().__init__(folder / "run")
+        self.cluster, self.folder = cluster, folder
+        self.driver: subprocess.Popen[str]
+
+    def begin(self, *words: str, pace_s: float = 0.5) -> None:
+        """Start the command."""
+        command = [
+            "unisono",
+            "run",
+            "--on",
+            "ray",
+            "--run-dir",
+            "run",
+            "--failure-timeout-s",
+            "20",
+            *words,
+            str(SCRIPT),
+        ]
+        variables = {"PACE_S": str(pace_s), "HURRY": str(self.folder / "hurry")}
+        self.driver = self.cluster.start(*command, folder=self.folder, **variables)
+
+    @property
+    def text(self) -> str:
+        """What the command has printed."""
+        return (self.folder / "output").read_text()
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of workers of each step so far."""
+        return [line["world_size"] for line in whole_lines(self.run_dir / "metrics.jsonl") if "loss" in line]
+
+    def until(self, workers: int) -> None:
+        """Wait until so many train."""
+        self.wait_for(lambda: self.sizes[-1:] == [workers], f"{workers} workers")
+
+    def wait_for(self, is_so: Callable[[], bool], words: str) -> None:
+        """Wait until something is so, while the command runs."""
+
+        def looked() -> bool:
+            assert self.driver.poll() is None or is_so(), f"{words}\n{self.sizes}\n{self.text}"
+            return is_so()
+
+        wait_for(looked, lambda: f"{words}\n{self.sizes}\n{self.text}")
+
+    def hurry(self) -> None:
+        """From now on it trains as fast as it can."""
+        (self.folder / "hurry").touch()
+
+    def send(self, number: int) -> None:
+        """Send the command a signal; who waits for it here is nsenter."""
+        (command,) = psutil.Process(self.driver.pid).children()
+        command.send_signal(number)
+
+    def code(self) -> int:
+        """The command's exit code, once it has ended; no process of Unisono is left then."""
+        code = self.driver.wait(300)
+        self.until_nothing_is_left()
+        return code
+
+    def until_nothing_is_left(self) -> None:
+        """Wait until no process of Unisono is left in the cluster."""
+        wait_for(lambda: not self._left, lambda: str(self._left))
+
+    @property
+    def _left(self) -> list[str]:
+        return [line for line in self.cluster.processes() if "unisono" in line or "small_training" in line]
+
+
+def test_a_job_on_ray_ends_with_the_weights_of_the_serial_run_and_leaves_nothing_behind(
+    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+) -> None:
+    job = OnRay(start(2), tmp_path)
+    job.begin("-n", "2", pace_s=0)
+    assert job.code() == 0, job.text
+    assert job.end() == small_serial
+    assert set(job.sizes) == {2}
+    assert f"weights sha256 {small_serial}" in job.text, "the workers' output comes to the driver"
+    assert job.cluster.requested() == 0
+    assert "https://10.80.0.1:" in job.text
+    token = (job.run_dir / "token").read_text()
+    assert not [line for line in job.cluster.processes() if token in line]
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("Ray", "kill", "join", "drain")
+def test_a_node_dies_others_come_one_is_drained_and_no_bit_changes(
+    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+) -> None:
+    cluster = start(0)
+    dies, drained, _ = (cluster.add() for _ in range(3))
+    job = OnRay(cluster, tmp_path)
+    job.begin("-n", "2:4", pace_s=2.0)
+    job.until(3)
+    assert cluster.requested() == 4
+    cluster.kill(dies)
+    job.until(2)
+    cluster.add()
+    job.until(3)
+    cluster.drain(drained)
+    job.until(2)
+    assert "is about to go: its worker leaves after this step" in job.text
+    cluster.add()
+    cluster.kill(drained)
+    job.until(3)
+    job.hurry()
+    assert job.code() == 0, job.text
+    assert job.end() == small_serial
+    assert job.steps == list(range(40))
+    assert cluster.requested() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("Ray", "requeue")
+def test_a_job_that_was_asked_to_leave_goes_on_with_fewer_workers_when_it_is_started_again(
+    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+) -> None:
+    cluster = start(3)
+    job = OnRay(cluster, tmp_path)
+    job.begin("-n", "3", pace_s=1.0)
+    job.until(3)
+    job.send(signal.SIGTERM)
+    assert job.code() == 75, job.text
+    job.hurry()
+    job.begin("-n", "2")
+    assert job.code() == 0, job.text
+    assert job.end() == small_serial
+    assert sorted(set(job.sizes)) == [2, 3]
+
+
+@pytest.mark.slow
+def test_when_the_driver_is_killed_all_ends_by_itself(start: Callable[[int], RayNodes], tmp_path: Path) -> None:
+    job = OnRay(start(2), tmp_path)
+    job.begin("-n", "2", pace_s=1.0)
+    job.until(2)
+    job.send(signal.SIGKILL)
+    job.driver.wait(120)
+    job.until_nothing_is_left()
+    wait_for(lambda: job.cluster.requested() == 0, lambda: "the autoscaler is asked no more")
