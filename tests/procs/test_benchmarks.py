@@ -66,6 +66,7 @@ def test_two_hosts_reach_each_other_over_the_slow_cable_and_nothing_stays_of_it(
         pytest.skip(str(reason))
 
 
+@pytest.mark.slow
 def test_over_a_switch_with_slow_cables_every_way_of_the_sums_is_measured(tmp_path: Path) -> None:
     if reason := obstacle():
         pytest.skip(reason)
@@ -77,6 +78,7 @@ def test_over_a_switch_with_slow_cables_every_way_of_the_sums_is_measured(tmp_pa
     assert all(min(row["seconds"]) > 0 < row["forecast"]["seconds"] for row in rows)
 
 
+@pytest.mark.slow
 def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(warm: None, tmp_path: Path) -> None:
     benchmark("recovery", "--quick", "--kills=1", f"--output={tmp_path}")
     (recovery,) = json.loads((tmp_path / "recovery.json").read_text())["models"]["tiny"]
@@ -87,18 +89,17 @@ def test_the_recovery_benchmark_kills_a_worker_and_times_the_others(warm: None, 
 STRATEGIES = ["--quick", "--models=digits", "--workers=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("growth", ["--quick"]),
-        pytest.param("accuracy", ["--quick"], marks=pytest.mark.slow),
-        pytest.param("adaptive", ["--quick", "--workers=2"], marks=pytest.mark.slow),
-        pytest.param(
-            "strategies", [*STRATEGIES, "--strategy=all-reduce", "--strategy=local-sgd"], marks=pytest.mark.slow
-        ),
-        pytest.param("monitor", ["--quick", "--model=tiny", "--step-ms=20"], marks=pytest.mark.slow),
-        pytest.param("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"], marks=pytest.mark.slow),
+        ("accuracy", ["--quick"]),
+        ("adaptive", ["--quick", "--workers=2"]),
+        ("strategies", [*STRATEGIES, "--strategy=all-reduce", "--strategy=local-sgd"]),
+        ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
+        ("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"]),
     ],
 )
 def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[str], tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_the_sockets_benchmark_loses_workers_and_lets_others_join_over_tls(tmp_p
     assert 0 < found["share"] < 1
 
 
+@pytest.mark.slow
 def test_the_split_update_benchmark_measures_whole_and_split_updates(tmp_path: Path) -> None:
     benchmark("split-update", "--quick", "--optimizer=fused-adamw", f"--output={tmp_path}")
     (found,) = json.loads((tmp_path / "split-update.json").read_text())["models"].values()

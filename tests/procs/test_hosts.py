@@ -379,6 +379,7 @@ def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_
     assert [one["host"] for one in job.a.journal("asked for")] == [job.a.host.name]
 
 
+@pytest.mark.slow  # those before it have a host that is cut off, and one that comes back
 def test_hosts_that_lose_each_other_go_on_as_one_of_them_and_together_again_later(
     job: Job, serial: dict[str, Any]
 ) -> None:

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 SCRIPT = Path(__file__).parent / "scripts" / "keras_training.py"
 
 
+@pytest.mark.slow  # tests/unit/test_keras.py has the kills, and tests/procs/test_readme.py Keras in processes
 @pytest.mark.usefixtures("warm", "serial_launches")
 def test_weights_are_the_same_in_processes_of_which_one_is_killed(serial_runs: SerialRuns, tmp_path: Path) -> None:
     faults = tmp_path / "faults.toml"

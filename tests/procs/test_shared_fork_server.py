@@ -160,6 +160,7 @@ async def test_workers_whose_fork_server_is_killed_are_lost_and_the_shared_one_s
         assert (await host.run("print('here')")).out == "here\n"
 
 
+@pytest.mark.slow
 def test_when_the_shared_fork_server_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_itself(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"

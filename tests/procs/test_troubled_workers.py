@@ -72,6 +72,7 @@ def test_a_worker_that_hangs_says_where_and_is_replaced(where: str, train: Train
     assert "hang_for_good" in (ended.folder / "logs" / f"{lost['worker']}.log").read_text()
 
 
+@pytest.mark.slow  # tests/procs/test_straggler.py has a policy that asks for it
 def test_a_slow_worker_gets_fewer_shards(train: Train, serial: str) -> None:
     ended = train("-n", "3", "--max-restarts", "2", SLOW="w2", PACE_S="0.03")
     assert ended.digest == serial

@@ -39,7 +39,7 @@ def test_alone_the_batches_have_the_shapes_that_were_decided_and_every_sample_is
     assert problems(Samples.read(serial.folder), len(seen), SHARDS) == []
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_weights_metrics_and_decisions_are_the_same_on_any_number_of_workers(
     workers: int, serial: Done, tmp_path: Path
 ) -> None:
@@ -57,7 +57,7 @@ def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(s
     assert problems(Samples.read(done.folder), len(serial.metrics), SHARDS, Samples.read(serial.folder)) == []
 
 
-@pytest.mark.parametrize("steps", [6, 16])
+@pytest.mark.parametrize("steps", [pytest.param(6, marks=pytest.mark.slow), 16])
 def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_workers(
     steps: int, serial: Done, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ SCRIPTS = Path(__file__).parents[1] / "procs" / "scripts"
 SCRIPT = SCRIPTS / "keras_training.py"
 
 
-def slow(value: int) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +79,16 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     same(done, serial)
 
 
-def test_a_run_that_begins_and_ends_by_itself_is_the_same_on_any_number_of_workers(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("workers", "kills"),
+    [slow(2, ()), slow(3, ()), slow(5, ()), (3, (Kill(2, 1, 0), Kill(5, 0, 5), Kill(11, 2, 5), Kill(14, 0, 0)))],
+)
+def test_a_run_that_begins_and_ends_by_itself_is_the_same_on_any_number_of_workers(
+    workers: int, kills: Sequence[Kill], cluster: Cluster
+) -> None:
     one = cluster(SCRIPTS / "keras_one_line.py", 1, shards=8)
-    kills = [Kill(2, 1, 0), Kill(5, 0, 5), Kill(11, 2, 5), Kill(14, 0, 0)]
-    several = [cluster(SCRIPTS / "keras_one_line.py", workers, shards=8) for workers in (2, 3, 5)]
-    for done in (*several, cluster(SCRIPTS / "keras_one_line.py", 3, shards=8, kills=kills)):
-        assert (done.outcome, said(done)) == (one.outcome, said(one))
+    done = cluster(SCRIPTS / "keras_one_line.py", workers, shards=8, kills=kills)
+    assert (done.outcome, said(done)) == (one.outcome, said(one))
     assert one.metrics[18]["batch_size"] == 20
 
 
@@ -113,7 +118,7 @@ def test_models_that_train_by_turns_are_all_given_to_workers_that_come_later(
     assert (done.outcome, said(done)) == (of_models.outcome, said(of_models))
 
 
-@pytest.mark.parametrize("stop", [slow(6), 8, slow(12), 16])
+@pytest.mark.parametrize("stop", [slow(6), 8, slow(12), slow(16)])
 def test_models_that_train_by_turns_and_what_they_wrote_are_there_when_a_run_resumes(
     cluster: Cluster, of_models: Done, stop: int, tmp_path: Path
 ) -> None:
@@ -156,7 +161,7 @@ def test_a_data_set_that_changes_goes_on_where_it_was(
     assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
 
 
-@pytest.mark.parametrize("stop", [slow(5), 10, slow(11), 14])
+@pytest.mark.parametrize("stop", [slow(5), 10, slow(11), slow(14)])
 def test_what_was_predicted_between_trainings_is_there_when_a_run_resumes(
     cluster: Cluster, stop: int, tmp_path: Path
 ) -> None:

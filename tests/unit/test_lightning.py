@@ -41,7 +41,9 @@ def rows(done: Done) -> list[str]:
     return (done.folder / "rows" / "version_0" / "metrics.csv").read_text().splitlines()
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_weights_and_logs_are_the_same_on_any_number_of_workers(cluster: Cluster, serial: Done, workers: int) -> None:
     done = cluster(SCRIPT, workers, shards=8)
     assert len(serial.said) == 8
@@ -63,7 +65,7 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     same(done, serial)
 
 
-@pytest.mark.parametrize("stop", [6, 16])
+@pytest.mark.parametrize("stop", [pytest.param(6, marks=pytest.mark.slow), 16])
 def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
     cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
     done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)

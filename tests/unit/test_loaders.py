@@ -57,7 +57,7 @@ def test_alone_batches_are_those_of_the_loader(serial: dict[str, Done]) -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_weights_and_metrics_are_the_same_on_any_number_of_workers(
     sampler: str, workers: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ def test_weights_and_metrics_are_the_same_while_workers_come_and_die(
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("steps", [5, 13])
+@pytest.mark.parametrize("steps", [pytest.param(5, marks=pytest.mark.slow), 13])
 def test_a_run_on_three_workers_goes_on_with_two(
     sampler: str, steps: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:

@@ -52,7 +52,9 @@ def told(faults: Sequence[dict[str, Any]]) -> str:
 # -- a policy that changes everything that can be changed
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 5]
+)
 def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(workers: int, jobs: Jobs) -> None:
     serial, done = jobs.serial(STEERED), jobs(STEERED, (workers, 5))
     assert len([verb for _, _, verb, _, _ in serial.decided if verb == "set_topology"]) >= 20

@@ -79,7 +79,7 @@ def test_weights_and_metrics_are_the_same_while_workers_come_and_die(
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("steps", [2, 9])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 9])
 def test_a_run_on_three_workers_goes_on_with_two(
     stream: str, steps: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:
