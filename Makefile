@@ -18,6 +18,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # of the processors' time passes unused.
 PROCESSES ?= 5
 SLURM := slurmctld slurmd slurm-client munge iproute2
+SSH := openssh-server openssh-client iproute2
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
 	tests/unit/test_frameworks.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
 
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -57,11 +58,11 @@ unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m "unit and not slow" -n auto --dist loadgroup
 
-procs: $(READY) slurm  ## tests of whole jobs, on threads and with processes of their own
+procs: $(READY) slurm ssh  ## tests of whole jobs, on threads and with processes of their own
 	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
-slow: $(READY) slurm  ## more of them, which take longer than a change can wait
+slow: $(READY) slurm ssh  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow -n $(PROCESSES) --dist loadgroup
 
@@ -70,7 +71,7 @@ alone: $(READY)  ## tests of what is promised to happen in time
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 
 # Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
-unit-and-procs: $(READY) slurm
+unit-and-procs: $(READY) slurm ssh
 	@echo "==> layers, unit tests, and tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
@@ -87,7 +88,15 @@ slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a co
 			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(SLURM) >/dev/null; } \
 		|| echo "==> NO SLURM: the tests of its jobs are left out (on Debian: apt-get install $(SLURM))"
 
-hosts: $(READY) slurm  ## what happens to jobs on several hosts, on each engine, as a table: some minutes; needs root
+# What a start of sshd would need is there without it: the tests start one of their own, in a network of its own.
+ssh:  ## install sshd for the tests of hosts that are started over ssh, likewise
+	@[ -x /usr/sbin/sshd ] && command -v ssh >/dev/null && command -v ip >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] \
+			&& echo "==> installing sshd" && apt-get -qq -o Acquire::Retries=1 update && RUNLEVEL=1 \
+			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(SSH) >/dev/null; } \
+		|| echo "==> NO SSHD: the tests of hosts over ssh are left out (on Debian: apt-get install $(SSH))"
+
+hosts: $(READY) slurm ssh  ## what happens to jobs on several hosts, on each engine, as a table: some minutes; needs root
 	@$(BIN)/python -m pytest -m hosts $(OPTIONS)
 
 mutants: $(READY)  ## make mistakes in the membership and the hand-over, one by one: a test has to find each; half an hour

@@ -42,7 +42,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
     ),
     "launch": (
-        ("ray",),
+        ("hosts", "ray"),
         ("verify", "doctor", "slurm", "elastic"),
         ("local",),
         ("worker_group",),

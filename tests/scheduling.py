@@ -21,6 +21,7 @@ TOGETHER = {
     "test_scripts_of_clusters.py": "the serial runs",
     "test_slurm.py": "the cluster",
     "test_slurm_cluster.py": "the cluster",
+    "test_ssh.py": "the two hosts",
     "test_sliced.py": "the models that one device has trained",
     "test_staged.py": "the models that one device has trained",
     "test_stream_jobs.py": "the serial runs",

@@ -1,5 +1,6 @@
 """``unisono join``: more room for workers of a job that is under way."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.ending.result import open_folder, report
 from unisono.launch.terminal.terminal import Terminal
+from unisono.membership.token import read_token, token_file
 
 
 @grouped
@@ -44,6 +46,7 @@ def join(
     ] = 1,
     token_file: TokenFile = None,
     certificate: Trusted = None,
+    agent: Annotated[str | None, typer.Option(hidden=True, help="The id that the launcher gave this agent.")] = None,
     *,
     job: JobOptions,
     devices_per_worker: DevicesPerWorker = None,
@@ -59,11 +62,16 @@ def join(
     launch = job.settings(script, args, workers=workers, devices_per_worker=devices_per_worker, run_dir=run_dir)
     settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
     settings.check()
-    raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir)))
+    raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir), agent))
 
 
-def start(settings: ElasticSettings, where: Whereabouts) -> int:
+def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = None) -> int:
     """Run workers for a job until it is over, or this is asked to leave.
+
+    Args:
+        settings: the settings of the workers here.
+        where: the place of the job.
+        agent: the id of this agent, if somebody has chosen it.
 
     Returns:
         the exit code.
@@ -72,9 +80,9 @@ def start(settings: ElasticSettings, where: Whereabouts) -> int:
         JobError: no job runs in this folder, or it cannot be reached as it should.
         LaunchError: its coordinator does not answer, or does not want this agent.
     """
-    from unisono.launch.elastic.agent import Joined, run_agent
+    from unisono.launch.elastic.agent import Joined, new_agent, run_agent
 
-    joined = Joined(where.address(), where.token)
+    joined = Joined(where.address(), where.token, agent or new_agent())
     if settings.launch.devices_per_worker is None:
         settings = settings.with_devices(Control(joined.address).status()["devices_per_worker"])
     elif where.url is not None:
@@ -89,6 +97,13 @@ def start(settings: ElasticSettings, where: Whereabouts) -> int:
 
 def _folder(settings: ElasticSettings, where: Whereabouts) -> RunFolder:
     # The job's own folder holds what others have written: only a host that has one of its own may clear it.
-    if where.url is None and where.run_dir is not None:
+    if where.run_dir is not None and (where.url is None or _is_the_jobs(where.run_dir, where.token)):
         return RunFolder(where.run_dir)
     return open_folder(where.run_dir, settings.launch.script.stem)
+
+
+def _is_the_jobs(run_dir: Path, token: Path) -> bool:
+    """Whether a folder is that of the job itself, on a file system that hosts share."""
+    with suppress(JobError):
+        return read_token(token_file(run_dir)) == read_token(token)
+    return False

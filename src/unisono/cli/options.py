@@ -214,9 +214,14 @@ PolicyNames = Annotated[
     ),
 ]
 WorkerRange = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "-n", "--workers", metavar="N|A:B", help="The number of workers; A:B for an elastic job with A to B workers."
+        "-n",
+        "--workers",
+        metavar="N|A:B",
+        help="The number of workers; A:B for an elastic job with A to B workers. By default 1; with --hosts, as many "
+        "as they have room for.",
+        show_default=False,
     ),
 ]
 DryRun = Annotated[
@@ -241,22 +246,36 @@ WarmStart = Annotated[
         help="Start faster: load torch once, and fork workers from that process (Linux).",
     ),
 ]
+SEVERAL_HOSTS = "Several hosts"
 ListenAt = Annotated[
     str | None,
     typer.Option(
         "--coordinator",
+        rich_help_panel=SEVERAL_HOSTS,
         metavar="HOST:PORT",
         help="Elastic: the address for other hosts, over TLS; :PORT for all addresses, port 0 for any free one.",
     ),
 ]
 Here = Annotated[
     int | None,
-    typer.Option("--here", min=0, help="Elastic: the largest number of workers on this host; 0 for none."),
+    typer.Option(
+        "--here",
+        min=0,
+        rich_help_panel=SEVERAL_HOSTS,
+        help="Elastic: the largest number of workers on this host; 0 for none.",
+    ),
 ]
 TlsCert = Annotated[
-    Path | None, typer.Option(help="With --coordinator: its TLS certificate, PEM. By default one is made for the job.")
+    Path | None,
+    typer.Option(
+        rich_help_panel=SEVERAL_HOSTS,
+        help="With --coordinator: its TLS certificate, PEM. By default one is made for the job.",
+    ),
 ]
-TlsKey = Annotated[Path | None, typer.Option(help="With --coordinator: the certificate's private key, PEM.")]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option(rich_help_panel=SEVERAL_HOSTS, help="With --coordinator: the certificate's private key, PEM."),
+]
 
 Engine = Annotated[
     Literal["ray"] | None,

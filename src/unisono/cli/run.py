@@ -1,11 +1,12 @@
 """``unisono run``: start the workers of a job on this host."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 
+from unisono.cli.hosts import HostOptions
 from unisono.cli.options import (
     DevicesPerWorker,
     DryRun,
@@ -33,6 +34,7 @@ from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, Elas
 from unisono.launch.elastic.entrance import Entrance
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import RUNS, open_folder, report
+from unisono.launch.hosts.hostfile import HostPlan
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
@@ -58,7 +60,8 @@ class ClusterOptions:
             raise JobError("--resources-per-worker is for --on ray")
         if self.engine is not None and any(one is not None for one in others):
             raise JobError(
-                f"--on {self.engine} starts all workers: --here, --coordinator, --tls-cert and --tls-key are not for it"
+                f"--on {self.engine} starts all workers: --hosts, --here, --coordinator, --tls-cert and --tls-key are not "
+                f"for it"
             )
 
 
@@ -66,7 +69,7 @@ class ClusterOptions:
 def run(
     script: ScriptName,
     args: ScriptArguments = None,
-    workers: WorkerRange = "1",
+    workers: WorkerRange = None,
     run_dir: RunDir = None,
     *,
     job: JobOptions,
@@ -78,19 +81,26 @@ def run(
     here: Here = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    hosts: HostOptions,
     faults: FaultScript = None,
     cluster: ClusterOptions,
     dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
 
-    With a range (-n 2:8) or --max-restarts the job is elastic: workers may come and go while it trains. With
-    --coordinator, from other hosts, too.
+    With a range (-n 2:8) or --max-restarts the job is elastic: workers may come and go while it trains. With --hosts it
+    has several hosts, and with --coordinator others may join.
     """
-    wanted = Range.read(workers)
-    cluster.check(here, coordinator, tls_cert, tls_key)
+    given = None if workers is None else Range.read(workers)
+    cluster.check(here, coordinator, tls_cert, tls_key, hosts.hosts)
+    placement = hosts.placement(given)
+    wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
     fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
     room = 0 if cluster.engine else here if here is not None or coordinator is None else fitting
+    if placement is not None:
+        if here is not None:
+            raise JobError("--here with --hosts: name this host among them, as in --hosts localhost:4,b:4")
+        room, coordinator = placement.here, coordinator or (":0" if placement.elsewhere else None)
     settings = job.settings(
         script,
         args,
@@ -106,7 +116,7 @@ def run(
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
         restart_on_error=restart_on_error,
         failure_timeout_s=failure_timeout_s,
-        entrance=Entrance.read(coordinator, tls_cert, tls_key),
+        entrance=replace(Entrance.read(coordinator, tls_cert, tls_key), towards=hosts.towards(placement)),
     )
     elastic.check()
     is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
@@ -114,13 +124,19 @@ def run(
         raise typer.Exit(start_on_ray(elastic, cluster.resources))
     if dry:
         typer.echo(_shown(settings, is_elastic=is_elastic))
+        for line in () if placement is None else hosts.lines(placement, elastic, _run_dir(settings)):
+            typer.echo(line)
         return
-    raise typer.Exit(start_elastic(elastic) if is_elastic else start(settings))
+    raise typer.Exit(start_elastic(elastic, placement, hosts) if is_elastic else start(settings))
 
 
 def _shown(settings: LaunchSettings, *, is_elastic: bool) -> str:
     show = elastic_dry_run if is_elastic else dry_run
-    return show(settings, settings.run_dir or RUNS / f"TIME-{settings.script.stem}")
+    return show(settings, _run_dir(settings))
+
+
+def _run_dir(settings: LaunchSettings) -> Path:
+    return settings.run_dir or RUNS / f"TIME-{settings.script.stem}"
 
 
 def _fault_injection(script: Path) -> dict[str, str]:
@@ -174,14 +190,19 @@ def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
     return int(ended.exit_code)
 
 
-def start_elastic(settings: ElasticSettings) -> int:
+def start_elastic(settings: ElasticSettings, placement: HostPlan | None, hosts: HostOptions) -> int:
     """Run an elastic job to its end and say how it ended.
+
+    Args:
+        settings: the settings of the job.
+        placement: the hosts that are reached over ssh; None if there are none.
+        hosts: the options with which they are reached.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: the run folder cannot be used.
+        JobError: the run folder cannot be used, or an option cannot be what it is.
         LaunchError: the coordinator cannot be started, or cannot be kept running.
     """
     from unisono.launch.elastic.agent import run_agent  # it loads what only elastic jobs need
@@ -192,6 +213,7 @@ def start_elastic(settings: ElasticSettings) -> int:
     if settings.launch.workers < settings.workers.largest:
         begin = f", {settings.launch.workers} of them here"
     terminal.say(f"{settings.workers} workers{begin}, run folder {folder.path}")
-    outcome = run_agent(settings, folder, terminal)
+    others = None if placement is None else hosts.agents(placement, settings, folder, terminal)
+    outcome = run_agent(settings, folder, terminal, others=others)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code

@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
@@ -59,6 +60,8 @@ def hosts(listening: socket.socket, address: ListenAddress) -> frozenset[str]:
     names = {"localhost", "127.0.0.1", "::1", bound, address.host.lower(), *(name.lower() for name in address.names)}
     if not is_loopback(bound):
         names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+    if ipaddress.ip_address(bound).is_unspecified:
+        names |= {each.address.lower() for known in psutil.net_if_addrs().values() for each in known}
     return frozenset(f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names)
 
 

@@ -9,14 +9,15 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import LaunchError
-from unisono.launch.elastic.address import Address
+from unisono.launch.elastic.address import Address, Control
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
 from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, conclusion_of, telling
@@ -46,7 +47,14 @@ LAST_WORDS_S = 5.0
 FAREWELL_S = 10.0
 """How long the coordinator may take to end by itself when the job is over."""
 
+STOP_AGAIN_S = 0.5
+
 MOST_TOLD_AGAIN = 1000
+
+
+def new_agent() -> str:
+    """An id that no other agent has."""
+    return f"agent-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +64,50 @@ class Joined:
     Attributes:
         address: the coordinator's address.
         token_file: the file in which workers find the token.
+        agent: the id of this agent.
     """
 
     address: Address
     token_file: Path
+    agent: str = field(default_factory=new_agent)
+
+
+class StartedAgents(Protocol):
+    """Agents of other hosts that the agent of the coordinator's host starts."""
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether all of them have ended."""
+        ...
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a worker of theirs that has ended the job; 1 if none has."""
+        ...
+
+    async def keep(self, address: Address, group: WorkerGroup, gone: Callable[[], None]) -> None:
+        """Start them, and watch them until all have ended; calls ``gone`` at each end.
+
+        Raises:
+            LaunchError: too few are left for the job.
+        """
+
+    def job_is_over(self) -> None:
+        """From now on their ends are nothing to tell of."""
+
+    def end(self) -> None:
+        """Have them end now, with all of their workers."""
+
+    async def close(self) -> None:
+        """Likewise, and wait until they have; in bounded time."""
 
 
 def run_agent(
-    settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None
+    settings: ElasticSettings,
+    folder: RunFolder,
+    terminal: Terminal,
+    joined: Joined | None = None,
+    others: StartedAgents | None = None,
 ) -> Outcome:
     """Run the workers of an elastic job on this host to its end. Main thread only.
 
@@ -73,6 +117,7 @@ def run_agent(
         terminal: the terminal that shows the workers' output.
         joined: the coordinator of the job, if it is under way; by default one is started, and how the job ended is
             written into the run folder.
+        others: agents of other hosts that this one starts and ends.
 
     Raises:
         JobError: the run folder has no token that could be used.
@@ -80,7 +125,7 @@ def run_agent(
     """
     started = time.monotonic()
     try:
-        outcome = asyncio.run(ElasticAgent(settings, folder, terminal, joined).run())
+        outcome = asyncio.run(ElasticAgent(settings, folder, terminal, joined, others).run())
         return conclude(folder, outcome, terminal) if joined is None else outcome
     except LaunchError as error:
         if joined is None:
@@ -95,16 +140,21 @@ class ElasticAgent:
     """The agent of this host: all workers of one job on it. Arguments as of :func:`run_agent`."""
 
     def __init__(
-        self, settings: ElasticSettings, folder: RunFolder, terminal: Terminal, joined: Joined | None = None
+        self,
+        settings: ElasticSettings,
+        folder: RunFolder,
+        terminal: Terminal,
+        joined: Joined | None = None,
+        others: StartedAgents | None = None,
     ) -> None:
         told = {
             "UNISONO_TERM": str(folder.term or ""),
             "UNISONO_FAILURE_TIMEOUT_S": str(settings.failure_timeout_s),
         }
         self._settings = replace(settings, launch=settings.launch.told(told))
-        self._folder, self._terminal, self._joined = folder, terminal, joined
+        self._folder, self._terminal, self._joined, self._others = folder, terminal, joined, others
         self._group = WorkerGroup(folder, terminal)
-        self._id = f"agent-{secrets.token_hex(8)}"
+        self._id = new_agent() if joined is None else joined.agent
         self._workers = HostWorkers(self._group, self._worker_gone)
         self._over: JobOver | None = None
         self._exits_before_the_end = 0
@@ -116,7 +166,9 @@ class ElasticAgent:
         self._bug: BaseException | None = None
         self._line: CoordinatorLine | None = None
         self._probes: Probes
+        self._control: Control
         self._coordinator: CoordinatorProcess | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> Outcome:
         """From the first start to the last end."""
@@ -144,20 +196,24 @@ class ElasticAgent:
         line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
         opened.push_async_callback(self._workers.close)
         await self._workers.open(Starter(job, self._group.say), line.say)
-        self._probes = Probes(self._id, _host(), address, self._settings.failure_timeout_s, self._tell)
+        self._probes = Probes(self._id, this_host(), address, self._settings.failure_timeout_s, self._tell)
         opened.push_async_callback(self._probes.close)
         self._line = line
         tasks.append(asyncio.create_task(line.keep()))
+        if self._others is not None:
+            self._control = Control(address)
+            opened.push_async_callback(self._others.close)
+            tasks.append(asyncio.create_task(self._others.keep(address, self._group, self._finish_if_done)))
         await self._until_finished(tasks)
         if self._coordinator is not None and self._over is not None:
-            await self._let_coordinator_end(*tasks)
+            await self._let_coordinator_end(*tasks[:2])
 
     def _address_of_own(self, opened: AsyncExitStack) -> Address:
         path = self._folder.path
         self._coordinator = CoordinatorProcess(self._settings, path, self._group.guard, self._group.say)
         opened.callback(self._coordinator.close)
         address = Address(self._coordinator.url, new_token(path), self._coordinator.certificate)
-        if lines := invitation(self._settings, path, address.url):
+        if self._others is None and (lines := invitation(self._settings, path, address.url)):
             self._group.say("\n".join(lines))
         return address
 
@@ -200,7 +256,7 @@ class ElasticAgent:
         told_again = self._workers.ended[-MOST_TOLD_AGAIN:]
         hello = AgentHello(
             agent=self._id,
-            host=_host(),
+            host=this_host(),
             workers=self._settings.launch.workers,
             running=(*self._workers.names, *(ended.worker for ended in told_again)),
             probes=self._probes.address,
@@ -238,6 +294,8 @@ class ElasticAgent:
         if self._over is not None:
             return
         self._over, self._exits_before_the_end = over, len(self._workers.exits)
+        if self._others is not None:
+            self._others.job_is_over()
         self._workers.end_unstarted()
         if not over.digest and not over.preempted:
             self._workers.end_quickly()
@@ -253,28 +311,44 @@ class ElasticAgent:
 
     def _finish_if_done(self) -> None:
         """The job is over, for this agent at least, and nothing runs here."""
-        if self._workers.are_gone and self._over is not None:
+        if self._workers.are_gone and self._over is not None and (self._others is None or self._others.are_gone):
             self._finished.set()
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._interrupted is not None:
             self._group.say(f"{name} again: killing the workers")
-            self._workers.kill()
-            self._broken_off = True
+            self._break_off()
             self._finished.set()
             self._gives_up.set()
             return
         self._interrupted = number
         grace = self._settings.launch.grace_s
         self._group.say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
-        self._tell(AgentLeaving())
+        if self._others is None:
+            self._tell(AgentLeaving())
+        else:
+            self._stopping = asyncio.create_task(self._stop_all())
         asyncio.get_running_loop().call_later(grace, self._grace_over)
 
+    async def _stop_all(self) -> None:
+        """Have the workers of all hosts leave. The coordinator may just be starting, or starting again."""
+        while self._over is None:
+            try:
+                await asyncio.to_thread(self._control.stop)
+                return
+            except LaunchError:
+                await asyncio.sleep(STOP_AGAIN_S)
+
+    def _break_off(self) -> None:
+        self._broken_off = True
+        self._workers.kill()
+        if self._others is not None:
+            self._others.end()
+
     def _grace_over(self) -> None:
-        if self._workers.names:
-            self._broken_off = True
-            self._workers.kill()
+        if self._workers.names or (self._others is not None and not self._others.are_gone):
+            self._break_off()
         elif self._joined is not None:  # a coordinator of its own would have said more
             self._finished.set()
 
@@ -282,6 +356,8 @@ class ElasticAgent:
 
     def _outcome(self, seconds: float) -> Outcome:
         over, conclusion = self._over, None if self._over is None else conclusion_of(self._over)
+        if conclusion is not None and conclusion.exit_code == 1 and self._others is not None:
+            conclusion = replace(conclusion, exit_code=self._others.exit_code)
         has_failed = over is not None and not over.digest and not over.preempted
         if self._turned_away and self._joined is not None and not has_failed:  # those that failed here, it goes without
             exits = telling(self._workers.exits, over, self._interrupted)
@@ -321,6 +397,6 @@ async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _host() -> str:
+def this_host() -> str:
     """This host's name, as messages allow it."""
     return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:128] or "host"

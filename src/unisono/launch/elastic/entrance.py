@@ -85,11 +85,13 @@ class Entrance:
         host: a name or address of this host; empty for all of them.
         port: 0 for any that is free.
         certificate: the person's own; None for one that is made for the job.
+        towards: a host from which others call, if one is known: which of several addresses others are told.
     """
 
     host: str = LOOPBACK
     port: int = 0
     certificate: Certificate | None = None
+    towards: str = ""
 
     @classmethod
     def read(cls, text: str | None, chain: Path | None = None, key: Path | None = None) -> "Entrance":
@@ -148,9 +150,10 @@ class Entrance:
         """The name or address that clients are told."""
         if self.host:
             return self.host
-        with suppress(OSError), socket.socket(listening.family, socket.SOCK_DGRAM) as asked:
-            asked.connect((_ELSEWHERE[listening.family], 9))
-            return str(asked.getsockname()[0])
+        for host in filter(None, (self.towards, _ELSEWHERE[listening.family])):
+            with suppress(OSError, UnicodeError), socket.socket(listening.family, socket.SOCK_DGRAM) as asked:
+                asked.connect((host, 9))
+                return str(asked.getsockname()[0])
         return socket.getfqdn()
 
     def secured(self, run_dir: Path, name: str) -> Certificate | None:

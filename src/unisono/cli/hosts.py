@@ -1,0 +1,121 @@
+"""The options of ``unisono run`` for hosts that it reaches over ssh."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.cli.options import SEVERAL_HOSTS
+from unisono.errors import JobError
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.hosts.hostfile import HostPlan, read_hosts
+from unisono.launch.hosts.ssh import Ssh, is_here
+from unisono.launch.terminal.terminal import Terminal
+
+if TYPE_CHECKING:  # it loads what only elastic jobs need
+    from unisono.launch.elastic.agent import StartedAgents
+
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--hosts",
+        metavar="A:4,B:4|FILE",
+        rich_help_panel=SEVERAL_HOSTS,
+        help="Start workers on these hosts, over ssh: names with room for so many, or a hostfile (a slots=4).",
+    ),
+]
+SshCommand = Annotated[
+    str, typer.Option("--ssh", rich_help_panel=SEVERAL_HOSTS, help="With --hosts: ssh, with options of yours.")
+]
+HostsPython = Annotated[
+    str,
+    typer.Option(
+        "--python",
+        rich_help_panel=SEVERAL_HOSTS,
+        help="With --hosts: their Python interpreter; by default that of this command.",
+        show_default=False,
+    ),
+]
+HostsVariables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME[=VALUE]",
+        rich_help_panel=SEVERAL_HOSTS,
+        help="With --hosts: an environment variable that they get, too; repeat for more.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """The options of a job whose hosts are reached over ssh."""
+
+    hosts: Hosts = None
+    ssh: SshCommand = "ssh"
+    python: HostsPython = sys.executable
+    env: HostsVariables = None
+
+    def placement(self, workers: Range | None) -> HostPlan | None:
+        """Where workers run; None without ``--hosts``.
+
+        Args:
+            workers: the numbers of workers that the person wants; None for as many as there is room for.
+
+        Raises:
+            JobError: the hosts cannot be read, or have no room for them.
+        """
+        if self.hosts is None:
+            return None
+        found = HostPlan.of(read_hosts(self.hosts), is_here)
+        if workers is None:
+            return found
+        if found.room < workers.largest:
+            raise JobError(
+                f"--workers {workers}: the hosts of --hosts have room for {found.room}; give them more slots"
+            )
+        return found.first(workers.largest) if workers.is_fixed else found
+
+    def towards(self, placement: HostPlan | None) -> str:
+        """The address of the first of the other hosts; empty without one."""
+        if placement is None or not placement.elsewhere:
+            return ""
+        return Ssh.read(self.ssh, self.python).address(placement.elsewhere[0].name)
+
+    def lines(self, placement: HostPlan, settings: ElasticSettings, run_dir: Path) -> Iterator[str]:
+        """What would be run for each host, for a person to read."""
+        from unisono.launch.hosts.order import Orders
+
+        orders, ssh = Orders(settings, run_dir, {}), Ssh.read(self.ssh, self.python)
+        for host in placement.elsewhere:
+            yield f"# host {host.name}, which joins with: unisono join URL {shlex.join(orders.words(host))}"
+            yield shlex.join(ssh.words(host.name, settings.failure_timeout_s))
+
+    def agents(
+        self, placement: HostPlan, settings: ElasticSettings, folder: RunFolder, terminal: Terminal
+    ) -> "StartedAgents | None":
+        """What starts and ends the agents of the other hosts; None if there are none.
+
+        Raises:
+            JobError: an option cannot be what it is.
+        """
+        from unisono.launch.hosts.host_agents import HostAgents
+        from unisono.launch.hosts.order import Orders, handed_on
+
+        if not placement.elsewhere:
+            return None
+        return HostAgents(
+            placement.elsewhere,
+            Ssh.read(self.ssh, self.python),
+            Orders(settings, folder.path, handed_on(os.environ, self.env or ())),
+            smallest=settings.workers.smallest,
+            here=placement.here,
+            silence_s=settings.failure_timeout_s,
+            terminal=terminal,
+        )

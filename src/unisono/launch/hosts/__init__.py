@@ -1,0 +1,1 @@
+"""Other hosts of a job, whose agents one launcher starts over ssh."""

@@ -1,0 +1,192 @@
+"""What the launcher and a host tell each other over ssh before the host's agent begins: a line of JSON each."""
+
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from unisono.errors import JobError, Unreadable
+from unisono.launch.command import PER_WORKER
+from unisono.launch.elastic.address import Address
+from unisono.launch.elastic.coordinator_process import wishes
+from unisono.launch.elastic.elastic import ElasticSettings
+from unisono.launch.forkserver.client import SHARED_FORK_SERVER
+from unisono.launch.hosts.hostfile import HostSlots
+from unisono.received import parse_json, short, value_of
+
+MARK = "unisono-host "
+"""How the hello of a host begins. What comes before it is a greeting of its shell."""
+
+LONGEST = 2**22
+"""Bytes of a line: names of files, arguments and variables."""
+
+
+def version() -> str:
+    """The version of Unisono on this host."""
+    return str(sys.modules["unisono"].__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostHello:
+    """The first word of a host: whom the launcher reaches there.
+
+    Attributes:
+        version: its version of Unisono.
+        python: its version of Python.
+    """
+
+    version: str
+    python: str
+
+    @classmethod
+    def of_this_host(cls) -> "HostHello":
+        """That of this process."""
+        return cls(version(), platform.python_version())
+
+    def to_line(self) -> str:
+        """As it travels."""
+        return MARK + json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> "HostHello | None":
+        """The inverse of ``to_line``; None for any other line."""
+        if not line.startswith(MARK):
+            return None
+        try:
+            found: HostHello = value_of(cls, parse_json(line.removeprefix(MARK), LONGEST), "its hello")
+        except Unreadable:
+            return None
+        return found
+
+    def obstacle(self) -> str:
+        """Why this host cannot work with that one; empty if it can."""
+        if self.version == version():
+            return ""
+        return (
+            f"it has Unisono {short(self.version)}, and this host {version()}: install the same version on "
+            f"all hosts, or name another interpreter with --python"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostOrder:
+    """All that a host needs to join a job. It travels on the standard input, which nobody else can read.
+
+    Attributes:
+        url: the coordinator's URL.
+        is_seen_from_there: whether the host takes the launcher's address, as it sees it, for that in the URL.
+        token: the job's token.
+        certificate: the coordinator's certificate, PEM.
+        folder: the working folder.
+        agent: the id of the host's agent.
+        words: the options of ``unisono join``, the script, and its arguments.
+        environment: further variables.
+    """
+
+    url: str
+    is_seen_from_there: bool
+    token: str = field(repr=False)
+    certificate: str
+    folder: str
+    agent: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def to_line(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "HostOrder":
+        """The inverse of ``to_line``.
+
+        Raises:
+            Unreadable: it is no order.
+        """
+        found: HostOrder = value_of(cls, parse_json(line, LONGEST), "the order")
+        return found
+
+    def url_from(self, connection: str) -> str:
+        """The coordinator's URL for a host.
+
+        Args:
+            connection: what sshd says of the connection there (``SSH_CONNECTION``): the launcher's address comes first.
+        """
+        seen = connection.split(" ")[0].partition("%")[0]
+        if not self.is_seen_from_there or not seen:
+            return self.url
+        return f"https://{f'[{seen}]' if ':' in seen else seen}:{urlsplit(self.url).port}"
+
+
+# What is in the order of a host.
+
+HANDED_ON = re.compile(r"(UNISONO|OMP|MKL|NCCL)_.*|PYTHONPATH")
+"""Variables that hosts get without being asked for."""
+
+OF_THIS_HOST = frozenset({*PER_WORKER, "UNISONO_RUN_DIR", "UNISONO_LAUNCHER_PID", SHARED_FORK_SERVER})
+
+
+def handed_on(environ: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+    """The variables that hosts get.
+
+    Args:
+        environ: the variables of the launcher.
+        named: further ones: ``NAME``, or ``NAME=value``.
+
+    Raises:
+        JobError: one is no name, or is not set.
+    """
+    found = {name: value for name, value in environ.items() if HANDED_ON.fullmatch(name) and name not in OF_THIS_HOST}
+    for word in named:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise JobError(f"--env {short(word)}: write NAME, or NAME=value")
+        if not equals and name not in environ:
+            raise JobError(f"--env {short(word)}: there is no such variable here; write NAME=value to set it")
+        found[name] = value if equals else environ[name]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Makes the orders of the hosts of a job.
+
+    Attributes:
+        settings: the settings of the job.
+        run_dir: its run folder.
+        environment: the variables that hosts get.
+    """
+
+    settings: ElasticSettings
+    run_dir: Path
+    environment: Mapping[str, str]
+
+    def __call__(self, host: HostSlots, agent: str, address: Address) -> HostOrder:
+        """The order of a host."""
+        return HostOrder(
+            url=address.url,
+            is_seen_from_there=not self.settings.entrance.host,
+            token=address.token,
+            certificate="" if address.certificate is None else address.certificate.read_text(encoding="ascii"),
+            folder=os.getcwd(),  # noqa: PTH109 (as text)
+            agent=agent,
+            words=self.words(host),
+            environment=self.environment,
+        )
+
+    def words(self, host: HostSlots) -> tuple[str, ...]:
+        """What ``unisono join`` gets there, but for the URL and what is trusted."""
+        launch = self.settings.launch
+        return (
+            *("-n", str(host.slots), "--run-dir", os.path.abspath(self.run_dir)),  # noqa: PTH100 (as for the run folder)
+            *wishes(self.settings),
+            *("--grace-s", f"{launch.grace_s:g}"),
+            *([] if launch.warm_start else ["--no-warm-start"]),
+            *([] if launch.tuning.is_wanted else ["--no-tuning"]),
+            *launch.script.argv,
+        )

@@ -1,0 +1,174 @@
+"""Hosts as people write them, and what becomes of them."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import JobError
+from unisono.launch.hosts.hostfile import HostPlan, HostSlots, parse_hostfile, read_hosts
+from unisono.launch.hosts.order import HostHello, HostOrder, handed_on, version
+from unisono.launch.hosts.ssh import Ssh, explained, is_here
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [("a", 1)]),
+        ("a:4,b:2", [("a", 4), ("b", 2)]),
+        ("me@a:4, b", [("me@a", 4), ("b", 1)]),
+        ("10.0.0.1:2,[fd00::1]:3,[fd00::2]", [("10.0.0.1", 2), ("fd00::1", 3), ("fd00::2", 1)]),
+        ("a,b,a:2", [("a", 3), ("b", 1)]),
+    ],
+)
+def test_a_list_of_hosts_is_read(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert list(read_hosts(text)) == [HostSlots(*host) for host in hosts]
+
+
+def test_hostfiles_of_mpi_of_deepspeed_and_plain_ones_are_read(tmp_path: Path) -> None:
+    text = "# ours\nworker-1 slots=4\nworker-2 slots=2 max_slots=8  # spot\n\n\tme@c:3\nd\nd slots=2\n[::1] slots=1\n"
+    (tmp_path / "hosts").write_text(text)
+    found = {host.name: host.slots for host in read_hosts(str(tmp_path / "hosts"))}
+    assert found == {"worker-1": 4, "worker-2": 2, "me@c": 3, "d": 3, "::1": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a\nb slots 4\n", "hosts, line 2: 'slots': write 'host', 'host:4' or 'host slots=4'"),
+        ("a slots=many\n", "hosts, line 1: 'slots=many': 'many' is no number of workers"),
+        ("a\n\nb:0\n", "hosts, line 3: 'b:0': '0' is no number of workers; write one from 1 to 4096"),
+        ("a:2 slots=2\n", "hosts, line 1: .* says twice how many slots there are"),
+        ("-oProxyCommand=rm slots=2\n", "hosts, line 1: '-oProxyCommand=rm' is no host"),
+        ("a;reboot\n", "line 1: 'a;reboot' is no host"),
+        ("fd00::1\n", r"line 1: 'fd00::1' is no host: .*\[fd00::1\]:4"),
+        ("# nobody\n", "the hostfile hosts: there is no host in it"),
+    ],
+)
+def test_a_line_that_is_none_is_named(text: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        parse_hostfile(text, "hosts")
+
+
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"a\xff\n")
+    for name, words in (("no", "there is no such hostfile"), ("binary", "cannot be read")):
+        with pytest.raises(JobError, match=words):
+            read_hosts(str(tmp_path / name))
+
+
+@given(st.text(max_size=40))
+def test_no_text_becomes_an_option_of_ssh(text: str) -> None:
+    try:
+        found = parse_hostfile(text, "hosts")
+    except JobError:
+        return
+    assert all(not host.name.startswith("-") and not set(host.name) & set(" \t\n;&|$`'\"\\") for host in found)
+
+
+def test_workers_go_to_the_first_hosts_and_to_the_launchers_own_before_all_others() -> None:
+    hosts = [HostSlots("a", 2), HostSlots("here", 3), HostSlots("b", 4)]
+    placement = HostPlan.of(hosts, lambda name: name == "here")
+    assert placement == HostPlan(3, (HostSlots("a", 2), HostSlots("b", 4)))
+    assert placement.room == 9
+    assert placement.first(4) == HostPlan(3, (HostSlots("a", 1),))
+    assert placement.first(6) == HostPlan(3, (HostSlots("a", 2), HostSlots("b", 1)))
+    assert placement.first(2) == HostPlan(2, ())
+
+
+def test_this_host_is_known_by_its_names_and_addresses() -> None:
+    assert [is_here(name) for name in ("localhost", "127.0.0.1", "::1", "192.0.2.1", "me@localhost")] == [
+        *(True, True, True, False, False)
+    ]
+
+
+# --- ssh
+
+
+def test_the_words_of_ssh_have_the_persons_options_first_and_nothing_of_the_job() -> None:
+    words = Ssh.read("ssh -p 2222 -i 'a key'", "/usr/bin/python3").words("me@a", 30)
+    assert words[:5] == ["ssh", "-p", "2222", "-i", "a key"]
+    assert words[-3:] == ["-T", "me@a", "exec /usr/bin/python3 -P -m unisono.cli.over_ssh"]
+    assert "ServerAliveInterval=10" in words
+
+
+@pytest.mark.parametrize(("command", "python"), [("", "python"), ("ssh 'a", "python"), ("ssh", "-c"), ("ssh", "")])
+def test_a_command_that_cannot_be_is_refused(command: str, python: str) -> None:
+    with pytest.raises(JobError, match="--ssh|--python"):
+        Ssh.read(command, python)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "words"),
+    [
+        (255, "Host key verification failed.", "log in once with 'ssh me@a', compare the fingerprint"),
+        (255, "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @", "'ssh-keygen -R a'"),
+        (255, "me@a: Permission denied (publickey).", "'ssh-copy-id me@a'"),
+        (255, "ssh: Could not resolve hostname a: Name or service not known", "nobody knows that name"),
+        (255, "ssh: connect to host a port 22: Connection refused", "cannot be reached: is it up, does sshd run there"),
+        (255, "ssh: connect to host a port 22: Connection timed out", "it cannot be reached"),
+        (255, "kex_exchange_identification: Connection closed by remote host", "it cannot be reached"),
+        (255, "Bad owner or permissions on /home/me/.ssh/config", "ssh has failed (it says: 'Bad owner"),
+        (127, "bash: line 1: python9: command not found", "there is no python9 that runs there: name the interpreter"),
+        (126, "sh: 1: python9: Permission denied", "--python"),
+        (1, "python9: Error while finding module specification for 'unisono.cli.over_ssh' (ModuleNotFoundError: No "
+            "module named 'unisono')", "there is no Unisono for python9 there: install the same version"),
+        (1, "python9: No module named unisono.cli.over_ssh", "its Unisono is too old there"),
+        (2, "Unknown option: -P", "python9 or its Unisono is too old there"),
+        (3, "", "its agent ended with exit code 3"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_becomes_what_to_do(code: int, said: str, words: str) -> None:
+    assert words in explained(Ssh(python="python9"), "me@a", code, [said] if said else [])
+
+
+# --- what is told
+
+
+def test_a_host_is_told_all_on_one_line_and_takes_nothing_else() -> None:
+    order = HostOrder(
+        "https://h:7", True, "secret", "PEM", "/x\udcff", "agent-1", ("-n", "2", "train.py"), {"A": "b\nc"}
+    )
+    line = order.to_line()
+    assert line.count(b"\n") == 1
+    assert HostOrder.from_line(line) == order
+    assert "secret" not in repr(order)
+    for wrong in (b"{}", b"[]", line.replace(b'"secret"', b"5"), line.replace(b'"url"', b'"uri"')):
+        with pytest.raises(ValueError, match="order"):
+            HostOrder.from_line(wrong)
+
+
+def test_the_coordinator_is_called_where_the_host_sees_the_launcher_unless_the_person_says_where() -> None:
+    seen = HostOrder("https://here:7777", True, "", "", "/", "", ())
+    assert seen.url_from("10.0.0.1 50000 10.0.0.2 22") == "https://10.0.0.1:7777"
+    assert seen.url_from("fe80::1%eth0 50000 fe80::2 22") == "https://[fe80::1]:7777"
+    assert seen.url_from("") == "https://here:7777"
+    assert HostOrder("https://h:7", False, "", "", "/", "", ()).url_from("10.0.0.1 5 10.0.0.2 22") == "https://h:7"
+
+
+def test_a_hello_is_known_among_other_lines_and_another_version_is_an_obstacle() -> None:
+    hello = HostHello.of_this_host()
+    assert HostHello.from_line(hello.to_line()) == hello
+    assert hello.obstacle() == ""
+    assert [
+        HostHello.from_line(line) for line in ("Welcome!", "unisono-host", "unisono-host {}", "unisono-host 5")
+    ] == [*[None] * 4]
+    assert f"it has Unisono '0.0.9', and this host {version()}" in HostHello("0.0.9", "3.11").obstacle()
+
+
+def test_hosts_get_our_variables_and_those_that_are_named() -> None:
+    here = {
+        "UNISONO_SHARDS": "4",
+        "UNISONO_RUN_DIR": "x",
+        "OMP_PROC_BIND": "1",
+        "HOME": "/me",
+        "UNISONO_TOKEN_FILE": "t",
+    }
+    assert handed_on(here, []) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
+    assert handed_on(here, ["HOME", "X=a=b"]) == {**handed_on(here, []), "HOME": "/me", "X": "a=b"}
+    for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
+        with pytest.raises(JobError, match=words):
+            handed_on(here, [wrong])
