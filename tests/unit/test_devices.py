@@ -8,7 +8,7 @@ import pytest
 from unisono.adapt.view import Timings
 from unisono.reduce.tally import PRIME
 from unisono.train.group.control import Balance, Flags, ShardReport
-from unisono.train.group.devices import Devices, Round, Verbs
+from unisono.train.group.devices import Devices, Mesh, Round, Verbs
 from unisono.train.step.device_exchange import shared_report, told_of
 from unisono.words import MODULUS
 
@@ -27,7 +27,11 @@ class Inside:
 
 
 def device(rank: int, said: list[Any]) -> Devices:
-    return Devices(rank, len(said), None, cast("Verbs", Inside(rank, said)))
+    return Devices(rank, len(said), Mesh(unreached, unreached), cast("Verbs", Inside(rank, said)))
+
+
+def unreached(*about: Any) -> Any:
+    raise AssertionError("nothing is said between calls")
 
 
 def test_one_device_computes_all_shards_of_its_worker() -> None:
@@ -46,7 +50,7 @@ def test_devices_take_turns_and_whoever_has_no_shard_left_computes_the_last_one_
 def test_devices_that_hold_stages_compute_each_shard_together_and_the_last_stage_tells_of_it() -> None:
     for rank in range(3):
         one = device(rank, 3 * [None])
-        one.losses = 1
+        one.mesh.losses = 1
         turns = one.rounds(range(4, 6))
         assert [(turn.shards, turn.own, turn.devices) for turn in turns] == [
             (range(4, 5), 4, range(1, 2)),

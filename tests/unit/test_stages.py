@@ -1,5 +1,6 @@
 """Models in stages: how they are cut, what stands in for what is elsewhere, and the messages between stages."""
 
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from unisono.errors import JobError, ModelError, Unreadable
 from unisono.train.model.elsewhere import Elsewhere, as_received, holds_elsewhere, resolved
+from unisono.train.model.stage_values import heard, told
 from unisono.train.model.stages import Placement, Stages
 from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import HEADER, Channel, Part, StageMessage
@@ -16,6 +18,8 @@ from unisono.train.step.stage_messages import HEADER, Channel, Part, StageMessag
 pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
+
+NamedPair = namedtuple("NamedPair", "left right")
 
 
 def chain() -> nn.Sequential:
@@ -93,7 +97,7 @@ def test_stage_after_stage_computes_what_the_whole_model_does_and_draws_as_it_do
     with pytest.raises(Left) as left, one.computing(0, None):
         first(inputs)
     drawn = torch.get_rng_state()
-    received = Received(left.value.places, left.value.tensors, lambda: torch.set_rng_state(drawn))
+    received = Received(left.value.numbers, left.value.tensors, lambda: torch.set_rng_state(drawn))
     with other.computing(1, received):
         found = second(inputs)
     assert torch.equal(found, expected)
@@ -141,6 +145,8 @@ def test_what_is_made_of_something_elsewhere_is_elsewhere_until_it_is_received()
         list,
         lambda x: torch.zeros(2).copy_(x),
         lambda x: torch.zeros(2).__setitem__(0, x),
+        lambda x: torch.zeros(2).__iadd__(x),
+        lambda x: torch.add(x, 1, out=torch.zeros(2)),
     ],
 )
 def test_code_that_looks_at_something_elsewhere_is_refused_with_the_cure(look: Any) -> None:
@@ -153,6 +159,42 @@ def test_a_received_tensor_may_be_changed_in_place_and_has_its_gradient() -> Non
     F.relu(as_received(leaf), inplace=True).sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [0.0, 1.0]
+
+
+def test_what_goes_on_has_the_form_that_it_has_on_the_device_before_wherever_it_is_elsewhere_here() -> None:
+    class Own:
+        """What every device has."""
+
+    own, tensor, pair = Own(), torch.ones(2), NamedPair(torch.zeros(1), 3)
+    sent: Any = ((tensor, [2.5, None, True], {"a key": (tensor, 7)}, own, pair), {})
+    numbers, tensors = told(sent, lambda: "skipped")
+    assert len(tensors) == 2  # each once
+    second: Any = Elsewhere()
+    third: Any = Elsewhere()
+    found, _ = heard(numbers, tensors, ((Elsewhere(), second, third, own, NamedPair(Elsewhere(), 3)), {}))
+    assert found[0] is tensor
+    assert found[1:4] == (sent[0][1], {"a key": (tensor, 7)}, own)
+    assert isinstance(found[4], NamedPair)
+    assert second[0] + 1 == 3.5  # it may be used again
+    assert resolved([third])[0]["a key"][1] == 7
+    assert torch.equal(third["a key"][0] * 2, 2 * tensor)
+
+
+@pytest.mark.parametrize(
+    ("sent", "own"), [((1, 2), (Elsewhere(),)), ([1], (1,)), ({"a": 1}, [1, 2]), (slice(3), Elsewhere())]
+)
+def test_another_form_than_on_the_device_before_is_refused(sent: Any, own: Any) -> None:
+    numbers, tensors = told((sent, {}), lambda: "skipped")
+    with pytest.raises(ModelError, match="is of another form|gets a value that is no tensor"):
+        heard(numbers, tensors, (own, {}))
+
+
+def test_a_value_elsewhere_is_unpacked_into_names() -> None:
+    x: Any = Elsewhere()
+    first, (second, third) = x
+    assert holds_elsewhere([first])
+    assert holds_elsewhere([second])
+    assert third is not second
 
 
 # -- messages

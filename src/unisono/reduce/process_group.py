@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
@@ -208,6 +208,16 @@ class ProcessGroupTransport(Transport):
         with self._named_errors():
             self._group.alltoall_base(received, sent, [], []).wait()
 
+    def send(self, tensor: Tensor, target: int, tag: int) -> "TensorUnderWay":
+        """Begin to send a contiguous tensor of the backend's device, which stays as it is until that is done."""
+        with self._named_errors():
+            return TensorUnderWay(self._group.send([tensor], target, tag), self._named_errors)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> "TensorUnderWay":
+        """Begin to receive what another worker sends under a tag, into a contiguous tensor of the backend's device."""
+        with self._named_errors():
+            return TensorUnderWay(self._group.recv([tensor], source, tag), self._named_errors)
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
         staged = tensor.detach().to(self._device).contiguous()
@@ -289,6 +299,27 @@ class ProcessGroupTransport(Transport):
             f"rank {self.rank} lost its connection to another worker: {first_line}. Look for the first error of the "
             f"others"
         )
+
+
+class TensorUnderWay:
+    """A tensor that is under way from one worker to another.
+
+    Args:
+        work: torch's handle of it.
+        named: a context in which the errors of a group get their names.
+    """
+
+    def __init__(self, work: Any, named: Callable[[], AbstractContextManager[None]]) -> None:
+        self._work, self._named = work, named
+
+    def wait(self) -> None:
+        """Until it has left, or has come.
+
+        Raises:
+            WorkerLost: the other worker is gone.
+        """
+        with self._named():
+            self._work.wait()
 
 
 def _choice(topology: str | None, workers: int) -> Choice:

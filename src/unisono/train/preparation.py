@@ -38,7 +38,7 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
     if devices.count > 1:
         from unisono.train.step.gathering import gathering_of  # loads FSDP, which takes seconds
 
-        slice_module(module, devices.mesh, gathering_of(membership), **options)
+        slice_module(module, devices.mesh.mesh, gathering_of(membership), **options)
         if membership.is_elastic and not hasattr(module, "reset_iter_state"):
             raise ModelError(
                 f"torch {torch.__version__} cannot break a pass through a model in slices off, as the loss of a worker "
@@ -65,16 +65,10 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
         return
     from torch.distributed.pipelining import PipelineStage  # takes seconds to load
 
-    if inside.membership.is_elastic:
-        raise JobError(
-            "run.pipeline: workers of several devices that hold stages cannot come and go yet: start workers that stay "
-            "the same (-n N, without a range and --max-restarts), or cut the model into slices (run.fully_shard)"
-        )
     if not hasattr(PipelineStage, "_warmup_forward_vote"):
         raise JobError(f"run.pipeline: torch {torch.__version__} has other stages: take torch 2.13 for several devices")
-    devices.mesh  # noqa: B018  which all devices make together
-    Staging(model, stages, placement, devices.inside.broadcast, inside.device)
-    devices.losses = placement.last
+    Staging(model, stages, placement, devices.mesh.verbs.broadcast, inside.device)
+    devices.mesh.losses = placement.last
 
 
 def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None:

@@ -33,6 +33,8 @@ HURRY = Path(os.environ.get("HURRY", "hurry"))
 ASKED = int(os.environ.get("ASKED", "-1"))
 STOP_BELOW = float(os.environ.get("STOP_BELOW", "0"))
 EPOCHS = int(os.environ.get("EPOCHS", "6"))
+STAGES = os.environ.get("STAGES", "")
+"""The schedule of stages, if the model is to be cut into some."""
 
 
 FIXED = [torch.randn(16, generator=torch.Generator().manual_seed(number)) for number in range(300)]
@@ -65,11 +67,16 @@ class Seen:
 
 run = unisono.init(batch_size=64, shards=8, seed=3, failure_timeout_s=30)
 body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
-head = run.fully_shard(nn.Linear(32, 5))
-run.fully_shard(body)  # which leaves them whole where workers have one device
+head = nn.Linear(32, 5)
+models: Any = [body, head]
+if STAGES:
+    models = run.pipeline(nn.Sequential(body, head), ["0.1", "1"], schedule=STAGES)
+else:  # which leaves them whole where workers have one device
+    run.fully_shard(head)
+    run.fully_shard(body)
 device = run.inside.membership.workers.devices.rank
 optimizers = [torch.optim.AdamW(body.parameters(), lr=1e-2), torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
-run.prepare([body, head], optimizers)
+run.prepare(models, optimizers)
 schedulers = [torch.optim.lr_scheduler.StepLR(one, 7, 0.8) for one in optimizers]
 for number, scheduler in enumerate(schedulers):
     run.register(f"scheduler {number}", scheduler)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import unisono
@@ -129,6 +130,46 @@ def drawn() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(48, 12)), Drawn(), Drawn(), Drawn(), nn.Linear(12, 10))
 
 
+class Paired(nn.Module):
+    """Returns a value and a penalty, of which the next layer takes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(12, 12), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, penalty: Tensor, *, scale: float, kept: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        y = self.drop(self.layer(x)).relu() * scale + kept["first"][0]
+        return x + y, penalty + y.square().mean()
+
+
+class Paying(nn.Module):
+    """Adds the penalty to what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, CLASSES)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = self.layer(pair[0]) + pair[1]
+        return out
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again in backward passes, and return several values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers, self.last = nn.Linear(48, 12), nn.ModuleList(Paired() for _ in range(3)), Paying()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, penalty = self.first(x.flatten(1)), torch.zeros(())
+        kept = {"first": [y, None]}
+        for number, layer in enumerate(self.layers):
+            y, penalty = checkpoint(layer, y, penalty, scale=0.5 + number, kept=kept, use_reentrant=False)
+        out: Tensor = self.last((y, penalty))
+        return out
+
+
 def matrices(groups: list[dict[str, Any]]) -> Optimizer:
     """Updates whole matrices, and no other parameters."""
     return torch.optim.Muon(groups[0]["params"], lr=0.1)
@@ -203,6 +244,14 @@ CASES = {
         Unused, images, ["second", "third"], partial(AdamW, lr=0.01), {"shards": 12, "batch_size": 24}, "1f1b", weighted
     ),
     "drawn": Case(drawn, images, ["1", "2", "3"], matrices, {"shards": 6, "batch_size": 18}, "interleaved-1f1b"),
+    "again": Case(
+        Checkpointed,
+        images,
+        ["layers.1", "layers.2", "last"],
+        AdamW,
+        {"shards": 6, "batch_size": 18},
+        "interleaved-zero-bubble",
+    ),
     "narrow": Case(
         Language,
         texts,

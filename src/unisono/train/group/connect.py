@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -141,16 +142,28 @@ def connect_devices(config: RunConfig, rendezvous: Rendezvous, mesh: Mesh) -> De
         inside = connect(config, generation, rendezvous)
         opened.callback(inside.close)
         backend = backend_for(config.device, how.environment)
-        with _on_loopback():
-            group = form_group(PrefixStore("exchange", rendezvous.store()), generation, backend, how.timeout_s)
-        exchange = ProcessGroupTransport(group, here.rank, generation.split, config.device, None)
+        # In NCCL's groups what is sent waits for what was sent before, and stages send to and fro at the same time.
+        ways = ["exchange", *(["back"] if backend == "nccl" else [])]
+        exchanges = []
+        for name in ways:
+            with _on_loopback():
+                group = form_group(PrefixStore(name, rendezvous.store()), generation, backend, how.timeout_s)
+            exchanges.append(ProcessGroupTransport(group, here.rank, generation.split, config.device, None))
+            opened.callback(exchanges[-1].close)
         opened.pop_all()
-    return Devices(here.rank, here.world_size, mesh, inside, exchange)
+    return Devices(here.rank, here.world_size, mesh, inside, *exchanges)
 
 
 def mesh_of(config: RunConfig, rendezvous: Rendezvous) -> Mesh:
     """The devices of this worker as long as there is the worker."""
-    return Mesh(partial(_form_mesh, config, rendezvous))
+    return Mesh(partial(_form_mesh, config, rendezvous), partial(_speaking, config.device))
+
+
+def _speaking(device: torch.device, mesh: DeviceMesh) -> Workers:
+    rank, count = mesh.get_local_rank(), mesh.size()
+    generation = Generation(1, rank, Split.even(count, count))
+    group = mesh.get_group()._get_backend(device)
+    return Workers(generation, ProcessGroupTransport(group, rank, generation.split, device, None))
 
 
 def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:

@@ -61,8 +61,15 @@ class Verbs(Protocol):
         """Let go of the connections."""
 
 
-class SliceExchange(Protocol):
-    """The way of FSDP's tensors between the devices of a worker in a generation. What it raises is ``WorkerLost``."""
+class UnderWay(Protocol):
+    """A tensor that is under way from one device to another."""
+
+    def wait(self) -> None:
+        """Until it has left, or has come."""
+
+
+class TensorExchange(Protocol):
+    """The way of tensors between the devices of a worker in a generation. What it raises is ``WorkerLost``."""
 
     @property
     def waits(self) -> bool:
@@ -74,6 +81,12 @@ class SliceExchange(Protocol):
     def swap(self, received: Tensor, sent: Tensor) -> None:
         """Every device gets one row of every other one's: row j of ``sent`` is for device j."""
 
+    def send(self, tensor: Tensor, target: int, tag: int) -> UnderWay:
+        """Begin to send a tensor to another device, which asks for it by the tag."""
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> UnderWay:
+        """Begin to receive a tensor from another device."""
+
     def abort(self) -> None:
         """Wake whoever waits for another device, here and there."""
 
@@ -82,22 +95,38 @@ class SliceExchange(Protocol):
 
 
 class Mesh:
-    """The devices of a worker as FSDP wants them, in torch's default group: as long as there is the worker.
+    """The devices of a worker as torch wants them, in its default group: as long as there is the worker.
 
     No loss of another worker disturbs it, so nothing may wait in it for a device that such a loss may keep elsewhere:
     it is for what devices do between collective calls.
 
     Args:
         form: a function that makes it; collective.
+        speak: a function that gives the devices their verbs in it.
+
+    Attributes:
+        losses: the device that computes the losses of all shards, in stages with the others; None where each computes
+            its own shards.
     """
 
-    def __init__(self, form: Callable[[], DeviceMesh]) -> None:
-        self._form = form
+    def __init__(self, form: Callable[[], DeviceMesh], speak: Callable[[DeviceMesh], Verbs]) -> None:
+        self._form, self._speak = form, speak
+        self.losses: int | None = None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """It. Collective, the first time."""
         return self._form()
+
+    @cached_property
+    def verbs(self) -> Verbs:
+        """The verbs among the devices. Collective, the first time."""
+        return self._speak(self.mesh)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this device waits for another one."""
+        return "verbs" in vars(self) and self.verbs.waits
 
     def close(self) -> None:
         """Let go of torch's default group."""
@@ -113,11 +142,8 @@ class Devices:
         count: their number.
         mesh: torch's default group of them; None for a worker of one device.
         inside: the collective verbs among them in a generation; None while this worker is in none.
-        exchange: the way of FSDP's tensors in a generation; None while this worker is in none.
-
-    Attributes:
-        losses: the device that computes the losses of all shards, in stages with the others; None where each computes
-            its own shards.
+        exchange: the way of their tensors in a generation; None while this worker is in none.
+        back: a way beside that, for what goes from stages to those before them.
     """
 
     def __init__(
@@ -126,11 +152,11 @@ class Devices:
         count: int = 1,
         mesh: Mesh | None = None,
         inside: Verbs | None = None,
-        exchange: SliceExchange | None = None,
+        exchange: TensorExchange | None = None,
+        back: TensorExchange | None = None,
     ) -> None:
         self.rank, self.count = rank, count
-        self._mesh, self._inside, self._exchange = mesh, inside, exchange
-        self.losses: int | None = None
+        self._mesh, self._inside, self._exchange, self._back = mesh, inside, exchange, back
 
     @property
     def inside(self) -> Verbs:
@@ -139,10 +165,20 @@ class Devices:
         return self._inside
 
     @property
-    def exchange(self) -> SliceExchange:
-        """The way of FSDP's tensors."""
+    def exchange(self) -> TensorExchange:
+        """The way of their tensors."""
         assert self._exchange is not None, "this worker is in a generation, with several devices"
         return self._exchange
+
+    @property
+    def back(self) -> TensorExchange:
+        """The way of what goes from stages to those before them."""
+        return self._back or self.exchange
+
+    @property
+    def losses(self) -> int | None:
+        """The device that computes the losses of all shards; None where each computes its own shards."""
+        return None if self._mesh is None else self._mesh.losses
 
     @property
     def is_first(self) -> bool:
@@ -150,15 +186,16 @@ class Devices:
         return self.rank == 0
 
     @property
-    def mesh(self) -> DeviceMesh:
-        """The devices as FSDP wants them. Collective, the first time."""
+    def mesh(self) -> Mesh:
+        """The devices as long as there is the worker."""
         assert self._mesh is not None, "a worker of one device needs no mesh"
-        return self._mesh.mesh
+        return self._mesh
 
     @property
     def waits(self) -> bool:
         """Whether this device waits for another one."""
-        return any(each.waits for each in self._connections)
+        between = self._mesh is not None and self._mesh.waits
+        return between or any(each.waits for each in self._connections)
 
     def rounds(self, shards: range) -> Sequence[Round]:
         """How the devices distribute the shards of their worker: in turns, so that they add up in their order.
@@ -206,5 +243,5 @@ class Devices:
             each.close()
 
     @property
-    def _connections(self) -> list[Verbs | SliceExchange]:
-        return [each for each in (self._inside, self._exchange) if each is not None]
+    def _connections(self) -> list[Verbs | TensorExchange]:
+        return [each for each in (self._inside, self._exchange, self._back) if each is not None]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dis
+import operator
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +16,21 @@ from unisono.errors import ModelError
 
 _OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rpow", "rmatmul"),
     *("neg", "abs", "invert", "getitem", "eq", "ne", "lt", "le", "gt", "ge"),
 )
+
+_TURNED = ("add", "sub", "mul", "truediv", "floordiv", "pow", "matmul")
+
+_IN_PLACE = {f"__{name}__" for name in ("setitem", *(f"i{each}" for each in (*_TURNED, "mod", "and", "or", "xor")))}
+"""Methods that change a tensor."""
+
+_NOT_HERE: Any = object()
+
+NOT_HANDED_ON = (
+    "a value that the model returns from an earlier stage, and that another device has: hand it on from one module "
+    "to the next, up to the last one"
+)
+"""What is wrong with what comes of the last stage."""
 
 _LOOKS = frozenset(("size", "dim", "numel", "item", "tolist", "stride", "is_contiguous", "numpy", "data_ptr"))
 """Methods of tensors that return no tensor."""
@@ -28,13 +43,15 @@ class Elsewhere:
     more of that, until it comes to the stage that is to be computed.
 
     Attributes:
-        value: the tensor, once it has been received.
+        value: what it is, once it has been received.
+        draw: a function that sets the random generators as they were when it was received.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("draw", "value")
 
     def __init__(self) -> None:
-        self.value: Tensor | None = None
+        self.value: Any = _NOT_HERE
+        self.draw: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Iterable[Any] = (), kwargs: Any = None) -> Any:
@@ -43,13 +60,13 @@ class Elsewhere:
         if not holds_elsewhere((arguments, named)):
             return func(*arguments, **named)
         name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and isinstance(arguments[0], Tensor):
+        writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if (writes and isinstance(arguments[0], Tensor)) or isinstance(named.get("out"), Tensor):
             cls._refuse("its numbers, to write them into a tensor,")
         return cls()
 
     def __getattr__(self, name: str) -> Any:
-        if self.value is not None:
+        if self.value is not _NOT_HERE:
             return getattr(self.value, name)
         if name in ("T", "mT", "H", "mH", "real", "imag", "data"):
             return Elsewhere()
@@ -60,22 +77,25 @@ class Elsewhere:
         return _Method()
 
     def __bool__(self) -> bool:
-        return bool(self.value) if self.value is not None else self._refuse("its truth")
+        return bool(self.value) if self.value is not _NOT_HERE else self._refuse("its truth")
 
     def __len__(self) -> int:
-        return len(self.value) if self.value is not None else self._refuse("its length")
+        return len(self.value) if self.value is not _NOT_HERE else self._refuse("its length")
 
     def __iter__(self) -> Any:
-        return iter(self.value) if self.value is not None else self._refuse("its parts")
+        if self.value is not _NOT_HERE:
+            return iter(self.value)
+        wanted = _unpacked(sys._getframe(1))
+        return iter([Elsewhere() for _ in range(wanted)]) if wanted else self._refuse("its parts")
 
     def __float__(self) -> float:
-        return float(self.value) if self.value is not None else self._refuse("its number")
+        return float(self.value) if self.value is not _NOT_HERE else self._refuse("its number")
 
     def __int__(self) -> int:
-        return int(self.value) if self.value is not None else self._refuse("its number")
+        return int(self.value) if self.value is not _NOT_HERE else self._refuse("its number")
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        if self.value is None:
+        if self.value is _NOT_HERE:
             self._refuse("its parts, to write there")
         self.value[place] = value
 
@@ -97,28 +117,47 @@ class _Method:
         return Elsewhere()
 
 
-def _operator(name: str) -> Any:
+def _unpacked(caller: Any) -> int:
+    """Into how many names a value is unpacked just now, as torch.fx finds it out; 0 if it is not."""
+    at = next(each for each in dis.get_instructions(caller.f_code) if each.offset == caller.f_lasti)
+    return int(at.argval) if at.opname == "UNPACK_SEQUENCE" else 0
+
+
+def _operator(name: str, *, turned: bool) -> Any:
+    operation = getattr(operator, f"__{name}__")
+
     def operate(self: Elsewhere, *others: Any) -> Any:
         others = resolved(others)
-        if self.value is None or holds_elsewhere(others):
+        if self.value is _NOT_HERE or holds_elsewhere(others):
             return Elsewhere()
-        return getattr(self.value, name)(*others)
+        return operation(*others, self.value) if turned else operation(self.value, *others)
 
     return operate
 
 
 for _name in _OPERATORS:
-    setattr(Elsewhere, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(Elsewhere, f"__{_name}__", _operator(_name, turned=False))
+for _name in _TURNED:
+    setattr(Elsewhere, f"__r{_name}__", _operator(_name, turned=True))
 
 
 def resolved(tree: Any) -> Any:
     """Lists, tuples and dicts, with the tensors that have been received in their places."""
-    return tree_map(lambda leaf: leaf.value if isinstance(leaf, Elsewhere) and leaf.value is not None else leaf, tree)
+    return tree_map(lambda leaf: leaf if _is_missing(leaf) or not isinstance(leaf, Elsewhere) else leaf.value, tree)
+
+
+def all_elsewhere(tree: Any) -> list[Elsewhere]:
+    """What stands in lists, tuples and dicts for what was or is elsewhere."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Elsewhere)]
 
 
 def holds_elsewhere(tree: Any) -> bool:
     """Whether anything in lists, tuples and dicts has not been received."""
-    return any(isinstance(leaf, Elsewhere) and leaf.value is None for leaf in tree_leaves(tree))
+    return any(map(_is_missing, tree_leaves(tree)))
+
+
+def _is_missing(leaf: Any) -> bool:
+    return isinstance(leaf, Elsewhere) and leaf.value is _NOT_HERE
 
 
 def as_received(leaf: Tensor) -> Tensor:
@@ -144,8 +183,3 @@ class _Alias(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """As it comes."""
         return gradients[0]
-
-
-def flattened(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and how they are put together again."""
-    return torch.utils._pytree.tree_flatten((args, dict(kwargs)))

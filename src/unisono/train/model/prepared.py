@@ -16,7 +16,8 @@ from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
 from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
-from unisono.train.model.stage_optimizers import update_own
+from unisono.train.model.stage_optimizers import groups_of, update_own
+from unisono.train.model.staging import staging_of
 from unisono.train.model.tensors import tensors_of, version_of
 
 
@@ -155,13 +156,22 @@ class Prepared:
         return weights | {place.name: place.form for place in self.buffers}
 
     def layout(self) -> dict[str, str]:
-        """Names, whole shapes and dtypes of all parameters and buffers, for comparison between workers."""
+        """Names, whole shapes and dtypes of all parameters and buffers, for comparison between workers.
+
+        The same on all devices of a worker.
+        """
         described = {name: _form(tensor) for name, tensor in self.tensors().items()}
-        for name, tensor in self.parameters.items():
+        trained, order = dict(self.parameters), self.order()
+        if staging_of(self.modules) is not None:
+            order = [[name for group in groups_of(one) for name in group] for one in self.optimizers]
+            (module,) = self.modules
+            trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+            trained = {name: trained[name] for names in order for name in names if name in trained}
+        for name, tensor in trained.items():
             whole = held_whole(tensor)
             described[f"trained {name}"] = _form(tensor if whole is None else whole)
         described |= {place.name: f"{place.form} {place.rule}" for place in self.buffers if place.chosen is not None}
-        return described | {f"order of optimizer {n}": ", ".join(names) for n, names in enumerate(self.order())}
+        return described | {f"order of optimizer {n}": ", ".join(names) for n, names in enumerate(order)}
 
     def order(self) -> list[list[str]]:
         """The names of each optimizer's parameters, in its order: its state is kept by their numbers."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import ModelError
-from unisono.train.model.elsewhere import Elsewhere, flattened, holds_elsewhere, resolved
+from unisono.train.model.elsewhere import Elsewhere, all_elsewhere, holds_elsewhere, resolved
 from unisono.train.model.slices import materialise_layer
+from unisono.train.model.stage_values import heard, told
 from unisono.train.model.stages import Placement, Stages
 
 
@@ -22,12 +23,12 @@ class Received:
     """What a block gets from the one before.
 
     Attributes:
-        places: the number of a tensor for each leaf of the arguments of the module at the cut; below 0 for none.
+        numbers: the form of what the module at the cut is called with, as :func:`stage_values.told` has it.
         tensors: the tensors.
         draw: a function that sets the random generators as they were behind the block before.
     """
 
-    places: Sequence[int]
+    numbers: Sequence[int]
     tensors: Sequence[Tensor]
     draw: Callable[[], None]
 
@@ -36,13 +37,13 @@ class Left(BaseException):
     """The forward pass has come to the end of the block that is computed. No error: whoever computes it catches it.
 
     Attributes:
-        places: see :class:`Received`.
+        numbers: see :class:`Received`.
         tensors: what goes on to the next block, each tensor once.
     """
 
-    def __init__(self, places: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> None:
         super().__init__()  # without arguments: whoever asks an exception for its text would have tensors printed
-        self.places, self.tensors = places, tensors
+        self.numbers, self.tensors = numbers, tensors
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class Staging:
         model: the model, all of which is there still, or on the meta device.
         stages: its stages.
         placement: the placement of their blocks.
-        broadcast: a function that gives all devices what one of them has.
+        broadcast: a function that gives all devices what one of them has, between two collective calls.
         device: the device to compute on.
     """
 
@@ -181,7 +182,7 @@ class Staging:
             self._refuse_order(name, block)
         now.reached = block
         if block == now.block + 1:
-            raise self._left(name, args, kwargs)
+            raise Left(*told((resolved(args), resolved(kwargs)), lambda: self.skipped(name)))
         if block != now.block or now.received is None:
             return args, kwargs
         if now.drawn is not None and not torch.equal(now.drawn, torch.get_rng_state()):
@@ -189,20 +190,34 @@ class Staging:
                 f"the forward pass draws random numbers before {name!r}, outside of the modules of the stages: draw "
                 f"them in a module, in the stage that it belongs to"
             )
-        leaves, form = flattened(args, kwargs)
-        if len(leaves) != len(now.received.places):
+        for each in all_elsewhere((args, kwargs)):
+            each.draw = now.received.draw
+        try:
+            args, kwargs = heard(now.received.numbers, now.received.tensors, (args, kwargs))
+        except ModelError as error:
             raise ModelError(
-                f"{name!r} gets {len(leaves)} arguments on this device and {len(now.received.places)} on the one "
-                f"before: the forward pass depends on values of earlier stages, and a model in stages is a chain"
+                f"what {name!r} is called with {error}: the forward pass depends on values of earlier stages, and a "
+                f"model in stages is a chain. Hand on tensors and numbers, or lists, tuples and dicts of them"
+            ) from error
+        if not torch.is_grad_enabled() and any(each.requires_grad for each in now.received.tensors):
+            raise ModelError(
+                f"{name!r} is called without gradients, as torch.utils.checkpoint does with use_reentrant=True, and a "
+                f"cut is there: the layers of its stage would not be trained. Say use_reentrant=False"
             )
-        for place, (leaf, number) in enumerate(zip(leaves, now.received.places, strict=True)):
-            if number >= 0:
-                if isinstance(leaf, Elsewhere):  # it may be used again, also behind the next module
-                    leaf.value = now.received.tensors[number]
-                leaves[place] = now.received.tensors[number]
-        args, kwargs = torch.utils._pytree.tree_unflatten(leaves, form)
         now.received.draw()
         return args, kwargs
+
+    def again(self, name: str, args: Any, kwargs: Any) -> None:
+        """The module at a cut is computed once more, in a backward pass: it is to draw what it drew before."""
+        if self.placement.device(self.block(self._names[name])) != self.placement.rank:
+            return
+        draw = next((each.draw for each in all_elsewhere((args, kwargs)) if each.draw is not None), None)
+        if draw is None:
+            raise ModelError(
+                f"{name!r}, where a stage begins, is computed again in a backward pass, and is called with nothing of "
+                f"the stage before: call torch.utils.checkpoint inside of the module"
+            )
+        draw()
 
     def within(self, name: str, block: int) -> bool:
         """Whether a module within a block is to be computed now; else the block comes before."""
@@ -217,17 +232,6 @@ class Staging:
             now.drawn = torch.get_rng_state()
         return block == now.block
 
-    def _left(self, name: str, args: Any, kwargs: Any) -> Left:
-        leaves, _ = flattened(resolved(args), resolved(kwargs))
-        tensors: dict[int, tuple[int, Tensor]] = {}
-        places = []
-        for leaf in leaves:
-            if isinstance(leaf, Elsewhere):
-                raise ModelError(self.skipped(name))
-            is_tensor = isinstance(leaf, Tensor)
-            places.append(tensors.setdefault(id(leaf), (len(tensors), leaf))[0] if is_tensor else -1)
-        return Left(places, [tensor for _, tensor in tensors.values()])
-
     def skipped(self, name: str) -> str:
         """Why a module cannot be computed that gets what has not been received."""
         return (
@@ -238,8 +242,9 @@ class Staging:
     def _require_pass(self, name: str) -> _Pass:
         if self._pass is None:
             raise ModelError(
-                f"{name!r} is called outside of a loss function, run.evaluate and run.predict, and other devices hold "
-                f"a part of the model: call the model there alone"
+                f"{name!r} is called outside of a loss function, run.evaluate and run.predict, or in a "
+                f"torch.utils.checkpoint across a cut, and other devices hold a part of the model: call the model "
+                f"there alone, and checkpoint single layers"
             )
         return self._pass
 
@@ -264,6 +269,8 @@ class _Cover:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._begins is not None and self._staging._pass is not None:
             args, kwargs = self._staging.enter(self._name, self._begins, args, kwargs)
+        elif self._begins is not None:
+            self._staging.again(self._name, args, kwargs)
         if self._within is not None:
             if not self._staging.within(self._name, self._within):
                 return Elsewhere()

@@ -20,6 +20,7 @@ from unisono.errors import JobError, LossError, WorkerLost
 from unisono.reduce.reducer import Reducer
 from unisono.train.group.devices import Devices
 from unisono.train.model.buffers import Buffers
+from unisono.train.model.elsewhere import NOT_HANDED_ON, Elsewhere
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.stages import LOOPED
 from unisono.train.model.staging import Left, Received, Staging
@@ -85,6 +86,10 @@ class Passes:
                 self._forward.compute(self._call, shard, batch)
         except Left as left:
             return left
+        except LossError as error:
+            if Elsewhere.__name__ in str(error):
+                raise LossError(f"the loss depends on {NOT_HANDED_ON}") from error
+            raise
         finally:
             if shard.samples:
                 self._buffers.take(shard.number)
@@ -119,7 +124,7 @@ class Pipeline:
         self._prepared, self._staging, self._devices = prepared, staging, devices
         (self._module,) = prepared.modules
         blocks = staging.placement.own
-        self._stages = [BlockStage(block, self._module, staging, devices.mesh.get_group(), device) for block in blocks]
+        self._stages = [BlockStage(block, self._module, staging, devices, device) for block in blocks]
         self._schedules: dict[int, Any] = {}
 
     def gradients(
@@ -179,12 +184,9 @@ class Pipeline:
                 schedule.step(target=torch.zeros(count), return_outputs=False)
                 for stage in self._stages:
                     stage.settle()
-        except RuntimeError as error:
-            if any(stage.failure is error for stage in self._stages):
-                raise
-            raise WorkerLost(
-                f"device {self._devices.rank} of the worker, which holds {self._title()}, has lost the device of a "
-                f"neighbouring stage: {str(error).splitlines()[0]}"
+        except WorkerLost as error:
+            raise type(error)(
+                f"device {self._devices.rank} of the worker, which holds {self._title()}: {error}"
             ) from error
 
     def finish(self, gradients: Gradients) -> None:

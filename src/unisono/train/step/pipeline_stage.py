@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from unisono.data.streams import Generators
 from unisono.errors import UnisonoError
+from unisono.train.group.devices import Devices, TensorExchange, UnderWay
 from unisono.train.model.elsewhere import as_received, without_view
 from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
@@ -65,6 +66,28 @@ class _Chunk:
         self.gradients[number] = gradient
 
 
+class _Operation(dist.P2POp):
+    """A message that is to be sent or received over the connections of this generation, as torch's schedules ask.
+
+    Args:
+        begin: a function that begins it.
+        buffer: the memory of the message.
+        peer: the other device.
+    """
+
+    def __new__(cls, *about: Any) -> _Operation:
+        """Without torch's checks: it is none of torch's two operations."""
+        return object.__new__(cls)
+
+    def __init__(self, begin: Callable[[Tensor], UnderWay], buffer: Tensor, peer: int) -> None:
+        self.op, self.tensor = lambda tensor, **_: begin(tensor), buffer
+        self.peer = self.group_peer = peer
+        self.group, self.tag = "none of torch's", 0  # type: ignore[assignment]  # so torch does not batch it by itself
+
+    def __repr__(self) -> str:
+        return f"a message with device {self.peer}"
+
+
 class BlockStage(PipelineStage):
     """A block of stages in torch's schedules.
 
@@ -74,21 +97,17 @@ class BlockStage(PipelineStage):
         block: the number of the block.
         module: the model.
         staging: its stages.
-        group: the group of the devices.
+        devices: the devices of this worker.
         device: the device to compute on.
-
-    Attributes:
-        failure: what has gone wrong in a pass of this block.
     """
 
-    def __init__(self, block: int, module: nn.Module, staging: Staging, group: Any, device: torch.device) -> None:
-        count = len(staging.placement.firsts)
+    def __init__(self, block: int, module: nn.Module, staging: Staging, devices: Devices, device: torch.device) -> None:
+        count, group = len(staging.placement.firsts), devices.mesh.mesh.get_group()
         nothing = torch.zeros(1, device=device)
         super().__init__(nn.Identity(), block, count, device, input_args=nothing, output_args=nothing, group=group)
         held = (one for name, one in module.named_parameters() if staging.block_of(name) == block)
         self.submod = nn.ParameterList(held)
-        self.failure: BaseException | None = None
-        self._staging, self._block = staging, block
+        self._staging, self._block, self._devices = staging, block, devices
         self._channels = {
             (hop, forward): Channel(device, staging.title(other))
             for hop, other in ((block - 1, block - 1), (block, block + 1))
@@ -98,15 +117,21 @@ class BlockStage(PipelineStage):
         self._passes: BlockPasses | None = None
         self._chunks: dict[int, _Chunk] = {}
         self._coming: dict[tuple[int, bool], Tensor] = {}
-        self._sent: list[dist.Work] = []
+        self._sent: list[UnderWay] = []
 
     def begin(self, passes: BlockPasses) -> None:
         """Another attempt begins."""
-        self._passes, self._chunks, self._coming, self.failure = passes, {}, {}, None
+        self._passes, self._chunks, self._coming = passes, {}, {}
         for channel in self._channels.values():
             channel.begin()
 
     # What is sent and received: torch's schedules ask for it.
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1)  # nobody asks the others: each message tells the forms of its tensors
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What has to come before a forward pass."""
@@ -126,13 +151,16 @@ class BlockStage(PipelineStage):
 
     def _receiving(self, chunk: int, hop: int, *, forward: bool) -> list[dist.P2POp]:
         buffer = self._coming[chunk, forward] = self._channels[hop, forward].buffer()
-        return [self._operation(dist.irecv, buffer, hop, forward=forward)]
+        peer, tag = self._place(hop, forward=forward)
+        way = self._way(forward=forward)
+        return [_Operation(lambda into: way.receive(into, peer, tag), buffer, peer)]
 
     def _sending(self, chunk: int, hop: int, *, forward: bool) -> list[dist.P2POp]:
         first, *others = self._chunks[chunk].messages.pop(forward)
+        (peer, tag), way = self._place(hop, forward=forward), self._way(forward=forward)
         for rest in others:  # whoever gets the first asks for it: until then nobody may wait for it here
-            self._sent += dist.batch_isend_irecv([self._operation(dist.isend, rest, hop, forward=forward, rest=1)])
-        return [self._operation(dist.isend, first, hop, forward=forward)]
+            self._sent.append(way.send(rest, peer, tag + 1))
+        return [_Operation(lambda buffer: way.send(buffer, peer, tag), first, peer)]
 
     def settle(self) -> None:
         """Wait until all that was sent has left."""
@@ -140,18 +168,20 @@ class BlockStage(PipelineStage):
             work.wait()
         self._sent.clear()
 
-    def _operation(self, act: Any, buffer: Tensor, hop: int, *, forward: bool, rest: int = 0) -> dist.P2POp:
+    def _place(self, hop: int, *, forward: bool) -> tuple[int, int]:
+        """The other device of a hop, and the tag of a message; what does not fit into that has the next tag."""
         other = hop + 1 if hop == self._block else hop
-        tag = _KINDS * hop + 2 * (not forward) + rest
-        return dist.P2POp(act, buffer, self._resolve_peer_global_rank(other), self.group, tag)
+        return self._staging.placement.device(other), _KINDS * hop + 2 * (not forward)
+
+    def _way(self, *, forward: bool) -> TensorExchange:
+        return self._devices.exchange if forward else self._devices.back
 
     def _arrived(self, chunk: int, hop: int, *, forward: bool) -> StageMessage:
         channel, buffer, rest = self._channels[hop, forward], self._coming.pop((chunk, forward)), None
         if more := channel.announced(buffer):
             rest = torch.empty(more, dtype=torch.uint8, device=self.device)
-            operation = self._operation(dist.irecv, rest, hop, forward=forward, rest=1)
-            for work in dist.batch_isend_irecv([operation]):
-                work.wait()
+            peer, tag = self._place(hop, forward=forward)
+            self._way(forward=forward).receive(rest, peer, tag + 1).wait()
         return channel.opened(buffer, rest)
 
     # What is computed.
@@ -173,7 +203,7 @@ class BlockStage(PipelineStage):
                 parts = [Part(each.to(self.device)) for each in Generators.capture().as_tensors()]
                 parts += [Part(each, each.requires_grad) for each in found.tensors]
                 chunk.sent = [_whole(each) for each in found.tensors if each.requires_grad]
-                message = StageMessage(found.places, parts)
+                message = StageMessage(found.numbers, parts)
                 chunk.messages[True] = self._channels[self._block, True].packed(message)
                 return None
             loss, chunk.weight = found
@@ -254,11 +284,14 @@ class BlockStage(PipelineStage):
         try:
             yield
         except UnisonoError as error:
-            self.failure = type(error)(f"{self._where(place)}: {error}")
-            raise self.failure from error
+            raise type(error)(f"{self._where(place)}: {error}") from error
         except Exception as error:
-            self.failure = error
             error.add_note(f"unisono: in {self._where(place)}")
+            if "meta" in str(error):
+                error.add_note(
+                    "unisono: what is on the meta device here, another device has. Parameters right in a module that "
+                    "is cut belong to the stage in which that begins: put each into a module of the stage that uses it"
+                )
             raise
 
     def _where(self, place: int) -> str:

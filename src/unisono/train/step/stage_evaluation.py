@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from unisono.data.streams import Generators
-from unisono.errors import WorkerLost
-from unisono.train.group.devices import Devices
+from unisono.errors import ModelError
+from unisono.train.group.devices import Devices, UnderWay
+from unisono.train.model.elsewhere import NOT_HANDED_ON, holds_elsewhere
 from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
 
@@ -36,7 +35,7 @@ class StagedEvaluation:
     def __init__(self, staging: Staging, devices: Devices, device: torch.device) -> None:
         self._staging, self._devices, self._device = staging, devices, device
         self._channels: dict[int, Channel] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[UnderWay] = []
 
     def __call__(self, act: Callable[[], R]) -> R | None:
         """What the function returns on the device with the last stage, None on others.
@@ -54,15 +53,16 @@ class StagedEvaluation:
             try:
                 with self._staging.computing(block, received):
                     found = act()
+                if holds_elsewhere(found):
+                    raise ModelError(f"what the function returns has {NOT_HANDED_ON}")
             except Left as left:
                 self._send(block, left)
         return found
 
     def shared(self, found: list[Any]) -> list[Any]:
         """What the device with the last stage has found, on all devices. Collective among them."""
-        with self._lost():
-            for work, _ in self._sent:
-                work.wait()
+        for transfer in self._sent:
+            transfer.wait()
         self._sent.clear()
         last = self._staging.placement.last
         shared: list[Any] = self._devices.inside.broadcast(found if self._devices.rank == last else None, last)
@@ -71,11 +71,11 @@ class StagedEvaluation:
     def _received(self, block: int) -> Received:
         channel, source = self._channel(block - 1), self._staging.placement.device(block - 1)
         first, rest = channel.buffer(), None
-        with self._lost():
-            dist.recv(first, source, self._devices.mesh.get_group(), _FIRST_TAG + 2 * block)
-            if more := channel.announced(first):
-                rest = torch.empty(more, dtype=torch.uint8, device=self._device)
-                dist.recv(rest, source, self._devices.mesh.get_group(), _FIRST_TAG + 2 * block + 1)
+        exchange = self._devices.exchange
+        exchange.receive(first, source, _FIRST_TAG + 2 * block).wait()
+        if more := channel.announced(first):
+            rest = torch.empty(more, dtype=torch.uint8, device=self._device)
+            exchange.receive(rest, source, _FIRST_TAG + 2 * block + 1).wait()
         message = channel.opened(first, rest)
         generators = [part.tensor.cpu() for part in message.parts[:GENERATORS]]
         tensors = [part.tensor for part in message.parts[GENERATORS:]]
@@ -83,13 +83,10 @@ class StagedEvaluation:
 
     def _send(self, block: int, left: Left) -> None:
         drawn = [Part(each.to(self._device)) for each in Generators.capture().as_tensors()]
-        message = StageMessage(left.places, [*drawn, *map(Part, left.tensors)])
+        message = StageMessage(left.numbers, [*drawn, *map(Part, left.tensors)])
         target = self._staging.placement.device(block + 1)
-        with self._lost():
-            for rest, buffer in enumerate(self._channel(block).packed(message)):
-                work = dist.isend(buffer, target, self._devices.mesh.get_group(), _FIRST_TAG + 2 * (block + 1) + rest)
-                assert work is not None, "this device is one of the group"
-                self._sent.append((work, buffer))
+        for rest, buffer in enumerate(self._channel(block).packed(message)):
+            self._sent.append(self._devices.exchange.send(buffer, target, _FIRST_TAG + 2 * (block + 1) + rest))
 
     def _channel(self, hop: int) -> Channel:
         """The way from a block to the next one, for another message."""
@@ -98,23 +95,3 @@ class StagedEvaluation:
             self._channels[hop] = Channel(self._device, self._staging.title(other))
         self._channels[hop].begin()
         return self._channels[hop]
-
-    def _lost(self) -> _Lost:
-        return _Lost(self._devices.rank)
-
-
-class _Lost:
-    """Says of torch's errors in here what they mean."""
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise WorkerLost(
-                f"device {self._device} of the worker has lost the device of a neighbouring stage in an evaluation: "
-                f"{str(error).splitlines()[0]}"
-            ) from error

@@ -1,4 +1,4 @@
-"""Workers of several devices die, come and go; the weights are those of the undisturbed run on one device."""
+"""Workers of several devices, with slices or stages, come and go; the weights are those of one undisturbed device."""
 
 import os
 import random
@@ -20,21 +20,35 @@ TWO = ("--devices-per-worker", "2")
 LONG: Any = {"EPOCHS": "12"}
 LONGEST: Any = {"EPOCHS": "40"}
 
+WAYS: Any = {"slices": {}, "stages": {"STAGES": "1f1b"}}
+
+
+@pytest.fixture(scope="session", params=WAYS)
+def way(request: pytest.FixtureRequest) -> Any:
+    """How a model lies on several devices."""
+    return WAYS[request.param]
+
 
 @pytest.fixture(scope="session")
-def long(serial_runs: SerialRuns) -> Trained:
-    """The undisturbed run of one worker with twice the epochs."""
-    return serial_runs(SCRIPT, PACE_S="0", **LONG)
+def whole(way: Any, serial_runs: SerialRuns) -> Trained:
+    """The undisturbed run of one worker of one device."""
+    return serial_runs(SCRIPT, PACE_S="0", **way)
 
 
 @pytest.fixture(scope="session")
-def longest(serial_runs: SerialRuns) -> Trained:
+def long(way: Any, serial_runs: SerialRuns) -> Trained:
+    """The same with twice the epochs."""
+    return serial_runs(SCRIPT, PACE_S="0", **LONG, **way)
+
+
+@pytest.fixture(scope="session")
+def longest(way: Any, serial_runs: SerialRuns) -> Trained:
     """The same with forty."""
-    return serial_runs(SCRIPT, PACE_S="0", **LONGEST)
+    return serial_runs(SCRIPT, PACE_S="0", **LONGEST, **way)
 
 
 def test_a_device_that_dies_anywhere_costs_its_worker_and_no_bit(
-    serial: Trained, started: list[Training], tmp_path: Path
+    way: Any, whole: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults: list[dict[str, Any]] = [
         {"place": "first", "step": 2, "rank": 1, "device": 1},  # in a pass, for which the first one waits
@@ -42,17 +56,17 @@ def test_a_device_that_dies_anywhere_costs_its_worker_and_no_bit(
         {"place": "act counted", "step": 10, "later": True, "rank": 1, "device": 0},
     ]
     options = ("-n", "3", "--max-restarts", "9", *TWO)
-    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0"))
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", **way))
     training = started[0]
-    assert training.end() == serial.end()
+    assert training.end() == whole.end()
     assert len(training.journal("lost")) == len(faults)
-    assert training.steps == serial.steps
-    assert training.said == serial.said
+    assert training.steps == whole.steps
+    assert training.said == whole.said
 
 
 @pytest.mark.slow
 def test_devices_that_are_killed_twenty_times_at_drawn_moments_change_no_bit(
-    longest: Trained, started: list[Training], tmp_path: Path
+    way: Any, longest: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     drawn, plan = random.Random(20), Faults()
     for number in range(20):
@@ -60,7 +74,7 @@ def test_devices_that_are_killed_twenty_times_at_drawn_moments_change_no_bit(
         plan = plan.kill(rank=rank, device=device, at_step=4 + 9 * number, after_s=round(after_s, 4))
     (written := tmp_path / "faults.toml").write_text(plan.to_toml())
     options = ("-n", "3", "--max-restarts", "40", "--faults", str(written), *TWO)
-    started.append(Training(tmp_path / "run", *options, PACE_S="0.004", **LONGEST))
+    started.append(Training(tmp_path / "run", *options, PACE_S="0.004", **LONGEST, **way))
     training = started[0]
     assert training.process.wait(4 * PATIENCE_S) == 0, training.output.read_text()
     assert training.end() == longest.end()
@@ -70,7 +84,7 @@ def test_devices_that_are_killed_twenty_times_at_drawn_moments_change_no_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_devices_that_die_while_others_recover_change_no_bit(
-    seed: int, serial: Trained, started: list[Training], tmp_path: Path
+    way: Any, seed: int, whole: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     drawn = random.Random(seed)
     points = ["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]
@@ -84,18 +98,18 @@ def test_devices_that_die_while_others_recover_change_no_bit(
         for number, point in enumerate(points)
     ]
     options = ("-n", "3", "--max-restarts", "40", *TWO)
-    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0.004"))
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0.004", **way))
     training = started[0]
-    assert training.end() == serial.end()
-    assert training.steps == serial.steps
+    assert training.end() == whole.end()
+    assert training.steps == whole.steps
 
 
 @pytest.mark.slow
 def test_workers_of_two_devices_come_and_go_and_go_on_with_one_and_three(
-    long: Trained, started: list[Training], tmp_path: Path
+    way: Any, long: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    started.append(Training(run_dir, "-n", "1:3", *TWO, PACE_S="0.02", **LONG))
+    started.append(Training(run_dir, "-n", "1:3", *TWO, PACE_S="0.02", **LONG, **way))
     training = started[0]
     training.until("minted", generation=1)
     training.ask("resize", "3")
@@ -105,7 +119,7 @@ def test_workers_of_two_devices_come_and_go_and_go_on_with_one_and_three(
     training.ask("stop")
     assert training.process.wait(PATIENCE_S) == 75
     for devices in ("3", "1"):
-        started.append(Training(run_dir, "-n", "1:2", "--devices-per-worker", devices, PACE_S="0.02", **LONG))
+        started.append(Training(run_dir, "-n", "1:2", "--devices-per-worker", devices, PACE_S="0.02", **LONG, **way))
         started[-1].until("minted", generation=1)
         if devices == "3":
             started[-1].until_so(lambda: len(started[-1].journal("resumed")) == 1, "resumed")
@@ -118,24 +132,26 @@ def test_workers_of_two_devices_come_and_go_and_go_on_with_one_and_three(
 
 @pytest.mark.slow
 def test_an_agent_that_is_killed_takes_all_devices_with_it_and_the_job_goes_on_from_its_checkpoint(
-    serial: Trained, started: list[Training], tmp_path: Path
+    way: Any, whole: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     run_dir, options = tmp_path / "run", ("-n", "1:2", "--checkpoint-every", "3", *TWO)
-    started.append(Training(run_dir, *options, PACE_S="0.02"))
+    started.append(Training(run_dir, *options, PACE_S="0.02", **way))
     started[0].until_step(8)
     started[0].process.kill()
     started[0].process.wait(PATIENCE_S)
-    started.append(Training(run_dir, *options, PACE_S="0"))
-    assert started[1].end() == serial.end()
-    assert started[1].steps == serial.steps
+    started.append(Training(run_dir, *options, PACE_S="0", **way))
+    assert started[1].end() == whole.end()
+    assert started[1].steps == whole.steps
 
 
 @pytest.mark.slow
-def test_a_device_that_hangs_costs_its_worker(serial: Trained, started: list[Training], tmp_path: Path) -> None:
+def test_a_device_that_hangs_costs_its_worker(
+    way: Any, whole: Trained, started: list[Training], tmp_path: Path
+) -> None:
     faults = [{"place": "between", "step": 4, "rank": 1, "device": 1, "signal": "SIGSTOP"}]
     options = ("-n", "2", "--max-restarts", "3", "--failure-timeout-s", "3", *TWO)
-    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0"))
-    assert started[0].end() == serial.end()
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", **way))
+    assert started[0].end() == whole.end()
     assert len(started[0].journal("lost")) == 1
 
 
