@@ -13,10 +13,10 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from char_lm import Block, NextByte, documents, library_texts, loss_fn
 from torch import nn
 
 import unisono
+from char_lm import Block, NextByte, documents, library_texts, loss_fn
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 arguments.add_argument("--cut", choices=("slices", "stages"), default="slices", help="what each device holds")
@@ -66,7 +66,7 @@ def main():
         model = gpt(args.layers, args.width, args.context)
     run.print(f"{sum(each.numel() for each in model.parameters()) / 1e6:.1f} million parameters")
     model = spread(run, model, args.cut, args.layers)
-    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
+    model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
 
     for step in run.steps(dataset, epochs=1):
         loss = step.run(loss_fn, clip_norm=1.0)

@@ -17,7 +17,7 @@ LAUNCHER = ("-m", "unisono", "run", "-n", "1", "--threads", "1", "--devices-per-
 
 
 def weights(*words: str, folder: Path, most: int = resource.RLIM_INFINITY) -> str:
-    """The digest of the weights that Python ends with, of which no process may have so many bytes; empty without one."""
+    """The digest that Python ends with, of which no process may have so many bytes; empty if there is none."""
     done = subprocess.run(
         [sys.executable, *words],
         env={**os.environ, "UNISONO_RUN_DIR": "run", "OMP_NUM_THREADS": "1"},

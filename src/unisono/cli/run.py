@@ -60,8 +60,8 @@ class ClusterOptions:
             raise JobError("--resources-per-worker is for --on ray")
         if self.engine is not None and any(one is not None for one in others):
             raise JobError(
-                f"--on {self.engine} starts all workers: --hosts, --here, --coordinator, --tls-cert and --tls-key are not "
-                f"for it"
+                f"--on {self.engine} starts all workers: "
+                "--hosts, --here, --coordinator, --tls-cert and --tls-key are not for it"
             )
 
 

@@ -1,4 +1,4 @@
-"""The variables that have a worker's memory allocator keep what a training step gives back, or not. They decide no bit."""
+"""The variables that have a worker's memory allocator keep what a step gives back, or not. They decide no bit."""
 
 import os
 import platform
