@@ -91,7 +91,7 @@ def test_over_sockets_whose_keys_the_coordinator_hands_out_a_loss_changes_no_bit
     assert len(started[0].journal("lost")) == 1
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_a_server_that_is_killed_takes_nothing_with_it(
     transport: str, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -117,7 +117,8 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: 
     assert training.journal("resumed")
 
 
-@pytest.mark.parametrize("workers", ["2", "3"])  # one alone: tests/unit/test_integrity.py
+# One alone: tests/unit/test_integrity.py. Three and five: tests/unit/test_scripts_of_clusters.py.
+@pytest.mark.parametrize("workers", ["2", pytest.param("3", marks=pytest.mark.slow)])
 def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
     # The update may round the first one away in its replica, after gradients were computed with it; never the second.
     faults = Faults().flip_bit(rank=1, at_step=8, bit=0).flip_bit(rank=0, at_step=16, bit=23)
@@ -139,6 +140,7 @@ def test_a_flipped_bit_of_the_copy_that_workers_share_does_not_pass_for_right(se
     assert not training.journal("healed")
 
 
+@pytest.mark.slow  # tests/unit/test_flips.py has bits in each place
 def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
     faults = (
         Faults().flip_bit(rank=1, at_step=8, place="buffers").flip_bit(rank=0, at_step=16, place="optimizer", bit=23)

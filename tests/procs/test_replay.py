@@ -40,11 +40,8 @@ def called(*words: object, where: Path = ROOT) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [pytest.param((), marks=pytest.mark.slow), ((12, 0), (35, 1), (70, 0))],
-    ids=["two workers", "workers that come and die"],
-)
+@pytest.mark.slow  # tests/unit/test_recorded.py has policies that see a run again
+@pytest.mark.parametrize("kills", [(), ((12, 0), (35, 1), (70, 0))], ids=["two workers", "workers that come and die"])
 def test_the_policies_of_a_run_decide_in_a_replay_what_they_decided_in_the_run(
     kills: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
