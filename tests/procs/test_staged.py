@@ -94,6 +94,7 @@ def test_what_cannot_be_cut_into_stages_is_refused_with_the_cure(launched: Launc
         "JobError: run.pipeline(schedule='2f2b'): use one of 'gpipe'",
         "ModelError: run.pipeline: words.weight of stage 0 and head.weight of stage 1 are one parameter (tied weights)",
         "ModelError: run.pipeline: stage 1 (from '1' on) has no parameters",
+        "ModelError: run.pipeline: 2 is compiled (torch.compile)",
         "ModelError: run.pipeline: 0.weight lies in slices",
         "ModelError: run.pipeline: this model lies in stages already",
         "JobError: run.fully_shard and run.pipeline in one script",
@@ -140,6 +141,25 @@ def test_a_job_in_stages_that_cannot_go_on_ends_and_says_where_and_why(
     how: str, devices: int, words: str, tmp_path: Path
 ) -> None:
     assert words in failed(how, devices, tmp_path / "run")
+
+
+@slow
+def test_a_study_measures_every_schedule_and_names_the_fastest(tmp_path: Path) -> None:
+    options = ("--stages", "2", "--repeats", "1", "--steps", "1", "--warmup", "1", "--out", "study")
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "study", *options, SCRIPT, "--", "eight"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {words[0] for words in lines[1:6]} == {
+        *("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
+    }
+    assert f'take run.pipeline(…, schedule="{lines[1][0]}")' in done.stdout
 
 
 @slow

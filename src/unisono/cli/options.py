@@ -73,6 +73,13 @@ Repeats = Annotated[
 Steps = Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")]
 Epochs = Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")]
 Warmup = Annotated[int, typer.Option(help="The number of first steps of each run that are not measured.")]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        metavar="DEVICES",
+        help="Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of workers.",
+    ),
+]
 Baseline = Annotated[
     str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
 ]

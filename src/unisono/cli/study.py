@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from unisono.cli.options import (
     ScriptArgs,
     Seed,
     Shards,
+    Stages,
     Steps,
     StudyScript,
     Threads,
@@ -41,6 +43,7 @@ from unisono.cli.options import (
     Workers,
     read_workers,
 )
+from unisono.cli.study_stages import study_stages
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.settings import Script
@@ -89,6 +92,7 @@ def study(
     threads: Threads = None,
     tuned: Tuned = True,
     keep_going: KeepGoing = False,
+    stages: Stages = None,
 ) -> None:
     """Measure a script with several numbers of workers, several times each, and report how it scales.
 
@@ -98,23 +102,24 @@ def study(
 
         unisono study compare STUDY STUDY --out comparison
 
+        unisono study train.py --stages 2
+
     What is measured is kept: started again after an interruption, it measures only what is missing. Exit code 0 if
     there are figures of every run, 1 if not.
     """
-    from unisono.cli.study_report import compare, name_of, report_from, wanted_of
+    from unisono.cli.study_report import wanted_of
 
     wanted = partial(wanted_of, predict=predict, threshold=efficiency, price=price, waiting=waiting)
-    if measured is not None:
-        return report_from(measured, out, wanted(f"Scaling study: {name_of(measured)}"))
-    if script == COMPARE and not module:
-        studies = [Path(each) for each in args or ()]
-        return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
-    if script is None:
-        raise JobError("name the script to measure: unisono study train.py --workers 1,2")
+    if script is None or measured is not None or (script == COMPARE and not module):
+        return _from_figures(measured, [Path(each) for each in args or ()] if script else None, out, wanted)
     from unisono.study.measure.cell_runner import plain_workers
     from unisono.study.measure.measurement import Measurement
 
     launched = Script(script, tuple(args or ()), is_module=module)
+    if stages is not None:
+        own = {"repeats": repeats, "steps": steps, "warmup": warmup, "shards": shards, "threads": threads, "seed": seed}
+        where = out or STUDIES / f"{label or launched.stem}-stages"
+        raise typer.Exit(study_stages(launched, stages, where, tuned=tuned, **own))
     plain = tuple(shlex.split(baseline or ""))
     for each in (launched, *([Script.from_argv(plain)] if plain else [])):
         each.require_readable()
@@ -137,6 +142,27 @@ def study(
     measurement.check()
     title = f"Scaling study: {measurement.label}"
     raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title), keeps_going=keep_going))
+
+
+def _from_figures(measured: Path | None, studies: Sequence[Path] | None, out: Path | None, wanted: Any) -> None:
+    """The report of what was measured before.
+
+    Args:
+        measured: the figures, or the study.
+        studies: the studies to compare, if there are no figures.
+        out: the folder of the report.
+        wanted: a function that makes of a title what the report should say.
+
+    Raises:
+        JobError: there is neither.
+    """
+    from unisono.cli.study_report import compare, name_of, report_from
+
+    if measured is not None:
+        return report_from(measured, out, wanted(f"Scaling study: {name_of(measured)}"))
+    if studies is None:
+        raise JobError("name the script to measure: unisono study train.py --workers 1,2")
+    return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
 
 
 def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: bool = False) -> int:

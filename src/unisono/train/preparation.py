@@ -58,8 +58,8 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
     devices = inside.membership.workers.devices
     if staging_of([model]) is not None:
         raise ModelError("run.pipeline: this model lies in stages already. Name all cuts in one call")
-    stages = Stages.of(model, cuts)
-    placement = Placement.of(schedule, stages.count, devices.count, devices.rank)
+    stages, config = Stages.of(model, cuts), inside.exact.config
+    placement = Placement.of(config.stage_schedule or schedule, stages.count, devices.count, devices.rank)
     if devices.count == 1:
         materialise(model, inside.device)
         return
@@ -67,7 +67,9 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
 
     if not hasattr(PipelineStage, "_warmup_forward_vote"):
         raise JobError(f"run.pipeline: torch {torch.__version__} has other stages: take torch 2.13 for several devices")
-    Staging(model, stages, placement, devices.mesh.verbs.broadcast, inside.device)
+    staging = Staging(model, stages, placement, devices.mesh.verbs.broadcast, inside.device)
+    if config.recording.measures and inside.membership.workers.rank == 0:
+        staging.times = inside.folder.path / f"stages-{devices.rank}.jsonl"
     devices.mesh.losses = placement.last
 
 

@@ -343,6 +343,9 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     yield lambda: run.pipeline(chain(), ["2"], schedule="2f2b")
     yield lambda: run.pipeline(Tied(), ["head"])
     yield lambda: run.pipeline(chain(), ["1", "2"])
+    compiled: Any = chain()
+    compiled[2].compile(backend="eager")
+    yield lambda: run.pipeline(compiled, ["2"])
 
 
 def refused_on_devices(run: unisono.Run) -> Iterable[Callable[[], Any]]:

@@ -57,7 +57,8 @@ G = TypeVar("G")
 def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int = 1) -> RunConfig:
     """Work out how a run is carried out: an argument goes before the environment, the environment before the default.
 
-    Except ``UNISONO_BATCH_SIZE`` and ``UNISONO_BATCH_SCALE``, which are there to change what every script says.
+    Except ``UNISONO_BATCH_SIZE``, ``UNISONO_BATCH_SCALE`` and ``UNISONO_STAGE_SCHEDULE``, which are there to change
+    what every script says.
 
     Args:
         said: all arguments of :func:`unisono.init`, by name, of the types that it says.
@@ -87,6 +88,7 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
         plugins=told.names("UNISONO_PLUGINS"),
         batch_set_by=next((name for name in BATCH if told.whole(name) is not None), None),
         script_batch_size=said["batch_size"],
+        stage_schedule=told.get("UNISONO_STAGE_SCHEDULE") or "",
     )
 
 

@@ -250,6 +250,7 @@ class RunConfig:
         plugins: the plugins from outside, ``module:function`` each.
         batch_set_by: the variable of the environment that sets the batch, whatever the script and its loops ask for.
         script_batch_size: the batch that the script asks for, where the environment sets it; None if its loops say it.
+        stage_schedule: the schedule of stages, whatever the script says; empty for the script's.
     """
 
     job: Job
@@ -264,6 +265,7 @@ class RunConfig:
     plugins: tuple[str, ...] = ()
     batch_set_by: str | None = None
     script_batch_size: int | None = None
+    stage_schedule: str = ""
 
     @property
     def asked_batch_size(self) -> int | None:

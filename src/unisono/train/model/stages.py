@@ -85,10 +85,16 @@ class Stages:
         """Cut a model.
 
         Raises:
-            ModelError: there is no such module, cuts are not in the order of the model, a stage has no parameters,
-                stages share some, or the model lies in slices; says what to do.
+            ModelError: a module is compiled, there is no such module, cuts are not in the order of the model, a stage
+                has no parameters, stages share some, or the model lies in slices; says what to do.
         """
         names = [name for name, _ in model.named_modules()]
+        for name, module in model.named_modules():
+            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+                raise ModelError(
+                    f"run.pipeline: {name or type(module).__name__} is compiled (torch.compile), and what is compiled "
+                    f"with stages in it would compute other bits than without: leave torch.compile out"
+                )
         if not cuts or isinstance(cuts, str):
             raise ModelError(f"run.pipeline(cuts={cuts!r}): needs a list of names of modules, such as ['layers.2']")
         for cut in cuts:

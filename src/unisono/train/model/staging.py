@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ class Staging:
         placement: the placement of their blocks.
         broadcast: a function that gives all devices what one of them has, between two collective calls.
         device: the device to compute on.
+
+    Attributes:
+        times: a file for the times of this device's passes, a line for each attempt; None for none.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Staging:
     ) -> None:
         self.stages, self.placement, self._broadcast = stages, placement, broadcast
         self._pass: _Pass | None = None
+        self.times: Path | None = None
         self._names = {name: number for number, name in enumerate(stages.names)}
         for number, (name, module) in enumerate(model.named_modules()):
             materialise_layer(name, module, device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.pipelining import (
 
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import JobError, LossError, WorkerLost
+from unisono.jsonl import append_line, open_lines
 from unisono.reduce.reducer import Reducer
 from unisono.train.group.devices import Devices
 from unisono.train.model.buffers import Buffers
@@ -178,7 +181,7 @@ class Pipeline:
         passes = Passes(call, shards, gradients, buffers, forward, self._staging, tick)
         for stage in self._stages:
             stage.begin(passes)
-        schedule = self._schedule(count := len(shards))
+        schedule, begun = self._schedule(count := len(shards)), perf_counter()
         try:
             with quiet():
                 schedule.step(target=torch.zeros(count), return_outputs=False)
@@ -188,6 +191,18 @@ class Pipeline:
             raise type(error)(
                 f"device {self._devices.rank} of the worker, which holds {self._title()}: {error}"
             ) from error
+
+        self._write_times(call.step, count, perf_counter() - begun)
+
+    def _write_times(self, step: int, shards: int, passes_s: float) -> None:
+        if (path := self._staging.times) is not None:
+            placement, busy_s = self._staging.placement, sum(stage.busy_s for stage in self._stages)
+            about = {"devices": placement.devices, "blocks": len(placement.firsts), "shards": shards}
+            descriptor = open_lines(path)
+            try:
+                append_line(descriptor, {"step": step, **about, "busy_s": busy_s, "passes_s": passes_s})
+            finally:
+                os.close(descriptor)
 
     def finish(self, gradients: Gradients) -> None:
         """The weights of all shards are known: their gradients may be reduced."""

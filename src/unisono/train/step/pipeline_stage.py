@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -99,6 +100,9 @@ class BlockStage(PipelineStage):
         staging: its stages.
         devices: the devices of this worker.
         device: the device to compute on.
+
+    Attributes:
+        busy_s: the seconds in which passes of this block were computed, in this attempt.
     """
 
     def __init__(self, block: int, module: nn.Module, staging: Staging, devices: Devices, device: torch.device) -> None:
@@ -115,13 +119,14 @@ class BlockStage(PipelineStage):
             for forward in (True, False)
         }
         self._passes: BlockPasses | None = None
+        self.busy_s = 0.0
         self._chunks: dict[int, _Chunk] = {}
         self._coming: dict[tuple[int, bool], Tensor] = {}
         self._sent: list[UnderWay] = []
 
     def begin(self, passes: BlockPasses) -> None:
         """Another attempt begins."""
-        self._passes, self._chunks, self._coming = passes, {}, {}
+        self._passes, self._chunks, self._coming, self.busy_s = passes, {}, {}, 0.0
         for channel in self._channels.values():
             channel.begin()
 
@@ -281,8 +286,10 @@ class BlockStage(PipelineStage):
 
     @contextmanager
     def _noted(self, place: int) -> Iterator[None]:
+        begun = perf_counter()
         try:
             yield
+            self.busy_s += perf_counter() - begun
         except UnisonoError as error:
             raise type(error)(f"{self._where(place)}: {error}") from error
         except Exception as error:
