@@ -11,11 +11,9 @@ import pytest
 
 from hosts_table import ENGINES, EVENTS, Tried, table
 from leaks import Guard
-from scheduling import TOGETHER, Together
+from scheduling import KINDS, Together, in_order
 from spent import SHOWN, SPENT, dearest, processor_s
 from torch_settings import TorchSettings
-
-KINDS = {"unit", "cluster", "procs"}
 
 # Read when torch is loaded, here and in every child: a thread that waits for another one leaves it the processor. By
 # default it keeps one busy, and where processes share processors a step of two threads costs six times as much.
@@ -60,15 +58,15 @@ def pytest_runtestloop() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a test that does not say what it is: `make check` would miss it, or be slowed down by it.
 
-    What takes longest comes first, so that no process waits for another one's last test.
+    The others are put in order.
     """
-    wrong = [item.nodeid for item in items if len(KINDS & {mark.name for mark in item.iter_markers()}) != 1]
+    wrong = [item.nodeid for item in items if len({*KINDS} & {mark.name for mark in item.iter_markers()}) != 1]
     if wrong:
         names = "\n  ".join(wrong)
         raise pytest.UsageError(
             f"each test has exactly one of the markers unit, cluster and procs; these do not:\n  {names}"
         )
-    items.sort(key=_place)
+    items[:] = in_order(items, lambda item: item.path.name, _kind)
     for item in items:
         for mark in item.iter_markers("hosts"):
             engine, *events = mark.args
@@ -77,10 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(("hosts", mark.args))
 
 
-def _place(item: pytest.Item) -> int:
-    if item.path.name in TOGETHER:
-        return 0
-    return 1 + ["procs", "cluster", "unit"].index(next(mark.name for mark in item.iter_markers() if mark.name in KINDS))
+def _kind(item: pytest.Item) -> str:
+    return next(mark.name for mark in item.iter_markers() if mark.name in KINDS)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,8 +1,12 @@
 """Which process runs which test: files are distributed test by test, unless their tests share something."""
 
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
+from typing import TypeVar
 
 from xdist.scheduler import LoadScopeScheduling
+
+KINDS = ("procs", "cluster", "unit")
 
 TOGETHER = {
     "test_accelerate.py": "the serial run",
@@ -31,6 +35,30 @@ TOGETHER = {
     "test_workers.py": "what three workers have found",
 }
 """Files that stay whole, and what their tests share."""
+
+
+Test = TypeVar("Test")
+
+
+def in_order(tests: Sequence[Test], file_of: Callable[[Test], str], kind_of: Callable[[Test], str]) -> list[Test]:
+    """Tests in the order in which they are handed out: what takes longest first, so that nobody waits for the last one.
+
+    Files that stay whole come first, and unit tests last. Tests with processes wait for half of their time, and those
+    of whole jobs on threads never do: they come in turns.
+
+    Args:
+        tests: the tests.
+        file_of: the name of a test's file.
+        kind_of: its kind: procs, cluster or unit.
+    """
+    whole = [each for each in tests if file_of(each) in TOGETHER]
+    others = {
+        kind: [each for each in tests if file_of(each) not in TOGETHER and kind_of(each) == kind] for kind in KINDS
+    }
+    turns = [
+        (number / len(others[kind]), each) for kind in ("procs", "cluster") for number, each in enumerate(others[kind])
+    ]
+    return [*whole, *(each for _, each in sorted(turns, key=lambda turn: turn[0])), *others["unit"]]
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
