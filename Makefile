@@ -75,8 +75,9 @@ unit-and-procs: $(READY) slurm ssh
 	@echo "==> layers, unit tests, and tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
-# Python compiles what is imported. Processes that import the same at the same time would each compile it.
-compiled: $(READY)  ## have Python compile all that the tests import
+# Python compiles what is imported. Processes that import the same at the same time would each compile it. While pip installs
+# what the documentation needs, the package cannot be imported for a moment.
+compiled: $(READY) $(DOCS_READY)  ## have Python compile all that the tests import
 	@echo "==> compiling what tests import"
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null
 
