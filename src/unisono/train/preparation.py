@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import nn
 
 from unisono.errors import JobError, ModelError
 from unisono.train.assembly import Inside
+from unisono.train.group.devices import Devices
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
-from unisono.train.model.slices import materialise, require_sliced, slice_module
+from unisono.train.model.slices import is_sliced, materialise, require_sliced, slice_module, slice_of
 from unisono.train.model.stages import Placement, Stages
 from unisono.train.model.staging import Staging, move, staging_of
 
@@ -30,10 +32,7 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
     """
     membership = inside.membership
     devices = membership.workers.devices
-    if devices.losses is not None:
-        raise JobError(
-            "run.fully_shard and run.pipeline in one script: a worker's devices hold slices or stages. Use one of both"
-        )
+    _require_one_way(devices, "run.fully_shard")
     materialise(module, inside.device)
     if devices.count > 1:
         from unisono.train.step.gathering import gathering_of  # loads FSDP, which takes seconds
@@ -44,6 +43,55 @@ def cut(inside: Inside, module: nn.Module, options: Mapping[str, Any]) -> None:
                 f"torch {torch.__version__} cannot break a pass through a model in slices off, as the loss of a worker "
                 f"does: take torch 2.13, or workers that stay the same (-n N, without a range and --max-restarts)"
             )
+
+
+def _require_one_way(devices: Devices, call: str) -> None:
+    """Refuse a second way to spread a model over devices."""
+    ways = {"run.pipeline": devices.losses is not None, "run.parallelize": devices.is_parallel}
+    if other := next((name for name, is_used in ways.items() if is_used and name != call), ""):
+        raise JobError(
+            f"{call} and {other} in one script: a worker's devices hold slices, stages or parts of layers. Use one of "
+            f"these"
+        )
+
+
+def parallelize(inside: Inside, model: nn.Module, plan: Mapping[str, Any]) -> None:
+    """Have the devices of this worker compute layers together; a worker of one device keeps all of them.
+
+    Args:
+        inside: the parts of the run.
+        model: the model.
+        plan: torch's styles of tensor parallelism, by the names of modules.
+
+    Raises:
+        JobError: workers come and go, or the model is spread otherwise already.
+        ModelError: the plan names no module that is there.
+    """
+    devices = inside.membership.workers.devices
+    inside.first_weights.note("devices of run.parallelize", devices.count)
+    materialise(model, inside.device)
+    if devices.count == 1:
+        return
+    _require_one_way(devices, "run.parallelize")
+    if inside.membership.is_elastic:
+        raise JobError(
+            "run.parallelize: the devices of a worker wait for each other inside of layers, where the loss of another "
+            "worker cannot wake them: start workers that stay the same (-n N, without a range and --max-restarts), or "
+            "cut the model into slices or stages"
+        )
+    if any(map(is_sliced, model.parameters())):
+        raise JobError("run.parallelize: the model is spread over devices already: run.parallelize or run.fully_shard")
+    from torch.distributed.tensor.parallel import parallelize_module  # takes seconds to load
+
+    with catch_warnings():
+        filterwarnings("ignore", message="Parallelize plan key")  # told below, if it is all of them
+        parallelize_module(model, devices.mesh.mesh, dict(plan))
+    if not any(map(is_sliced, model.parameters())):
+        raise ModelError(
+            f"run.parallelize: no parameter lies in parts by the plan of {', '.join(plan) or 'nothing'}: its keys are "
+            f"names of model.named_modules(), such as 'layers.*.up', and its values styles such as ColwiseParallel()"
+        )
+    devices.mesh.is_parallel = True
 
 
 def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) -> None:
@@ -58,6 +106,7 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
     devices = inside.membership.workers.devices
     if staging_of([model]) is not None:
         raise ModelError("run.pipeline: this model lies in stages already. Name all cuts in one call")
+    _require_one_way(devices, "run.pipeline")
     stages, config = Stages.of(model, cuts), inside.exact.config
     placement = Placement.of(config.stage_schedule or schedule, stages.count, devices.count, devices.rank)
     if devices.count == 1:
@@ -101,6 +150,8 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
             raise ModelError(
                 "run.prepare(state=…): a model in stages has no further state yet: leave it out, or keep it in buffers"
             )
+    elif devices.is_parallel:
+        _require_of(prepared)
     elif devices.count > 1:
         require_sliced(prepared.parameters, devices.count)
     inside.synchronisation.before_call()
@@ -109,3 +160,13 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     inside.collectives.change(partial(inside.first_weights.act, prepared, resumes=is_first))
     inside.collectives.together(inside.steps.make_together)
     inside.listeners.tell(lambda one: one.prepared(prepared, trained.progress.position.step))
+
+
+def _require_of(prepared: Prepared) -> None:
+    """Refuse to train what belongs to no module: an optimizer that was made before ``run.parallelize``."""
+    members = {id(slice_of(each)) for module in prepared.modules for each in module.parameters()}
+    if odd := next((name for name, each in prepared.parameters.items() if id(each) not in members), ""):
+        raise ModelError(
+            f"{odd} belongs to no module: make the optimizer after run.parallelize, which puts other parameters into "
+            f"the layers"
+        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
-from unisono.train.preparation import cut, stage
+from unisono.train.preparation import cut, parallelize, stage
 from unisono.train.run_view import RunView
 
 N = TypeVar("N", bound=nn.Module)
@@ -35,6 +35,26 @@ class RunOnDevices(RunView):
         """
         cut(self.inside, module, options)
         return module
+
+    def parallelize(self, model: N, plan: Mapping[str, Any]) -> N:
+        """Have the devices of a worker compute layers together, by torch's ``parallelize_module``.
+
+        Call it before the optimizer is made. The number of devices decides bits, and belongs to the job; the number of
+        workers does not. On a worker of one device the model stays whole.
+
+        Args:
+            model: a module.
+            plan: torch's styles of tensor parallelism, such as ``ColwiseParallel()``, by the names of modules.
+
+        Returns:
+            the model.
+
+        Raises:
+            JobError: workers come and go, or the model is spread over the devices in another way already.
+            ModelError: the plan names no module that is there.
+        """
+        parallelize(self.inside, model, plan)
+        return model
 
     def pipeline(self, model: N, cuts: Sequence[str], *, schedule: str = "1f1b") -> N:
         """Cut a model into stages, which the devices of a worker hold, by torch's ``pipelining``.

@@ -107,11 +107,13 @@ class Mesh:
     Attributes:
         losses: the device that computes the losses of all shards, in stages with the others; None where each computes
             its own shards.
+        is_parallel: whether all devices compute each shard, in tensor parallel with each other.
     """
 
     def __init__(self, form: Callable[[], DeviceMesh], speak: Callable[[DeviceMesh], Verbs]) -> None:
         self._form, self._speak = form, speak
         self.losses: int | None = None
+        self.is_parallel = False
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -181,6 +183,11 @@ class Devices:
         return None if self._mesh is None else self._mesh.losses
 
     @property
+    def is_parallel(self) -> bool:
+        """Whether all devices compute each shard, in tensor parallel with each other."""
+        return self._mesh is not None and self._mesh.is_parallel
+
+    @property
     def is_first(self) -> bool:
         """Whether this device speaks for the worker: it prints and writes."""
         return self.rank == 0
@@ -200,8 +207,10 @@ class Devices:
     def rounds(self, shards: range) -> Sequence[Round]:
         """How the devices distribute the shards of their worker: in turns, so that they add up in their order.
 
-        Those that hold stages compute each shard together.
+        Those that hold stages, or parts of layers, compute each shard together.
         """
+        if self.is_parallel:
+            return [Round(range(shard, shard + 1), range(1), shard, counts=True) for shard in shards]
         if self.losses is not None:
             last = range(self.losses, self.losses + 1)
             return [Round(range(shard, shard + 1), last, shard, self.rank == self.losses) for shard in shards]

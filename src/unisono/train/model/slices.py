@@ -92,9 +92,13 @@ def cut_like(held: Tensor, value: Tensor) -> Tensor:
     if value.shape != held.shape:
         return value
     mesh: Any = held.device_mesh  # type: ignore[attr-defined]
-    chunks = value.chunk(mesh.size())
-    rank = mesh.get_local_rank()
-    return chunks[rank].clone() if rank < len(chunks) else value[:0].clone()
+    (placement,) = held.placements  # type: ignore[attr-defined]
+    if not placement.is_shard():
+        return value.clone()
+    chunks, rank = value.chunk(mesh.size(), placement.dim), mesh.get_local_rank()
+    return (chunks[rank] if rank < len(chunks) else value.narrow(placement.dim, 0, 0)).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def slice_module(module: nn.Module, mesh: DeviceMesh, gathering: Any, **options: Any) -> None:

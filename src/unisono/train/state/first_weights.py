@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -33,7 +32,7 @@ class FirstWeights:
         trained: the state of the run, which gets them.
         checkpoints: the checkpoints of the run so far.
         folder: the run folder.
-        fingerprint: the fingerprint of job and machine, by name.
+        fingerprint: the fingerprint of job and machine, by name; that which checkpoints hold.
         allow_job_change: whether to go on from the checkpoint of another job.
     """
 
@@ -42,12 +41,16 @@ class FirstWeights:
         trained: Trained,
         checkpoints: Checkpoints,
         folder: RunFolder,
-        fingerprint: Mapping[str, Any],
+        fingerprint: dict[str, Any],
         *,
         allow_job_change: bool,
     ) -> None:
         self._trained, self._checkpoints, self._folder = trained, checkpoints, folder
-        self._fingerprint, self._allow_job_change = dict(fingerprint), allow_job_change
+        self._fingerprint, self._allow_job_change = fingerprint, allow_job_change
+
+    def note(self, name: str, value: int) -> None:
+        """The script has said something else on which bits depend: checkpoints tell it, and those of others differ."""
+        self._fingerprint[name] = value
 
     def act(self, prepared: Prepared, workers: Workers, *, resumes: bool) -> Change[None]:
         """Find these weights. Collective.

@@ -47,6 +47,7 @@ from unisono.train.step.sharded_update import ShardedUpdate
 from unisono.train.step.why_whole import why_whole
 
 if TYPE_CHECKING:
+    from unisono.train.step.parallel_gradients import TensorParallel
     from unisono.train.step.pipeline import Pipeline
     from unisono.train.step.sliced_gradients import Slicing
 
@@ -578,10 +579,14 @@ class StepEngine:
 
 def _on_devices(
     prepared: Prepared, workers: Workers, device: torch.device
-) -> tuple[Slicing | Pipeline | None, Pipeline | None]:
+) -> tuple[Slicing | Pipeline | TensorParallel | None, Pipeline | None]:
     """What computes otherwise where a worker has several devices, and whether that are stages."""
     if workers.devices.count == 1:
         return None, None
+    if workers.devices.is_parallel:
+        from unisono.train.step.parallel_gradients import TensorParallel
+
+        return TensorParallel(), None
     if (staging := staging_of(prepared.modules)) is None:
         from unisono.train.step.sliced_gradients import Slicing  # loads FSDP, which takes seconds
 
