@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from unisono.received import is_same_user
 
@@ -35,6 +36,8 @@ _ENDS = struct.Struct("<8sii")
 _MARK = b"unisono2"
 _WELCOME = b"w"
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+T = TypeVar("T")
 
 Admit = Callable[[int, socket.socket], bool]
 """Takes over the connection to the worker of this rank; False if it may not have one."""
@@ -248,6 +251,33 @@ def present(connection: socket.socket, rank: int, secret: str) -> None:
     connection.sendall(_proof(secret, b"calls", rank, ours, theirs))
     if receive(connection, len(_WELCOME)) != _WELCOME:
         raise Impostor("who answers there speaks another language")
+
+
+def call_again(call: Callable[[], T], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> T:
+    """Call a worker. It may drop this one together with strangers: then it is called again.
+
+    Args:
+        call: a function that connects, and leaves nothing open where it raises an error of a connection.
+        timeout_s: the seconds within which one may have to call again.
+        is_over: a function that says whether nobody is to be called any more.
+
+    Returns:
+        the result of the call.
+
+    Raises:
+        ConnectionRefusedError: nobody listens there.
+        OSError, EOFError: it fails for another reason, or to the end.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except ConnectionRefusedError:
+            raise
+        except (ConnectionError, EOFError):
+            if is_over() or time.monotonic() > until:
+                raise
+            time.sleep(RETRY_S)
 
 
 def identify(connection: socket.socket, caller: int, called: int) -> None:

@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 from unisono.errors import JobError, LaunchError, NoProgress, Unreadable, WorkerLost
 from unisono.host.certificate import NoCertificate, make
 from unisono.received import parse_json, short
-from unisono.reduce.admission import PATIENCE_S, RETRY_S, Admission, identify, present
+from unisono.reduce.admission import PATIENCE_S, Admission, call_again, identify, present
 from unisono.reduce.peers import RendezvousStore, limit
 from unisono.reduce.rpc_message import address_of, family_of, is_host, listen
 from unisono.reduce.wire import Wire
@@ -206,7 +207,7 @@ class _Meeting:
             opened.callback(admission.close)
             self._board.post(f"data/{self._rank}", json.dumps(address).encode())
             for other in range(self._rank):
-                found[other] = self._call(other)
+                found[other] = self._called(other)
                 failed.callback(found[other].close)
             until = monotonic() + self._timeout_s
             while len(found) < self._workers - 1:
@@ -216,24 +217,25 @@ class _Meeting:
             failed.pop_all()
         return [Wire(found[other], f"rank {other}") for other in sorted(found)]
 
-    def _call(self, other: int) -> socket.socket:
-        """Connect with a worker. It may drop this one together with strangers: then it is called again."""
-        address, until = _address_from(other, self._board.read(f"data/{other}")), monotonic() + self._timeout_s
-        while True:
-            connection = socket.socket(family_of(address[0]))
-            try:
-                limit(connection, self._timeout_s)
-                connection.connect(address)
-                present(connection, self._rank, self._keys.secret_of(other))
-                return self._greeted(connection, self._calls, self._rank, other)
-            except ConnectionRefusedError as error:
-                connection.close()
-                raise WorkerLost(f"rank {self._rank} found rank {other} gone: nobody listens at {address}") from error
-            except (OSError, EOFError) as error:
-                connection.close()
-                if not isinstance(error, ConnectionError | EOFError) or monotonic() > until:
-                    raise self._lost(other, error) from error
-                sleep(RETRY_S)
+    def _called(self, other: int) -> socket.socket:
+        address = _address_from(other, self._board.read(f"data/{other}"))
+        try:
+            return call_again(partial(self._call, other, address), self._timeout_s)
+        except ConnectionRefusedError as error:
+            raise WorkerLost(f"rank {self._rank} found rank {other} gone: nobody listens at {address}") from error
+        except (OSError, EOFError) as error:
+            raise self._lost(other, error) from error
+
+    def _call(self, other: int, address: tuple[str, int]) -> socket.socket:
+        connection = socket.socket(family_of(address[0]))
+        try:
+            limit(connection, self._timeout_s)
+            connection.connect(address)
+            present(connection, self._rank, self._keys.secret_of(other))
+            return self._greeted(connection, self._calls, self._rank, other)
+        except (OSError, EOFError):
+            connection.close()
+            raise
 
     def _next(self, until: float) -> tuple[int, socket.socket]:
         """The next worker that calls, and has shown that it belongs here."""

@@ -7,12 +7,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from time import monotonic, sleep
+from functools import partial
 from typing import Any
 
 from unisono.errors import NoProgress, UnisonoError, Unreadable, WorkerLost
 from unisono.received import short
-from unisono.reduce.admission import RETRY_S, Admission, present
+from unisono.reduce.admission import Admission, call_again, present
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import limit
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, family_of, is_host, is_name, listen
@@ -83,7 +83,8 @@ class RpcEndpoint:
         for rank, told in enumerate(gather([self.address, self._secret])):
             if rank != self._rank:
                 with self._talking_to(rank):
-                    self._calls[rank] = self._call(rank, *self._known(told))
+                    call = partial(self._call, rank, *self._known(told))
+                    self._calls[rank] = call_again(call, self._timeout_s, lambda: self._is_closed)
         gather(None)  # all have called everybody
 
     def ask(self, questions: Mapping[int, RpcMessage]) -> dict[int, RpcMessage]:
@@ -143,27 +144,19 @@ class RpcEndpoint:
         raise Unreadable(f"it says that it can be called at {short(told)}, which is no address of a worker")
 
     def _call(self, called: int, address: Any, secret: str) -> RpcConnection:
-        """Connect with a worker. It may drop this one together with strangers: then it is called again."""
-        until = monotonic() + self._timeout_s
-        while True:
-            connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else family_of(address[0]))
-            line = self._opened(connection)
-            try:
-                limit(connection, self._timeout_s)
-                connection.connect(address)
-                if self._is_closed:  # before there was a connection to hang up on
-                    raise ConnectionAbortedError("this worker hangs up")
-                present(connection, self._rank, secret)
-                self._encrypt(line, self._rank, called, calls=True)
-            except (ConnectionRefusedError, FileNotFoundError):
-                raise
-            except (ConnectionError, EOFError):
-                if self._is_closed or monotonic() > until:
-                    raise
-                self._let_go(line)
-                sleep(RETRY_S)
-            else:
-                return line
+        connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else family_of(address[0]))
+        line = self._opened(connection)
+        try:
+            limit(connection, self._timeout_s)
+            connection.connect(address)
+            if self._is_closed:  # before there was a connection to hang up on
+                raise ConnectionAbortedError("this worker hangs up")
+            present(connection, self._rank, secret)
+            self._encrypt(line, self._rank, called, calls=True)
+        except (OSError, EOFError):
+            self._let_go(line)
+            raise
+        return line
 
     @contextmanager
     def _talking_to(self, rank: int) -> Iterator[None]:
