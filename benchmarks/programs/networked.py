@@ -17,7 +17,7 @@ from unisono.membership.environment import recognise
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore, form_group, open_store, own_address
 from unisono.plan.split import Split
 from unisono.reduce.buckets import ALIGNMENT
-from unisono.reduce.data_network import NetworkKeys, meet
+from unisono.reduce.data_network import NetworkKeys, connect_all
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.socket_group import SocketGroup
 
@@ -84,7 +84,7 @@ def _transport(network: str, place: Place) -> ProcessGroupTransport:
         if place.rank == 0:
             board.post("keys", (NetworkKeys.private() if network == "TLS" else NetworkKeys.plain()).packed())
         keys = NetworkKeys.unpacked(board.read("keys"))
-        wires = meet(place.rank, own_address(store), place.workers, board, keys, TIMEOUT_S)
+        wires = connect_all(place.rank, own_address(store), place.workers, board, keys, TIMEOUT_S)
         group = SocketGroup(place.rank, wires, TIMEOUT_S)
     return ProcessGroupTransport(group, place.rank, split, torch.device("cpu"))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from network_keys import private
 from unisono.errors import JobError, LaunchError, NoProgress, WorkerLost
 from unisono.reduce.admission import MOST_STRANGERS, Impostor, identify
-from unisono.reduce.data_network import NetworkKeys, keys_from, meet, write_keys
+from unisono.reduce.data_network import NetworkKeys, connect_all, keys_from, write_keys
 from unisono.reduce.socket_group import SocketGroup, SocketWork
 from unisono.reduce.wire import Broken, Wire
 
@@ -57,7 +57,8 @@ def meeting(
     board = board or Board()
     with ThreadPoolExecutor(workers) as pool:
         found = [
-            pool.submit(meet, rank, HERE, workers, board, keys[rank % len(keys)], timeout_s) for rank in range(workers)
+            pool.submit(connect_all, rank, HERE, workers, board, keys[rank % len(keys)], timeout_s)
+            for rank in range(workers)
         ]
         try:
             yield found

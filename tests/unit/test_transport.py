@@ -97,7 +97,7 @@ class OverSockets:
     def __call__(
         self, rank: int, split: Split, store: dist.Store, board: TorchRendezvousStore, timeout_s: float
     ) -> ProcessGroupTransport:
-        wires = data_network.meet(rank, "127.0.0.1", split.workers, board, self.keys(), timeout_s)
+        wires = data_network.connect_all(rank, "127.0.0.1", split.workers, board, self.keys(), timeout_s)
         group = SocketGroup(rank, wires, timeout_s)
         return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology)
 

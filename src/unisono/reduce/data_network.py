@@ -161,7 +161,9 @@ def keys_from(path: Path, scope: str) -> NetworkKeys:
     return keys
 
 
-def meet(rank: int, host: str, workers: int, board: RendezvousStore, keys: NetworkKeys, timeout_s: float) -> list[Wire]:
+def connect_all(
+    rank: int, host: str, workers: int, board: RendezvousStore, keys: NetworkKeys, timeout_s: float
+) -> list[Wire]:
     """Connect with all other workers of a generation.
 
     Each of them listens until all have met, and hangs up on whoever does not know the generation's secret. Over TLS,

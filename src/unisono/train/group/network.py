@@ -9,7 +9,7 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore, backend_for, form_group
 from unisono.membership.token import is_loopback
-from unisono.reduce.data_network import NetworkKeys, meet
+from unisono.reduce.data_network import NetworkKeys, connect_all
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.socket_group import SocketGroup
 from unisono.train.config.run_config import RunConfig
@@ -70,7 +70,7 @@ class Network:
         else:
             board = TorchRendezvousStore(store, timeout_s)
             keys = self.keys.of(f"{generation.number} {scope}")
-            wires = meet(rank, self._address, generation.world_size, board, keys, timeout_s)
+            wires = connect_all(rank, self._address, generation.world_size, board, keys, timeout_s)
             group = SocketGroup(rank, wires, timeout_s)
         return ProcessGroupTransport(group, rank, generation.split, where, self._topology)
 
