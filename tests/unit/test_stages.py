@@ -110,6 +110,13 @@ def test_a_model_in_stages_is_called_in_a_pass_alone() -> None:
         model(torch.zeros(1, 3))
 
 
+def test_a_backward_hook_where_a_stage_begins_is_refused() -> None:
+    model, staging = staged(rank=0)
+    model[2].register_full_backward_hook(lambda module, before, after: None)
+    with pytest.raises(ModelError, match="'2', where a stage begins, has a backward hook"), staging.computing(0, None):
+        model(torch.zeros(1, 3))
+
+
 # -- what is elsewhere
 
 

@@ -95,7 +95,7 @@ class ScheduleStudy:
             devices_per_worker=self.devices,
             shards=self.shards,
             threads=self.threads,
-            tuning=Tuning.of_this_process(wanted=self.tuned),
+            tuning=Tuning.of_this_process(wanted=self.tuned, devices=self.devices),
             extra_environment=told,
         )
 

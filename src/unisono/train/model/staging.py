@@ -273,6 +273,11 @@ class _Cover:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._begins is not None and self._staging._pass is not None:
+            if getattr(getattr(self._forward, "__self__", None), "_backward_hooks", None):
+                raise ModelError(
+                    f"{self._name!r}, where a stage begins, has a backward hook (register_full_backward_hook), which "
+                    f"would not see the gradient of what another device has sent: register it for a module inside of it"
+                )
             args, kwargs = self._staging.enter(self._name, self._begins, args, kwargs)
         elif self._begins is not None:
             self._staging.again(self._name, args, kwargs)
