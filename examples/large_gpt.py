@@ -4,7 +4,8 @@
     python examples/large_gpt.py                                                  # one device: out of memory
     unisono run -n 1 --devices-per-worker 4 --threads 1 examples/large_gpt.py     # four devices: it trains
 
-By default each device holds a slice of every layer; with ``--cut stages``, some layers as a whole. The weights are
+By default each device holds a slice of every layer; with ``--cut stages``, some layers as a whole: then two devices of
+1.3 GB (``ulimit -d 1300000``) train what one of them cannot. The weights are
 those of one device that has the memory, to the last bit. The text is that of ``char_lm.py``.
 """
 
