@@ -15,6 +15,7 @@ pytestmark = pytest.mark.procs
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "sliced.py")
 CASES = {"language", "clipped", "residual", "unused", "meta", "narrow", "parts"}
+QUICK = ("language", "unused", "narrow", "parts")
 
 
 def results(output: str) -> dict[str, list[str]]:
@@ -31,7 +32,15 @@ def launched() -> Iterator[Launches]:
 
 @pytest.fixture(scope="module")
 def serial(launched: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    found = results(launched(1, SCRIPT, folder=tmp_path_factory.mktemp("serial") / "run"))
+    return results(launched(1, SCRIPT, *QUICK, folder=tmp_path_factory.mktemp("serial") / "run"))
+
+
+@pytest.fixture(scope="module")
+def all_serial(
+    serial: dict[str, list[str]], launched: Launches, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
+    others = sorted(CASES - {*QUICK})
+    found = serial | results(launched(1, SCRIPT, *others, folder=tmp_path_factory.mktemp("serial") / "run"))
     assert found.keys() == CASES
     return found
 
@@ -39,19 +48,26 @@ def serial(launched: Launches, tmp_path_factory: pytest.TempPathFactory) -> dict
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("workers", "devices"),
-    [(2, 2), *(pytest.param(*each, marks=slow) for each in ((1, 2), (1, 3), (3, 2), (2, 3), (1, 5), (5, 1), (1, 8)))],
-)
 def test_models_in_slices_end_with_the_bits_of_whole_ones(
-    workers: int, devices: int, serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+    serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+) -> None:
+    assert serial.keys() == {*QUICK}
+    found = results(launched(4, SCRIPT, *QUICK, folder=tmp_path / "run", UNISONO_DEVICES_PER_WORKER="2"))
+    assert found == serial
+
+
+@slow
+@pytest.mark.parametrize(("workers", "devices"), [(2, 2), (1, 2), (1, 3), (3, 2), (2, 3), (1, 5), (5, 1), (1, 8)])
+def test_more_models_end_with_the_same_bits_on_any_number_of_workers_and_devices(
+    workers: int, devices: int, all_serial: dict[str, list[str]], launched: Launches, tmp_path: Path
 ) -> None:
     told = {"UNISONO_DEVICES_PER_WORKER": str(devices)}
-    assert results(launched(workers * devices, SCRIPT, folder=tmp_path / "run", **told)) == serial
+    assert results(launched(workers * devices, SCRIPT, folder=tmp_path / "run", **told)) == all_serial
 
 
-def test_a_checkpoint_of_four_devices_goes_on_with_three_one_and_twice_two(
-    serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+@pytest.mark.parametrize("then", [((3, 3),), pytest.param(((1, 1), (4, 2)), marks=slow)])
+def test_a_checkpoint_of_four_devices_goes_on_with_other_numbers_of_them(
+    then: tuple[tuple[int, int], ...], serial: dict[str, list[str]], launched: Launches, tmp_path: Path
 ) -> None:
     said = launched(
         4,
@@ -63,7 +79,7 @@ def test_a_checkpoint_of_four_devices_goes_on_with_three_one_and_twice_two(
         UNISONO_CHECKPOINT_EVERY="2",
     )
     assert results(said)["language"] != serial["language"]
-    for processes, devices in ((3, 3), (1, 1), (4, 2)):
+    for processes, devices in then:
         folder = tmp_path / f"{processes}-{devices}"
         shutil.copytree(tmp_path / "run", folder)
         said = launched(processes, SCRIPT, "language", folder=folder, UNISONO_DEVICES_PER_WORKER=str(devices))
@@ -85,7 +101,7 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
     assert [word for word, begin in zip(words, begins, strict=True) if not word.startswith(begin)] == []
 
 
-@pytest.mark.slow
+@slow
 def test_verify_compares_devices_moment_by_moment_with_one(tmp_path: Path) -> None:
     options = ("--workers", "1,2", "--devices-per-worker", "1,2", "--steps", "2")
     done = subprocess.run(
