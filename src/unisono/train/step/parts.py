@@ -26,7 +26,7 @@ def kinds_of(state: Mapping[str, Any]) -> list[Kind]:
     return [(name, value.dtype) for name, value in state.items() if isinstance(value, Tensor) and name not in SCALARS]
 
 
-def slice_of(tensor: Tensor, part: Slice) -> Tensor:
+def elements_of(tensor: Tensor, part: Slice) -> Tensor:
     """Some elements of a tensor without gaps, 1-D, in the order of memory."""
     return tensor.as_strided((part.stop - part.start,), (1,), tensor.storage_offset() + part.start)
 
@@ -66,7 +66,7 @@ class Parts:
         self.has_flipped = False
         self._parameters, self._optimizers = parameters, tuple(optimizers)
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._slices = [(part, slice_of(places[None][part.number], part)) for piece in slices for part in piece]
+        self._slices = [(part, elements_of(places[None][part.number], part)) for piece in slices for part in piece]
         tensors = iter(self._slices)
         pieces = [[next(tensors) for _ in piece] for piece in slices]
         self._scalars = _Scalars()
@@ -116,7 +116,7 @@ class Parts:
         for part, tensor in self._slices:
             parameter = self._parameters[part.number]
             gradient = parameter.grad
-            tensor.grad = None if gradient is None else slice_of(laid_out_like(parameter, gradient), part)
+            tensor.grad = None if gradient is None else elements_of(laid_out_like(parameter, gradient), part)
         self._scalars.follow()
         self._scalars.keep()
 
@@ -184,7 +184,7 @@ class Parts:
                 elif name in SCALARS:
                     self._scalars.add(mine, name, old(part.number, name), (id(optimizer), part.number, name))
                 else:
-                    mine[name] = slice_of(places[name, value.dtype][part.number], part)
+                    mine[name] = elements_of(places[name, value.dtype][part.number], part)
 
     def _numbers_in(self, optimizer: Optimizer) -> Iterator[int]:
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}

@@ -13,7 +13,7 @@ from unisono.reduce.segment import sees_writes
 from unisono.train.model.at_rest import MOST_FLIPPED
 from unisono.train.model.tensors import Untouched, is_held_elsewhere
 from unisono.train.step.host_state import CopiedPiece, HostState
-from unisono.train.step.parts import Parts, kinds_of, laid_out_like, slice_of
+from unisono.train.step.parts import Parts, elements_of, kinds_of, laid_out_like
 from unisono.train.step.pieces import Slice
 from unisono.train.step.script_memory import Places, Rows, ShownState
 from unisono.words import MODULUS, Words
@@ -141,7 +141,7 @@ class SharedState:
         ]
         for kind, value in [(None, parameter.detach()), *kept]:
             whole = self._places[kind][part.number]
-            slice_of(whole, part).copy_(slice_of(laid_out_like(whole, value), part))
+            elements_of(whole, part).copy_(elements_of(laid_out_like(whole, value), part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class CopiedState:
         )
 
     def _words(self, part: Slice) -> int:
-        return sum(Words(slice_of(tensors[part.number], part)).sum() for tensors in self.places.values())
+        return sum(Words(elements_of(tensors[part.number], part)).sum() for tensors in self.places.values())
 
 
 NOBODY = -1
