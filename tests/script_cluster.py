@@ -41,7 +41,18 @@ MOST_THREADS = 64
 THREADS = "worker"
 """What their names begin with."""
 
-OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers", "links", "setting", "recovered")
+OF_THIS_RUN = (
+    "generation",
+    "world_size",
+    "seconds",
+    "samples_per_s",
+    "workers",
+    "links",
+    "setting",
+    "recovered",
+    "time",
+    "shard_s",
+)
 """What lines of metrics say of the workers, and not of the job."""
 
 

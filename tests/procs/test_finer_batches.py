@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "finer.py"
 SHARDS = 6
 """Of the job."""
 
-OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers", "links", "setting")
+OF_THIS_RUN = ("generation", "world_size", "seconds", "samples_per_s", "workers", "links", "setting", "time", "shard_s")
 """What lines of metrics say of the workers, and not of the job."""
 
 Outcome = tuple[str, dict[int, Any], list[Any]]

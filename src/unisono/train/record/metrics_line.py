@@ -25,7 +25,7 @@ RESERVED = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
         *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting"),
-        *("norms", "strategy", "round"),
+        *("norms", "strategy", "round", "time", "shard_s"),
         *NAMES,
     )
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
@@ -134,8 +134,8 @@ class Recorder:
         total = self._ran - self._started
         seconds = {"data": self._loaded - self._started, **line["seconds"], "total": total}
         rate = samples / total if total > 0 else 0.0
-        self._newest = {"samples_per_s": round(rate, 3), **line, "seconds": seconds}
-        self.write(self._newest)
+        self.write({"samples_per_s": round(rate, 3), **line, "seconds": seconds})
+        self._newest = self.latest
         self.next_step()
 
     def next_step(self) -> None:
@@ -143,7 +143,7 @@ class Recorder:
         self._started = perf_counter()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write a line."""
-        self.latest = dict(line)
+        """Write a line, with the time of the first time that it is written."""
+        self.latest = {"time": round(time(), 3), **line}
         if self.writes:
             self._folder.metrics.write(self.latest)

@@ -329,6 +329,8 @@ class ExactSteps:
             found |= {"norms": asdict(attempt.norms)} if adapts else {}
         if (attempt.norms is not None or adapts or self.config.recording.measures) and not step.calls:
             found |= monitors.times
+        elif not step.calls:
+            found["shard_s"] = [float(f"{each.shard_s:.4g}") for each in monitors.timings]
         return found
 
 
