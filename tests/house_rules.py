@@ -53,7 +53,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("terminal",),
         ("command",),
         ("settings",),
-        ("tuning",),
+        ("tuning", "notices"),
     ),
     "study": (("report",), ("measure",), ("analysis",), ("replay",)),
 }

@@ -170,6 +170,10 @@ Grace = Annotated[
     float,
     typer.Option(help="Seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM."),
 ]
+Notices = Annotated[
+    Literal["aws", "gcp", "azure", "auto"] | None,
+    typer.Option(help="Leave in time when the cloud says that it takes this machine away; auto finds out which cloud."),
+]
 CheckpointEvery = Annotated[
     int | None,
     typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
@@ -354,6 +358,7 @@ class JobOptions(WorkerOptions):
     strategy: StrategyName = None
     audit: AuditShare = None
     grace_s: Grace = GRACE_S
+    notices: Notices = None
     warm_start: WarmStart = True
 
 

@@ -21,6 +21,8 @@ from unisono.launch.command import RendezvousSocket, elastic_command, worker_com
 from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit
 from unisono.launch.ending.result import JobEnd, conclude, digest_in, with_faults, write_end
 from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
+from unisono.launch.notices.cloud import Notice
+from unisono.launch.notices.listener import listening_to_cloud
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal
@@ -131,6 +133,8 @@ class _FixedWorkers:
             async with AsyncExitStack() as opened:
                 opened.push_async_callback(self._group.all_said)
                 opened.push_async_callback(self._begins.close)
+                source = self._settings.notice_source
+                await opened.enter_async_context(listening_to_cloud(source, self._group.say, self._noticed))
                 if self._settings.memory_limit_mib is not None:
                     opened.callback(asyncio.create_task(self._mind_memory(self._settings.memory_limit_mib)).cancel)
                 try:
@@ -217,6 +221,12 @@ class _FixedWorkers:
         for worker in self._running.values():
             send(worker.process, number)
             send(worker.process, signal.SIGCONT)  # one that is stopped wakes
+
+    def _noticed(self, notice: Notice) -> None:
+        self._folder.journal("notice", words=notice.words, host=socket.gethostname())
+        self._group.say(notice.words)
+        if notice.takes_away and self._interrupted is None:
+            self._signalled(signal.SIGTERM)
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -8,6 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from unisono.errors import JobError
+from unisono.launch.notices.source import NoticeSource
 from unisono.launch.tuning import Tuning
 from unisono.received import LONGEST_S
 from unisono.sync.named import strategy_of
@@ -125,6 +126,7 @@ class LaunchSettings:
         allow_job_change: whether a resumed job may differ from the checkpoint's.
         insecure_data: whether workers of several hosts may speak plain text with each other.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
+        notices: the cloud that says when it takes this machine away, by its name; None for none.
         tuning: the settings of the workers' memory allocator.
         warm_start: whether several workers are forked from a process that has torch loaded, where that is possible.
         extra_environment: further variables for every worker.
@@ -145,6 +147,7 @@ class LaunchSettings:
     allow_job_change: bool = False
     insecure_data: bool = False
     grace_s: float = GRACE_S
+    notices: str | None = None
     tuning: Tuning = field(default_factory=Tuning)
     warm_start: bool = True
     extra_environment: dict[str, str] = field(default_factory=dict)
@@ -154,6 +157,15 @@ class LaunchSettings:
     def processes(self) -> int:
         """The number of processes on this host: one for each device of each worker."""
         return self.workers * (self.devices_per_worker or 1)
+
+    @property
+    def notice_source(self) -> NoticeSource | None:
+        """The address at which the cloud says so; None if nobody listens.
+
+        Raises:
+            JobError: there is no such cloud, or a variable names no address.
+        """
+        return None if self.notices is None else NoticeSource.of_environment(self.notices, os.environ)
 
     def told(self, variables: Mapping[str, str]) -> "LaunchSettings":
         """The same, with further variables for every worker."""
@@ -181,6 +193,7 @@ class LaunchSettings:
                 f"--workers {self.workers} with --shards {self.shards}: every worker needs at least one shard; "
                 f"set --shards {self.workers}, or start at most {self.shards} workers"
             )
+        _ = self.notice_source
         if self.strategy is not None:
             strategy_of(self.strategy)
         self.script.require_readable()

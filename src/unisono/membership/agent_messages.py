@@ -54,9 +54,14 @@ class WorkerEnded(Message):
 
 
 class AgentLeaving(Message):
-    """This agent was asked to leave, and all of its workers with it; by one without room, the whole job."""
+    """This agent was asked to leave, and all of its workers with it; by one without room, the whole job.
+
+    Attributes:
+        reason: the notice that the machine is taken away, for people; empty if a person or a batch system has asked.
+    """
 
     kind: Literal["agent_leaving"] = "agent_leaving"
+    reason: Text = ""
 
 
 class Probed(Message):

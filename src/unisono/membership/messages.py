@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, model_validator
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both ends of a connection need the same."""
 
 MOST_WORKERS = 65536

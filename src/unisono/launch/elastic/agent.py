@@ -25,6 +25,8 @@ from unisono.launch.elastic.host_workers import HostWorkers
 from unisono.launch.elastic.starter import JobContext, Starter
 from unisono.launch.ending.outcome import COMPLETE, JobConclusion, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
+from unisono.launch.notices.cloud import Notice
+from unisono.launch.notices.listener import listening_to_cloud
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup
 from unisono.membership.agent_messages import (
@@ -159,6 +161,7 @@ class ElasticAgent:
         self._over: JobOver | None = None
         self._exits_before_the_end = 0
         self._interrupted: int | None = None
+        self._notice = ""
         self._turned_away = ""
         self._finished = asyncio.Event()
         self._gives_up = asyncio.Event()
@@ -200,11 +203,13 @@ class ElasticAgent:
         opened.push_async_callback(self._probes.close)
         self._line = line
         tasks.append(asyncio.create_task(line.keep()))
+        self._control = Control(address)
         if self._others is not None:
-            self._control = Control(address)
             opened.push_async_callback(self._others.close)
             tasks.append(asyncio.create_task(self._others.keep(address, self._group, self._finish_if_done)))
-        await self._until_finished(tasks)
+        source = self._settings.launch.notice_source
+        async with listening_to_cloud(source, self._group.say, self._noticed):
+            await self._until_finished(tasks)
         if self._coordinator is not None and self._over is not None:
             await self._let_coordinator_end(*tasks[:2])
 
@@ -261,7 +266,7 @@ class ElasticAgent:
             running=(*self._workers.names, *(ended.worker for ended in told_again)),
             probes=self._probes.address,
         )
-        return [hello, *told_again, *([AgentLeaving()] if self._interrupted is not None else [])]
+        return [hello, *told_again, *([AgentLeaving(reason=self._notice)] if self._interrupted is not None else [])]
 
     def _hear(self, message: ToAgent) -> None:
         match message:
@@ -314,10 +319,17 @@ class ElasticAgent:
         if self._workers.are_gone and self._over is not None and (self._others is None or self._others.are_gone):
             self._finished.set()
 
+    def _noticed(self, notice: Notice) -> None:
+        self._folder.journal("notice", words=notice.words, host=this_host())
+        self._group.say(notice.words)
+        if notice.takes_away and self._interrupted is None:
+            self._notice = notice.words
+            self._signalled(signal.SIGTERM)
+
     def _signalled(self, number: int) -> None:
-        name = signal.Signals(number).name
+        name = "notice" if self._notice else signal.Signals(number).name
         if self._interrupted is not None:
-            self._group.say(f"{name} again: killing the workers")
+            self._group.say(f"{signal.Signals(number).name} again: killing the workers")
             self._break_off()
             self._finished.set()
             self._gives_up.set()
@@ -325,9 +337,10 @@ class ElasticAgent:
         self._interrupted = number
         grace = self._settings.launch.grace_s
         self._group.say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
+        takes_coordinator = self._joined is None and bool(self._notice)
         if self._others is None:
-            self._tell(AgentLeaving())
-        else:
+            self._tell(AgentLeaving(reason=self._notice))
+        if self._others is not None or takes_coordinator:
             self._stopping = asyncio.create_task(self._stop_all())
         asyncio.get_running_loop().call_later(grace, self._grace_over)
 

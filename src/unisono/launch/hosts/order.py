@@ -186,6 +186,7 @@ class Orders:
             *("-n", str(host.slots), "--run-dir", os.path.abspath(self.run_dir)),  # noqa: PTH100 (as for the run folder)
             *wishes(self.settings),
             *("--grace-s", f"{launch.grace_s:g}"),
+            *([] if launch.notices is None else ["--notices", launch.notices]),
             *([] if launch.warm_start else ["--no-warm-start"]),
             *([] if launch.tuning.is_wanted else ["--no-tuning"]),
             *launch.script.argv,

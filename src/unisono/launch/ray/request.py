@@ -129,6 +129,7 @@ class RayRequest:
         launch = self.settings.launch
         return [
             *("--grace-s", f"{launch.grace_s:g}"),
+            *([] if launch.notices is None else ["--notices", launch.notices]),
             *([] if launch.warm_start else ["--no-warm-start"]),
             *([] if launch.tuning.is_wanted else ["--no-tuning"]),
             *wishes(self.settings),

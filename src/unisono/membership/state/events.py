@@ -55,8 +55,8 @@ def hear(update: StateUpdate, event: Event) -> None:
             _hear(update, worker, message)
         case AgentHeard(agent, WorkerEnded() as ended):
             _ended(update, agent, ended)
-        case AgentHeard(agent, AgentLeaving()):
-            _agent_leaves(update, agent)
+        case AgentHeard(agent, AgentLeaving(reason=reason)):
+            _agent_leaves(update, agent, reason)
             if (known := update.state.agents.get(agent)) is not None and not known.workers:
                 _stop(update)
         case AgentHeard(agent, Probed() as found) if agent in update.state.agents:
@@ -304,7 +304,7 @@ def _why_ended(state: State, worker: Worker, ended: WorkerEnded) -> tuple[str, b
     return why, 1 <= ended.code < NOT_STARTED and ended.code != PREEMPTED and bool(ended.error)
 
 
-def _agent_leaves(update: StateUpdate, name: str) -> None:
+def _agent_leaves(update: StateUpdate, name: str, reason: str = "") -> None:
     agent = update.state.agents.get(name)
     if agent is None or agent.leaving:
         return
@@ -313,7 +313,7 @@ def _agent_leaves(update: StateUpdate, name: str) -> None:
         if worker.phase in MEMBER:
             update.depart(worker)
         update.put(worker, leaving=True)
-    update.note("agent asked to leave", agent=agent.id, host=agent.host)
+    update.note("agent asked to leave", agent=agent.id, host=agent.host, **({"notice": reason} if reason else {}))
 
 
 # -- people

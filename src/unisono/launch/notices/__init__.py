@@ -1,0 +1,1 @@
+"""Notices by which a cloud says that it takes a machine away."""

@@ -1,0 +1,231 @@
+"""What the metadata services of the large clouds say about a machine that is about to be taken away.
+
+- AWS: "Spot Instance interruption notices" in the EC2 User Guide: two minutes; asked every 5 s; IMDSv2.
+- Google Cloud: "Spot VMs" and "Query metadata server for maintenance event notices" of Compute Engine: 30 s.
+- Azure: "Scheduled Events for Linux VMs": at least 30 s; asked every second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unisono.errors import Unreadable
+from unisono.launch.notices.request import Query, Reply
+from unisono.received import parse_object, short, value_of
+
+Ask = Callable[[Query], Awaitable[Reply]]
+"""Sends a request to the service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a cloud says about this machine.
+
+    Attributes:
+        words: the notice, for people.
+        takes_away: whether the machine is about to be taken away; else it is only told.
+        event: the id by which the service is told that the machine may be taken now; empty if there is none.
+    """
+
+    words: str
+    takes_away: bool = True
+    event: str = ""
+
+
+class Cloud(Protocol):
+    """The metadata service of a cloud. Its methods raise OSError and Unreadable, as requests do."""
+
+    name: str
+    pause_s: float
+
+    async def is_here(self, ask: Ask) -> bool:
+        """Whether this machine is one of this cloud."""
+        ...
+
+    async def look(self, ask: Ask) -> list[Notice]:
+        """What the service says now."""
+        ...
+
+    async def left(self, ask: Ask, notice: Notice) -> None:
+        """Nothing of the job runs here any more."""
+
+
+class Aws:
+    """EC2. The token of IMDSv2 is renewed when the service wants another one."""
+
+    name = "aws"
+    pause_s = 5.0
+    _DATA = "/latest/meta-data/"
+    _VALID_S = 21600
+
+    def __init__(self) -> None:
+        self._token = ""
+
+    async def is_here(self, ask: Ask) -> bool:
+        """Whether the service hands out a token."""
+        wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._VALID_S)}
+        reply = await ask(Query("/latest/api/token", wanted, method="PUT"))
+        is_token = reply.status == 200 and re.fullmatch(rb"[\x21-\x7e]{8,1024}", reply.body.strip())
+        self._token = reply.body.decode().strip() if is_token else ""
+        return bool(self._token)
+
+    async def look(self, ask: Ask) -> list[Notice]:
+        """An interruption, and a recommendation to leave."""
+        if not self._token and not await self.is_here(ask):
+            raise Unreadable("it hands out no token")
+        found = []
+        if (action := await self._data(ask, "spot/instance-action")) is not None:
+            form = {"action": str, "time": str}
+            what = chosen(form, action, "the instance action")
+            if what["action"] not in ("terminate", "stop", "hibernate"):
+                raise Unreadable(f"the instance action is {short(what['action'])}")
+            found.append(Notice(f"AWS takes this machine away ({what['action']}) at {short(what['time'])}"))
+        if (advice := await self._data(ask, "events/recommendations/rebalance")) is not None:
+            when = chosen({"noticeTime": str}, advice, "the recommendation")["noticeTime"]
+            found.append(
+                Notice(f"AWS may soon take this machine away (recommended at {short(when)})", takes_away=False)
+            )
+        return found
+
+    async def left(self, ask: Ask, notice: Notice) -> None:
+        """AWS does not want to know."""
+
+    async def _data(self, ask: Ask, what: str) -> dict[str, Any] | None:
+        reply = await ask(Query(self._DATA + what, {"X-aws-ec2-metadata-token": self._token}))
+        if reply.status == 404:
+            return None
+        if reply.status == 401:
+            self._token = ""
+        return parse_object(contents(reply, what))
+
+
+class Gcp:
+    """Compute Engine. The service answers as soon as the machine is preempted, or after a while."""
+
+    name = "gcp"
+    pause_s = 0.2
+    _WAITS_S = 10
+    _INSTANCE = "/computeMetadata/v1/instance/"
+    _ASKED = {"Metadata-Flavor": "Google"}  # noqa: RUF012 (nobody changes it)
+
+    def __init__(self) -> None:
+        self._seen = ""
+
+    async def is_here(self, ask: Ask) -> bool:
+        """Whether the service calls itself Google's."""
+        reply = await ask(Query(f"{self._INSTANCE}preempted", self._ASKED))
+        return self._is_googles(reply)
+
+    async def look(self, ask: Ask) -> list[Notice]:
+        """A preemption, which it waits for, and maintenance."""
+        kind = await self._value(ask, "maintenance-event")
+        waits = f"preempted?wait_for_change=true&timeout_sec={self._WAITS_S}&last_etag={self._seen or 0}"
+        preempted = await self._value(ask, waits)
+        found = []
+        if preempted not in ("TRUE", "FALSE"):
+            raise Unreadable(f"'preempted' is {short(preempted)}")
+        if preempted == "TRUE":
+            found.append(Notice("Google Cloud takes this machine away (preempted)"))
+        if kind in ("MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"):
+            found.append(Notice(f"Google Cloud announces maintenance of this machine ({kind})", takes_away=False))
+        elif kind != "NONE":
+            raise Unreadable(f"'maintenance-event' is {short(kind)}")
+        return found
+
+    async def left(self, ask: Ask, notice: Notice) -> None:
+        """Google does not want to know."""
+
+    async def _value(self, ask: Ask, what: str) -> str:
+        reply = await ask(Query(self._INSTANCE + what, self._ASKED, answers_s=self._WAITS_S + 5))
+        if not self._is_googles(reply):
+            raise Unreadable("it is not the service of Google Cloud")
+        if "wait_for_change" in what and re.fullmatch(r"[0-9a-zA-Z]{1,64}", tag := reply.headers.get("etag", "")):
+            self._seen = tag
+        return contents(reply, what).decode("latin-1").strip()
+
+    @staticmethod
+    def _is_googles(reply: Reply) -> bool:
+        return reply.headers.get("metadata-flavor") == "Google"
+
+
+class Azure:
+    """Virtual machines. Events of all machines of a group are told to each of them."""
+
+    name = "azure"
+    pause_s = 1.0
+    _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+    _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+    _ASKED = {"Metadata": "true"}  # noqa: RUF012 (nobody changes it)
+    _FIRST_S = 150.0
+    """Events are switched on by the first question, which takes up to two minutes."""
+
+    def __init__(self) -> None:
+        self._patience_s = self._FIRST_S
+
+    async def is_here(self, ask: Ask) -> bool:
+        """Whether the service knows the name of this machine."""
+        return bool(await self._machine(ask))
+
+    async def look(self, ask: Ask) -> list[Notice]:
+        """Events of this machine."""
+        reply = await ask(Query(self._EVENTS, self._ASKED, answers_s=self._patience_s))
+        self._patience_s = 10.0
+        form = {"Events": list[Any]}
+        events = chosen(form, parse_object(contents(reply, "events")), "the answer")["Events"]
+        if events and not (machine := await self._machine(ask)):
+            raise Unreadable("it does not know this machine's name")
+        return [notice for event in events if (notice := self._notice(event, machine)) is not None]
+
+    async def left(self, ask: Ask, notice: Notice) -> None:
+        """Azure need not wait until its time is over."""
+        if notice.event:
+            body = json.dumps({"StartRequests": [{"EventId": notice.event}]}).encode()
+            headers = {**self._ASKED, "Content-Type": "application/json"}
+            contents(await ask(Query(self._EVENTS, headers, method="POST", body=body)), "the approval")
+
+    async def _machine(self, ask: Ask) -> str:
+        reply = await ask(Query(self._NAME, self._ASKED))
+        is_name = reply.status == 200 and re.fullmatch(rb"[A-Za-z0-9._-]{1,128}", reply.body)
+        return reply.body.decode() if is_name else ""
+
+    def _notice(self, event: Any, machine: str) -> Notice | None:
+        form = {"EventId": str, "EventType": str, "EventStatus": str, "NotBefore": str, "Resources": list[str]}
+        found = chosen(form, event, "an event")
+        kind, machines = found["EventType"], found["Resources"]
+        if machine not in machines:
+            return None
+        when = f" at {short(found['NotBefore'])}" if found["NotBefore"] else ""
+        if kind not in ("Preempt", "Terminate"):
+            return Notice(f"Azure announces {short(kind)} of this machine{when}", takes_away=False)
+        is_alone = len(machines) == 1 and found["EventStatus"] == "Scheduled"  # an approval holds for all of them
+        return Notice(f"Azure takes this machine away ({kind}{when})", event=found["EventId"] if is_alone else "")
+
+
+CLOUDS: Mapping[str, Callable[[], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+
+
+def chosen(form: Mapping[str, Any], found: Any, what: str) -> dict[str, Any]:
+    """Those members of a JSON object that are asked for. A service may add others.
+
+    Raises:
+        Unreadable: one is missing, or of another type.
+    """
+    if not isinstance(found, dict):
+        raise Unreadable(f"{what} is {short(found)}, and no object")
+    made: dict[str, Any] = value_of(form, {name: found[name] for name in form if name in found}, what)
+    return made
+
+
+def contents(reply: Reply, what: str) -> bytes:
+    """The content of an answer.
+
+    Raises:
+        Unreadable: the service refuses.
+    """
+    if reply.status != 200:
+        raise Unreadable(f"{what.partition('?')[0]}: the service refuses ({reply.status})")
+    return reply.body
