@@ -21,7 +21,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("integrations",),
     ("train",),
-    ("adapt", "sync", "checkpoint", "data", "reduce", "membership"),
+    ("adapt", "sync", "checkpoint", "data", "reduce", "membership", "loggers"),
     ("plan",),
     ("job",),
     ("jsonl",),

@@ -46,6 +46,8 @@ ALLOWED_THREADS = {
 ALLOWED_TEMPORARY_FILES = {
     "pytest-of-": "pytest's own folder of tmp_path, kept for looking at after a failure",
     "pymp-": "multiprocessing's folder, one per process; a killed process cannot remove its own",
+    "wandb-artifacts": "Weights & Biases' folder, one per process; a killed process cannot remove its own",
+    "wandb-media": "likewise",
     "torchelastic_": "the log folder of torchrun, which never removes it",
     "torchinductor_": "torch's compile cache, made when its compiler is imported",
 }

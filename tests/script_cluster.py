@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from one_at_a_time import Blow, SimulatedMembership, Worker, World
+from one_at_a_time import Blow, Killed, SimulatedMembership, Worker, World
 from torch_settings import TorchSettings
 from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoWarning
@@ -276,6 +276,10 @@ class Scene:
         try:
             exec(self._code, {"__name__": "__main__", "__file__": self.argv[0]})  # noqa: S102 (what this is for)
             thread.script_end.reached()
+        except Killed:
+            if thread.newest is not None:
+                thread.newest.inside.log_follower.abandon()
+            raise
         finally:
             if thread.newest is not None:
                 thread.newest.close()

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from unisono.adapt.spot_policy import SpotPolicy
     from unisono.adapt.view import View
     from unisono.data.arrow_stream import ArrowStream
+    from unisono.loggers.csv_file import CSVLogger
+    from unisono.loggers.logger import Logger
+    from unisono.loggers.mlflow import MLflowLogger
+    from unisono.loggers.tensorboard import TensorBoardLogger
+    from unisono.loggers.wandb import WandbLogger
     from unisono.plan.block_order import BlockShuffle
     from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
     from unisono.sync.parameter_server import ParameterServer
@@ -45,11 +50,14 @@ __all__ = [
     "BackwardDone",
     "BatchSizeSchedule",
     "BlockShuffle",
+    "CSVLogger",
     "Callback",
     "DiLoCo",
     "GoodputPolicy",
     "LinearScaling",
     "LocalSGD",
+    "Logger",
+    "MLflowLogger",
     "ModelAveraging",
     "Monitoring",
     "NoiseScalePolicy",
@@ -63,9 +71,11 @@ __all__ = [
     "StragglerPolicy",
     "Strategy",
     "StrategyPolicy",
+    "TensorBoardLogger",
     "TopologyPolicy",
     "Trainer",
     "View",
+    "WandbLogger",
     "__version__",
     "accelerate",
     "digest",
@@ -85,11 +95,14 @@ _HOMES = {
     "BackwardDone": "unisono.train.step.loss",
     "BatchSizeSchedule": "unisono.adapt.batch_size_policies",
     "BlockShuffle": "unisono.plan.block_order",
+    "CSVLogger": "unisono.loggers.csv_file",
     "Callback": "unisono.train.trainer",
     "DiLoCo": "unisono.sync.averaging",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",
+    "Logger": "unisono.loggers.logger",
+    "MLflowLogger": "unisono.loggers.mlflow",
     "ModelAveraging": "unisono.sync.averaging",
     "Monitoring": "unisono.adapt.norms",
     "NoiseScalePolicy": "unisono.adapt.batch_size_policies",
@@ -103,9 +116,11 @@ _HOMES = {
     "StragglerPolicy": "unisono.adapt.communication_policies",
     "Strategy": "unisono.sync.strategy",
     "StrategyPolicy": "unisono.adapt.communication_policies",
+    "TensorBoardLogger": "unisono.loggers.tensorboard",
     "TopologyPolicy": "unisono.adapt.communication_policies",
     "Trainer": "unisono.train.trainer",
     "View": "unisono.adapt.view",
+    "WandbLogger": "unisono.loggers.wandb",
     "digest": "unisono.train.model.tensors",
     "init": "unisono.train.start",
     "load": "unisono.train.state.first_weights",

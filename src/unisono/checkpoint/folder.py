@@ -186,10 +186,13 @@ class MetricsFile:
     Args:
         path: the path of the file.
         obstacle: a function that returns why nothing may be written now, or an empty text. Lines wait until they may.
+
+    Attributes:
+        path: the path of the file.
     """
 
     def __init__(self, path: Path, obstacle: Callable[[], str] = lambda: "") -> None:
-        self._path, self._obstacle = path, obstacle
+        self.path, self._obstacle = path, obstacle
         self._descriptor: int | None = None
         self._waiting: list[dict[str, Any]] = []
 
@@ -205,12 +208,12 @@ class MetricsFile:
         waiting, self._waiting = self._waiting, []
         try:
             if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = open_lines(self._path)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = open_lines(self.path)
             for each in waiting:
                 append_line(self._descriptor, each)
         except OSError as error:
-            warn_unwritten(self._path, error)
+            warn_unwritten(self.path, error)
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
         """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again.
@@ -225,12 +228,12 @@ class MetricsFile:
         self._obstacle()
         self.close()
         try:
-            lines = [line.splitlines()[0] for line in raw_lines(self._path)]
+            lines = [line.splitlines()[0] for line in raw_lines(self.path)]
         except (OSError, Unreadable) as error:
-            raise JobError(f"{self._path} cannot be read: {error}; remove it, or use another run folder") from error
+            raise JobError(f"{self.path} cannot be read: {error}; remove it, or use another run folder") from error
         kept = [line for line in lines if _belongs(line, step)]
         if lines:
-            _replace(self._path, b"".join(line + b"\n" for line in kept))
+            _replace(self.path, b"".join(line + b"\n" for line in kept))
         return [parse_json(line) for line in kept]
 
     def close(self) -> None:

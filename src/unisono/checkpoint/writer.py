@@ -120,6 +120,16 @@ class Writer:
                 self._claim(turn, writes=not why)
         return why
 
+    def is_ours(self) -> bool:
+        """Whether this worker may write, as far as it knows. From any thread: says and claims nothing."""
+        if self._away() or self.is_superseded:
+            return False
+        try:
+            with self._opened() as descriptor:
+                return _read(descriptor)[0] <= self._turn()
+        except OSError:
+            return True
+
     def wait(self, timeout_s: float) -> str:
         """Wait until something may be written; returns why it still may not.
 

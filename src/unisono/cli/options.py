@@ -224,6 +224,14 @@ PolicyNames = Annotated[
         "--policy", help="A policy that adapts the training: noise-scale, ada-scale, module:Class; repeat for more."
     ),
 ]
+LogTo = Annotated[
+    str | None,
+    typer.Option(
+        "--log-to",
+        metavar="NAME,…",
+        help="Where the figures of each step go, besides metrics.jsonl: tensorboard, csv, mlflow, wandb, module:Class.",
+    ),
+]
 WorkerRange = Annotated[
     str | None,
     typer.Option(
@@ -338,10 +346,12 @@ class WorkerOptions:
         """The settings with which the workers start, with those that are not among these options."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         is_module, tuned, policies = own.pop("module"), own.pop("tuned"), own.pop("policy", None)
+        log_to = own.pop("log_to", None)
         return LaunchSettings(
             Script(script, tuple(args or ()), is_module=is_module),
             tuning=Tuning.of_this_process(wanted=tuned, devices=more.get("devices_per_worker") or 1),
             policies=tuple(policies or ()),
+            log_to=tuple(filter(None, map(str.strip, (log_to or "").split(",")))),
             **own,
             **more,
         )
@@ -356,6 +366,7 @@ class JobOptions(WorkerOptions):
     insecure_data: InsecureData = False
     policy: PolicyNames = None
     strategy: StrategyName = None
+    log_to: LogTo = None
     audit: AuditShare = None
     grace_s: Grace = GRACE_S
     notices: Notices = None

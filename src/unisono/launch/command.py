@@ -157,6 +157,7 @@ def _wishes(settings: LaunchSettings) -> dict[str, str]:
         "UNISONO_SHARDS": settings.shards,
         "UNISONO_POLICIES": ",".join(settings.policies) or None,
         "UNISONO_STRATEGY": settings.strategy,
+        "UNISONO_LOG_TO": ",".join(settings.log_to) or None,
         "UNISONO_AUDIT": settings.audit,
         "UNISONO_THREADS": settings.threads,
         "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,

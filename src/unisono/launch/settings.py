@@ -122,6 +122,7 @@ class LaunchSettings:
         checkpoint_every: steps between checkpoints, if the person sets them here.
         policies: policies by name, besides the script's; the workers find out whether they exist.
         strategy: the strategy by which the workers synchronise, if the person sets it here.
+        log_to: loggers by name, besides the script's; the workers find out whether they exist.
         audit: the share of the work that is computed twice, if the person sets it here.
         allow_job_change: whether a resumed job may differ from the checkpoint's.
         insecure_data: whether workers of several hosts may speak plain text with each other.
@@ -143,6 +144,7 @@ class LaunchSettings:
     checkpoint_every: int | None = None
     policies: tuple[str, ...] = ()
     strategy: str | None = None
+    log_to: tuple[str, ...] = ()
     audit: float | None = None
     allow_job_change: bool = False
     insecure_data: bool = False

@@ -18,6 +18,7 @@ from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.evaluation import Evaluator
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
+from unisono.train.record.log_follower import LogFollower
 from unisono.train.record.lone_updates import LoneUpdates
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import Notices
@@ -69,6 +70,7 @@ class Inside:
         metrics: the writer of ``metrics.jsonl``.
         callbacks: the callbacks of the script and of plugins.
         results: the writer of ``result.json``.
+        log_follower: the thread of the loggers.
     """
 
     job: Job
@@ -94,6 +96,7 @@ class Inside:
     metrics: MetricsLine
     callbacks: Callbacks
     results: ResultWriter
+    log_follower: LogFollower
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
         metrics=base.metrics,
         callbacks=base.callbacks,
         results=base.results,
+        log_follower=base.log_follower,
     )
 
 
@@ -179,6 +183,7 @@ class _Base:
     callbacks: Callbacks
     results: ResultWriter
     listeners: Listeners
+    log_follower: LogFollower
 
 
 def _base(config: RunConfig, opened: Opened) -> _Base:
@@ -188,10 +193,12 @@ def _base(config: RunConfig, opened: Opened) -> _Base:
     results = ResultWriter(folder, trained, membership, config)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
     notices = Notices(folder, membership)
-    told = [metrics, *_watching(config, opened), notices, results, callbacks, timer, LoneUpdates(membership)]
+    recording = config.recording
+    follower = LogFollower(folder, membership, about["job"], recording.loggers, recording.log_every_s)
+    told = [metrics, *_watching(config, opened), notices, results, callbacks, timer, LoneUpdates(membership), follower]
     listeners = Listeners(told)
     ending.also(lambda: listeners.tell(lambda one: one.close()))
-    return _Base(config, opened, trained, ending, Requests(), metrics, timer, callbacks, results, listeners)
+    return _Base(config, opened, trained, ending, Requests(), metrics, timer, callbacks, results, listeners, follower)
 
 
 def _watching(config: RunConfig, opened: Opened) -> list[Listener]:

@@ -23,6 +23,7 @@ from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
 from unisono.host.signals import NOTICES
 from unisono.job import Compression, Job, Precision, Reduction
+from unisono.loggers.logger import Logger
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
@@ -122,6 +123,7 @@ def init(
     monitor: int | Monitoring = 0,
     policies: Sequence[Policy] = (),
     strategy: Strategy | str | None = None,
+    loggers: Sequence[Logger | str] = (),
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
@@ -179,6 +181,8 @@ def init(
         policies: the policies, which watch the training, and change batch, learning rate and workers while it runs.
         strategy: the synchronisation strategy (default: :class:`~unisono.AllReduce`), as a value or by its name. Only
             all-reduce and the synchronous parameter server are exact.
+        loggers: the loggers that get the figures of each step: ``tensorboard``, ``csv``, ``mlflow``, ``wandb``,
+            ``module:Class``, or a :class:`~unisono.Logger`.
 
     Raises:
         JobError: a setting is of another type or out of range, or there are more workers than shards: says which.

@@ -57,6 +57,7 @@ def wishes(settings: ElasticSettings) -> list[str]:
         "--threads": launch.threads,
         "--checkpoint-every": launch.checkpoint_every,
         "--strategy": launch.strategy,
+        "--log-to": ",".join(launch.log_to) or None,
         "--audit": launch.audit,
     }
     return [

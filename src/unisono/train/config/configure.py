@@ -14,6 +14,7 @@ from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.job import Job, default_shards
+from unisono.loggers.named import loggers_of
 from unisono.membership.environment import recognise
 from unisono.membership.messages import MOST_DEVICES
 from unisono.membership.variables import Variables
@@ -41,6 +42,9 @@ BACKSTOP = 3.0
 """How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
 
 VERIFY_EVERY = 100
+
+LOG_EVERY_S = 1.0
+"""Seconds after which loggers get what is new."""
 
 WARMUP_STEPS = 100
 """Steps, with the script's own batch, over whose samples the learning rate grows."""
@@ -141,6 +145,8 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
         trace=told.path("UNISONO_TRACE"),
         samples=told.switch("UNISONO_SAMPLES") is True,
         measures=told.switch("UNISONO_STUDY") is True,
+        loggers=loggers_of((*said["loggers"], *told.names("UNISONO_LOG_TO")), "loggers, UNISONO_LOG_TO"),
+        log_every_s=told.number("UNISONO_LOG_EVERY_S", SHORTEST_S, LONGEST_S) or LOG_EVERY_S,
     )
 
 

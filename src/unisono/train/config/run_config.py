@@ -14,6 +14,7 @@ from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.host.cgroup import usable_cores
 from unisono.job import Job, Reduction
+from unisono.loggers.logger import Logger
 from unisono.membership.environment import Environment
 from unisono.reduce.transport import Transport
 from unisono.sync.parameter_server import ParameterServer
@@ -159,6 +160,8 @@ class Recording:
         trace: the folder for the digests of each step's weights; None for none.
         samples: whether the samples of each worker and step are noted.
         measures: whether the results tell what a study wants to know.
+        loggers: the loggers that get the figures of each step.
+        log_every_s: the seconds after which they get what is new.
     """
 
     folder: Path | None = None
@@ -170,6 +173,8 @@ class Recording:
     trace: Path | None = None
     samples: bool = False
     measures: bool = False
+    loggers: tuple[Logger, ...] = ()
+    log_every_s: float = 1.0
 
     def term_in(self, path: Path) -> int | None:
         """The term in which the launcher holds a run folder; None for one that it does not hold."""

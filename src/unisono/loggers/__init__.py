@@ -1,0 +1,1 @@
+"""Where people look at figures: TensorBoard, CSV, MLflow, Weights & Biases."""
