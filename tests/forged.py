@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from unisono.checkpoint.snapshot import FORMAT, MANIFEST, PARTS, STATE, FrozenSnapshot, Snapshot
+from unisono.checkpoint.tensors import copies, pieces
 
 Changes = Mapping[str, bytes]
 """What stands in a file instead, by the file's name."""
@@ -19,11 +22,17 @@ def forge(folder: Path, changes: Changes) -> Path:
     for name, data in changes.items():
         (folder / name).write_bytes(data)
     if MANIFEST not in changes:
-        files = {name: _entry(folder / name) for name in (STATE, *(f"{part}.safetensors" for part in PARTS))}
+        usual = (STATE, *(f"{part}.safetensors" for part in PARTS))
+        files = {name: _entry(folder / name) for name in {*usual, *changes}}
         manifest: dict[str, Any] = {"format": FORMAT, "step": 1, "files": files}
         manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         (folder / MANIFEST).write_text(json.dumps(manifest))
     return folder
+
+
+def safetensors_of(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file of these."""
+    return b"".join(pieces(copies(tensors)))
 
 
 def state_json(model: Any, optimizer: Any = None, state: Any = None) -> bytes:

@@ -27,6 +27,7 @@ POINTS = (
     "round worked out",  # what everybody's weights are to be is known, and nothing is changed yet
     "checkpoint captured",  # the main worker is about to write it
     "checkpoint kept",  # it is on disk, or on its way there
+    "checkpoint share written",  # on the thread that writes: what this process writes of it is on disk, the rest is not
 )
 """Their names, each with what has happened when it is passed."""
 

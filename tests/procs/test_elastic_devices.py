@@ -145,6 +145,19 @@ def test_an_agent_that_is_killed_takes_all_devices_with_it_and_the_job_goes_on_f
 
 
 @pytest.mark.slow
+def test_a_device_that_dies_in_the_middle_of_a_checkpoint_leaves_the_older_one(
+    way: Any, whole: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    faults = [{"place": "checkpoint share written", "step": 6, "later": True, "rank": 0, "device": 1}]
+    options = ("-n", "1", "--max-restarts", "3", "--checkpoint-every", "3", *TWO)
+    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", **way))
+    assert started[0].end() == whole.end()
+    (resumed,) = started[0].journal("resumed")
+    assert resumed["step"] == 3
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.slow
 def test_a_device_that_hangs_costs_its_worker(
     way: Any, whole: Trained, started: list[Training], tmp_path: Path
 ) -> None:

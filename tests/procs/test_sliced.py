@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from launches import Launches, launches
+from unisono.checkpoint.store import load_weights
+from unisono.train.model.tensors import digest_tensors
 
 pytestmark = pytest.mark.procs
 
@@ -79,6 +81,11 @@ def test_a_checkpoint_of_four_devices_goes_on_with_other_numbers_of_them(
         UNISONO_CHECKPOINT_EVERY="2",
     )
     assert results(said)["language"] != serial["language"]
+    written = tmp_path / "run" / "checkpoints" / "step-00000003"
+    sizes = [path.stat().st_size for path in written.glob("optimizer*.safetensors")]
+    assert len(sizes) == 4
+    assert max(sizes) < 0.4 * sum(sizes)
+    assert digest_tensors(load_weights(written))[:16] == results(said)["language"][0]
     for processes, devices in then:
         folder = tmp_path / f"{processes}-{devices}"
         shutil.copytree(tmp_path / "run", folder)

@@ -27,7 +27,7 @@ class Inside:
 
 
 def device(rank: int, said: list[Any]) -> Devices:
-    return Devices(rank, len(said), Mesh(unreached, unreached), cast("Verbs", Inside(rank, said)))
+    return Devices(rank, len(said), Mesh(unreached, unreached, unreached), cast("Verbs", Inside(rank, said)))
 
 
 def unreached(*about: Any) -> Any:

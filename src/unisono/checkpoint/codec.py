@@ -21,11 +21,12 @@ SUPPORTED = (
 )
 
 
-def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+def flatten(tree: Any, *, hollow: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Take a tree of state apart.
 
     Args:
         tree: dicts, lists and tuples of numbers, text, tensors and arrays, as in any ``state_dict()``.
+        hollow: whether tensors may be on the meta device, in place of those that another process has.
 
     Returns:
         a JSON value without NaN and infinities, and the tensors it refers to by name: the tree's own, not copies,
@@ -34,7 +35,7 @@ def flatten(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         CheckpointError: something else is in it; names the place and the type.
     """
-    writer = _Writer()
+    writer = _Writer(hollow)
     return writer.encode(tree, _Place()), writer.tensors
 
 
@@ -65,7 +66,8 @@ class _Place:
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, hollow: bool) -> None:
+        self._hollow = hollow
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
@@ -106,7 +108,7 @@ class _Writer:
 
     def _encode_numbers(self, value: Tensor | np.ndarray[Any, Any] | np.generic, place: _Place) -> Any:
         if isinstance(value, Tensor):
-            _require_dense(value, place)
+            _require_dense(value, place, self._hollow)
             if value.dtype == torch.complex128:  # which safetensors does not have
                 return _marked("pairs", self._encode_tensor(torch.view_as_real(value.detach().resolve_conj()), place))
             return self._encode_tensor(value, place)
@@ -123,11 +125,11 @@ class _Writer:
 
     def _name(self, tensor: Tensor, place: _Place) -> str:
         """The name of a tensor among those that are kept; the same tensor has one."""
-        _require_dense(tensor, place)
+        _require_dense(tensor, place, self._hollow)
         identity = _identity(tensor)
         if identity not in self._names:
             self._names[identity] = name = self._new_name(place)
-            self.tensors[name] = tensor.detach().resolve_conj().resolve_neg()
+            self.tensors[name] = tensor if tensor.is_meta else tensor.detach().resolve_conj().resolve_neg()
         return self._names[identity]
 
     def _new_name(self, place: _Place) -> str:
@@ -145,6 +147,8 @@ def _marked(kind: str, *parts: Any) -> dict[str, Any]:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.is_meta:
+        return (id(tensor),)
     if not tensor.numel():
         return (object(),)  # owns no memory that could be shared
     form = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -172,14 +176,14 @@ def _row_by_row(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
-def _require_dense(tensor: Tensor, place: _Place) -> None:
+def _require_dense(tensor: Tensor, place: _Place, hollow: bool) -> None:
     if type(tensor) not in (Tensor, nn.Parameter):
         raise _unsupported(_type(tensor), place)
     for trait, found in {
         str(tensor.layout): tensor.layout is not torch.strided,
         "nested": tensor.is_nested,
         "quantized": tensor.is_quantized,
-        "meta": tensor.is_meta,
+        "meta": tensor.is_meta and not hollow,
     }.items():
         if found:
             raise _unsupported(f"{trait} tensor", place)

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.quick_digest import flat_digest, tree_digest
-from unisono.checkpoint.tensors import copies, pieces, read_tensors
+from unisono.checkpoint.share import WHOLE, Share, require_each_once
+from unisono.checkpoint.tensors import copies, mapped_tensors, pieces, read_tensors, require_kept
 from unisono.errors import CheckpointError, Unreadable
-from unisono.received import open_file, read_object
+from unisono.failpoints import failpoint
+from unisono.received import open_file, read_object, short, value_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -23,6 +27,11 @@ NOBODY: Mapping[str, int] = {}
 PARTS = ("model", "optimizer", "state")
 DIGESTED = ("model", "optimizer")
 """What an update changes."""
+
+_WRITTEN = tuple[dict[str, dict[str, Any]], dict[str, list[str]]]
+"""What a process says that it has written: what the manifest says of its files, and the names of tensors by part."""
+
+_FILE = re.compile(rf"({'|'.join(PARTS)})(-[1-9][0-9]{{0,5}})?\.safetensors")
 
 Digests = dict[str, int]
 """Quick digests, of 64 bits each, by part."""
@@ -52,36 +61,51 @@ class Snapshot:
         """
         return {part: tree_digest(getattr(self, part)) for part in DIGESTED}
 
+    def copied(self) -> "Snapshot":
+        """The same with tensors of its own."""
+        flat = (flatten(getattr(self, part)) for part in PARTS)
+        return Snapshot(
+            self.step,
+            *(unflatten(text, {name: each.clone() for name, each in tensors.items()}) for text, tensors in flat),
+        )
+
 
 @dataclass(frozen=True)
 class FrozenSnapshot:
-    """A copy of a snapshot on the CPU, taken apart for writing: later updates do not reach it.
+    """A copy of a snapshot, or of a share of it, on the CPU, taken apart for writing: later updates do not reach it.
 
     Attributes:
         step: the number of committed steps.
         text: the content of ``state.json``.
-        tensors: the tensors of each part, by name.
+        tensors: the tensors of each part that this process writes, by name.
         verified: digests on which all workers agreed before it was copied; None if they were not compared.
+        names: the names of all tensors of each part.
     """
 
     step: int
     text: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]]
     verified: Digests | None = None
+    names: Mapping[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, snapshot: Snapshot, verified: Digests | None = None) -> "FrozenSnapshot":
-        """Copy a snapshot.
+    def of(cls, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> "FrozenSnapshot":
+        """Copy a snapshot, or this process's share of it. Then it is collective.
 
         Raises:
             CheckpointError: it holds something that cannot be kept; names it.
         """
         text: dict[str, Any] = {"step": snapshot.step}
-        tensors = {}
-        for part in PARTS:
-            text[part], found = flatten(getattr(snapshot, part))
-            tensors[part] = copies(found)
-        return cls(snapshot.step, text, tensors, verified)
+        found: dict[str, dict[str, Tensor]] = {}
+
+        def take_apart() -> None:
+            for part in PARTS:
+                text[part], found[part] = flatten(getattr(snapshot, part), hollow=share is not WHOLE)
+                require_kept(found[part])
+
+        share.together(take_apart)
+        tensors = {part: copies(found[part], share.copy) for part in PARTS}
+        return cls(snapshot.step, text, tensors, verified, {part: list(found[part]) for part in PARTS})
 
     def require_verified(self) -> None:
         """Refuse a copy that is not what all workers held.
@@ -104,22 +128,48 @@ class FrozenSnapshot:
         """As :meth:`Snapshot.digests` of the snapshot of which this is a copy: others, if the copy has changed."""
         return {part: flat_digest(self.text[part], self.tensors[part]) for part in DIGESTED}
 
-    def write(self, folder: Path, written_by: Mapping[str, int] = NOBODY) -> int:
-        """Write everything into an empty folder, the manifest last.
+    def write(self, folder: Path, share: Share = WHOLE, written_by: Mapping[str, int] = NOBODY) -> int:
+        """Write everything into an empty folder, the manifest last. With others, if this is a share.
 
         Args:
             folder: an existing folder of a checkpoint.
+            share: the share of it that this is.
             written_by: the turn in which it was written, for the manifest.
 
         Returns:
             the number of bytes.
 
         Raises:
+            CheckpointError: another process cannot write its share, or the shares are not all of it.
             OSError: it cannot be written; the disk is full, say.
         """
+        told = share.together(
+            lambda: [self._write_share(folder, share), {part: list(self.tensors[part]) for part in PARTS}]
+        )
+        each = [value_of(_WRITTEN, one, "what a device has written") for one in told]
+        (size, *_) = share.together(lambda: self._write_rest(folder, each, written_by) if share.is_first else 0)
+        return size
+
+    def _write_share(self, folder: Path, share: Share) -> dict[str, Any]:
+        """What only this process has; returns what the manifest says of the files."""
+        ending = f"-{share.number}.safetensors" if share.number else ".safetensors"
         files = {
-            f"{part}.safetensors": _write(folder / f"{part}.safetensors", pieces(self.tensors[part])) for part in PARTS
+            f"{part}{ending}": _write(folder / f"{part}{ending}", pieces(self.tensors[part]))
+            for part in PARTS
+            if share.is_first or self.tensors[part]
         }
+        failpoint("checkpoint share written")
+        return files
+
+    def _write_rest(
+        self,
+        folder: Path,
+        written: Sequence[tuple[dict[str, Any], dict[str, list[str]]]],
+        written_by: Mapping[str, int],
+    ) -> int:
+        for part, names in self.names.items():
+            require_each_once(names, [each.get(part, []) for _, each in written], part)
+        files = {name: entry for each, _ in written for name, entry in each.items()}
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
         manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, **written_by, "files": files}
         manifest["verified"] = self.verified is not None
@@ -131,16 +181,33 @@ class FrozenSnapshot:
         return sum(each["bytes"] for each in [*files.values(), last])
 
 
-def read_snapshot(path: Path) -> Snapshot:
+def read_snapshot(path: Path, read: Callable[[Path], dict[str, Tensor]] = read_tensors) -> Snapshot:
     """Read one checkpoint's folder.
+
+    Args:
+        path: the folder.
+        read: a function that gives the tensors of one of its files.
 
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
     """
-    text = _read_text(path, PARTS)
-    found = Snapshot(text["step"], *(_read_part(path, part, text) for part in PARTS))
+    text, files = _read_text(path, PARTS)
+    found = Snapshot(text["step"], *(_read_part(path, part, text, files, read) for part in PARTS))
     _require_digests(path, {part: getattr(found, part) for part in DIGESTED})
     return found
+
+
+def read_some(path: Path, cut: Callable[[Snapshot], Snapshot]) -> Snapshot:
+    """Read what a process needs of one checkpoint's folder, without room for all of it.
+
+    Args:
+        path: the folder.
+        cut: a function that leaves a part of a snapshot, whose tensors lie in the files.
+
+    Raises:
+        CheckpointError: a file is missing, cut off or changed; names it.
+    """
+    return cut(read_snapshot(path, mapped_tensors)).copied()
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -149,7 +216,7 @@ def read_model(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
     """
-    found: dict[str, Any] = _read_part(path, "model", _read_text(path, ["model"]))
+    found: dict[str, Any] = _read_part(path, "model", *_read_text(path, ["model"]))
     _require_digests(path, {"model": found})
     return found
 
@@ -175,10 +242,14 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _read_text(path: Path, parts: Iterable[str]) -> dict[str, Any]:
-    """What ``state.json`` says, once it and these parts' tensors are known to be whole."""
+def _read_text(path: Path, parts: Iterable[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """What ``state.json`` says, once it and these parts' tensors are known to be whole; and the files of each part."""
     listed = _read_manifest(path)
-    for name in (STATE, *(f"{part}.safetensors" for part in parts)):
+    files: dict[str, list[str]] = {part: [f"{part}.safetensors"] for part in parts}
+    for name in listed:
+        if (match := _FILE.fullmatch(name)) and match[2] and match[1] in files:
+            files[match[1]].append(name)
+    for name in (STATE, *chain.from_iterable(files.values())):
         if name not in listed:
             raise CheckpointError(f"{path / MANIFEST} does not list {name}: it is no whole checkpoint")
         _check(path / name, *listed[name])
@@ -188,12 +259,24 @@ def _read_text(path: Path, parts: Iterable[str]) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
     if type(text.get("step")) is not int or any(part not in text for part in parts):
         raise CheckpointError(f"{path / STATE} lacks the step, or the model: it is no whole checkpoint")
-    return text
+    return text, files
 
 
-def _read_part(path: Path, part: str, text: Mapping[str, Any]) -> Any:
+def _read_part(
+    path: Path,
+    part: str,
+    text: Mapping[str, Any],
+    files: Mapping[str, Sequence[str]],
+    read: Callable[[Path], dict[str, Tensor]] = read_tensors,
+) -> Any:
+    tensors: dict[str, Tensor] = {}
     try:
-        return unflatten(text[part], read_tensors(path / f"{part}.safetensors"))
+        for name in files[part]:
+            found = read(path / name)
+            if twice := sorted(found.keys() & tensors.keys()):
+                raise CheckpointError(f"{short(twice[0])} is in {name} and in another file")
+            tensors |= found
+        return unflatten(text[part], tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: its {part} cannot be read: {error}") from error
 

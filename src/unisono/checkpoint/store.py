@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from unisono.checkpoint.share import WHOLE, Share
 from unisono.checkpoint.snapshot import (
     MANIFEST,
     Digests,
@@ -25,7 +26,8 @@ from unisono.checkpoint.snapshot import (
     sync_folder,
 )
 from unisono.checkpoint.writer import Writer, origin
-from unisono.errors import CheckpointError, Superseded, UnisonoWarning
+from unisono.errors import CheckpointError, Superseded, UnisonoWarning, WorkerLost
+from unisono.received import value_of
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]
 
@@ -71,13 +73,14 @@ class CheckpointStore:
         """The steps there are checkpoints of, whole or not, oldest first."""
         return sorted({step for step, _ in _checkpoints(self._folder)})
 
-    def save(self, snapshot: Snapshot, verified: Digests | None = None) -> None:
-        """Copy a snapshot now and write it in the background.
+    def save(self, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> None:
+        """Copy a snapshot now and write it in the background. With others, each of which has a store, if it is a share.
 
         Args:
             snapshot: the state to save.
             verified: digests of it on which all workers have agreed. What was written gets its name only if they are
                 still those of the copy.
+            share: this process's share of it.
 
         One is written at a time: the next waits for it, so there is never more than one copy of the state. If it
         cannot be written (a full disk, say), a warning says so at the next call of a method here; the checkpoints
@@ -86,24 +89,27 @@ class CheckpointStore:
         Raises:
             CheckpointError: the state holds something that cannot be kept; names it.
             Superseded: the job goes on without this worker.
+            WorkerLost: another process that writes a share is gone.
         """
         self.wait()
-        if self._rights is not None and (why := self._rights.obstacle()):
-            self._tell("checkpoint failed", step=snapshot.step, error=why)
-            warnings.warn(f"no checkpoint of step {snapshot.step} is written: {why}", UnisonoWarning, stacklevel=3)
+        why = self._rights.obstacle() if share.is_first and self._rights is not None else ""
+        if share.gather(why)[0]:
+            if share.is_first:
+                self._tell("checkpoint failed", step=snapshot.step, error=why)
+                warnings.warn(f"no checkpoint of step {snapshot.step} is written: {why}", UnisonoWarning, stacklevel=3)
             return
         begun = perf_counter()
-        self._pending = self._written(FrozenSnapshot.of(snapshot, verified), begun)
+        self._pending = self._written(FrozenSnapshot.of(snapshot, verified, share), share, begun)
 
-    def _written(self, frozen: FrozenSnapshot, begun: float) -> Future[str | None]:
+    def _written(self, frozen: FrozenSnapshot, share: Share, begun: float) -> Future[str | None]:
         """Have it written in the background, or now if the process exits: no thread takes anything more then."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
         try:
-            return self._writer.submit(self._write, frozen, begun)
+            return self._writer.submit(self._write, frozen, share, begun)
         except RuntimeError:
             now: Future[str | None] = Future()
-            now.set_result(self._write(frozen, begun))
+            now.set_result(self._write(frozen, share, begun))
             return now
 
     def wait(self) -> None:
@@ -127,16 +133,19 @@ class CheckpointStore:
                     self._discard(path)
                     self._tell("checkpoint discarded", step=each, reason="audits have not confirmed it")
 
-    def newest(self) -> Snapshot | None:
+    def newest(self, read: Callable[[Path], S] = read_snapshot) -> S | None:  # type: ignore[assignment]
         """The newest whole checkpoint; None if there is none at all.
 
         Damaged ones are passed over with a warning that names the file.
+
+        Args:
+            read: a function that reads one of a folder.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged; lists them.
         """
         self.wait()
-        return _newest(self._folder, read_snapshot, self._tell)
+        return _newest(self._folder, read, self._tell)
 
     def close(self) -> None:
         """Finish what is being written; warn if that failed."""
@@ -147,40 +156,52 @@ class CheckpointStore:
                 self._writer.shutdown()
                 self._writer = None
 
-    def _write(self, frozen: FrozenSnapshot, begun: float) -> str | None:
-        """Write one, and remove what is too old; returns what went wrong, in words."""
+    def _write(self, frozen: FrozenSnapshot, share: Share, begun: float) -> str | None:
+        """Write one, and remove what is too old; returns what went wrong, in words, where somebody is to hear it."""
         try:
-            written = self._place(frozen)
-        except Superseded as error:
+            written = self._place(frozen, share)
+        except (Superseded, WorkerLost) as error:
             return f"the checkpoint of step {frozen.step} was not written: {error}"
         except (OSError, CheckpointError) as error:
+            if not share.is_first:
+                return None
             self._tell("checkpoint failed", step=frozen.step, error=str(error))
             return (
                 f"the checkpoint of step {frozen.step} could not be written: {error}. Training goes on, and the "
                 f"checkpoints before it are as they were; make room, or lower keep="
             )
         self.seconds = perf_counter() - begun
+        if not share.is_first:
+            return None
         about = {} if frozen.verified is None else {"verified": True}
         self._tell("checkpoint", step=frozen.step, bytes=written, seconds=round(self.seconds, 6), **about)
         return self._remove_older(frozen.step)
 
-    def _place(self, frozen: FrozenSnapshot) -> int:
-        temporary, target = self._temporary(), self._path(frozen.step)
-        spare = target.with_name(f"{target.name}.old")
+    def _place(self, frozen: FrozenSnapshot, share: Share) -> int:
+        temporary = self._temporary()
         try:
-            temporary.mkdir(parents=True)
-            written = frozen.write(temporary, {} if self._rights is None else self._rights.about)
+            (made, *_) = share.together(lambda: self._made(temporary) if share.is_first else "")
+            about = {} if self._rights is None else self._rights.about
+            written = frozen.write(Path(value_of(str, made, "a folder")), share, about)
             frozen.require_verified()
-            with self._placing():
-                if target.exists():
-                    # One of the two is under a name that is looked at, whenever this process ends.
-                    self._discard(spare)
-                    target.rename(spare)
-                temporary.rename(target)
-            sync_folder(self._folder)
+            share.together(lambda: self._rename(temporary, self._path(frozen.step)) if share.is_first else None)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return written
+
+    def _made(self, temporary: Path) -> str:
+        temporary.mkdir(parents=True)
+        return str(temporary)
+
+    def _rename(self, temporary: Path, target: Path) -> None:
+        spare = target.with_name(f"{target.name}.old")
+        with self._placing():
+            if target.exists():
+                # One of the two is under a name that is looked at, whenever this process ends.
+                self._discard(spare)
+                target.rename(spare)
+            temporary.rename(target)
+        sync_folder(self._folder)
 
     def _remove_older(self, step: int) -> str | None:
         # Newer ones are those that were too damaged to go on from: they do not count.

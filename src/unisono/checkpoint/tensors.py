@@ -7,31 +7,45 @@ owner can read, and in older releases copies everything once more. It is the lib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from warnings import catch_warnings, filterwarnings
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from unisono.checkpoint.layout import KEPT, require_values
+from unisono.checkpoint.share import copied
 from unisono.errors import CheckpointError
-from unisono.received import short
+from unisono.received import parse_json, short
 
 
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor | None] = copied) -> dict[str, Tensor]:
     """Copies on the CPU that lie row by row, the largest elements first, as safetensors wants them.
+
+    Args:
+        tensors: tensors by name.
+        copy: a function that makes the copy of one; None for what is left out.
 
     Raises:
         CheckpointError: a dtype that safetensors does not have; names the tensor.
+    """
+    require_kept(tensors)
+    ordered = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    return {name: made for name in ordered if (made := copy(tensors[name])) is not None}
+
+
+def require_kept(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a dtype that safetensors does not have.
+
+    Raises:
+        CheckpointError: names the tensor.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in KEPT:
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in KEPT)
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which cannot be kept: use one of {kinds}")
-    ordered = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    return {
-        name: tensors[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for name in ordered
-    }
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -59,8 +73,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: it cannot be read; says why.
     """
-    # The library maps the file into memory. A copy stays what it is if the file goes.
-    return {name: tensor.clone() for name, tensor in _checked(path.name, lambda: load_file(path)).items()}
+    # A copy stays what it is if the file goes.
+    return {name: tensor.clone() for name, tensor in mapped_tensors(path).items()}
+
+
+def mapped_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file where they lie in it: to be read, and not to be written to.
+
+    They take no memory that the system could not take back. The file has to stay as it is.
+
+    Raises:
+        CheckpointError: it cannot be read; says why.
+    """
+    return _checked(path.name, lambda: _mapped(path))
 
 
 def tensors_of(data: bytes) -> dict[str, Tensor]:
@@ -91,3 +116,25 @@ def _checked(what: str, load: Callable[[], dict[str, Tensor]]) -> dict[str, Tens
             raise CheckpointError(f"{what} cannot be read: {short(name)} has the dtype {tensor.dtype}")
         require_values(tensor)
     return found
+
+
+_NAMED = {name: dtype for dtype, name in KEPT.items()}
+
+
+def _mapped(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, "np") as file:  # which checks that tensors fill the file
+        names = file.keys()
+    with catch_warnings():
+        filterwarnings("ignore", message=".*not writable")
+        data = torch.from_numpy(np.memmap(path, np.uint8, "r"))
+    begin = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+    header = parse_json(data[8:begin].numpy().tobytes())
+    return {name: _tensor(data[begin:], **header[name]) for name in names}
+
+
+def _tensor(data: Tensor, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+    if dtype not in _NAMED:
+        raise ValueError(f"a tensor has the dtype {dtype}")
+    piece = data[slice(*data_offsets)]
+    is_aligned = piece.storage_offset() % _NAMED[dtype].itemsize == 0
+    return (piece if is_aligned else piece.clone()).view(_NAMED[dtype]).reshape(shape)

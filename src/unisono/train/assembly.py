@@ -132,7 +132,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
         opened: what was opened for it.
     """
     job, device, membership, checkpoints = config.job, config.device, opened.membership, opened.checkpoints
-    if not membership.joins and membership.workers.is_main:
+    if not membership.joins and membership.workers.rank == 0:
         checkpoints.begin_writing()
     base = _base(config, opened)
     made = _computing(base)

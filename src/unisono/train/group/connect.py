@@ -156,14 +156,24 @@ def connect_devices(config: RunConfig, rendezvous: Rendezvous, mesh: Mesh) -> De
 
 def mesh_of(config: RunConfig, rendezvous: Rendezvous) -> Mesh:
     """The devices of this worker as long as there is the worker."""
-    return Mesh(partial(_form_mesh, config, rendezvous), partial(_speaking, config.device))
+    return Mesh(partial(_form_mesh, config, rendezvous), partial(_speaking, config.device), _speaking_beside)
 
 
-def _speaking(device: torch.device, mesh: DeviceMesh) -> Workers:
+def _speaking(device: torch.device, mesh: DeviceMesh, group: dist.ProcessGroup | None = None) -> Workers:
     rank, count = mesh.get_local_rank(), mesh.size()
     generation = Generation(1, rank, Split.even(count, count))
-    group = mesh.get_group()._get_backend(device)
-    return Workers(generation, ProcessGroupTransport(group, rank, generation.split, device, None))
+    backend = (group or mesh.get_group())._get_backend(device)
+    return Workers(generation, ProcessGroupTransport(backend, rank, generation.split, device, None))
+
+
+SLOWEST = timedelta(hours=1)
+"""For a device to write its share of a checkpoint, while the others wait for it."""
+
+
+def _speaking_beside(mesh: DeviceMesh) -> Workers:
+    with _on_loopback():
+        group = dist.new_group(timeout=SLOWEST, backend="gloo")
+    return _speaking(torch.device("cpu"), mesh, group)
 
 
 def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:

@@ -103,6 +103,7 @@ class Mesh:
     Args:
         form: a function that makes it; collective.
         speak: a function that gives the devices their verbs in it.
+        speak_beside: a function that gives them verbs in a group beside it; collective.
 
     Attributes:
         losses: the device that computes the losses of all shards, in stages with the others; None where each computes
@@ -110,8 +111,13 @@ class Mesh:
         is_parallel: whether all devices compute each shard, in tensor parallel with each other.
     """
 
-    def __init__(self, form: Callable[[], DeviceMesh], speak: Callable[[DeviceMesh], Verbs]) -> None:
-        self._form, self._speak = form, speak
+    def __init__(
+        self,
+        form: Callable[[], DeviceMesh],
+        speak: Callable[[DeviceMesh], Verbs],
+        speak_beside: Callable[[DeviceMesh], Verbs],
+    ) -> None:
+        self._form, self._speak, self._speak_beside = form, speak, speak_beside
         self.losses: int | None = None
         self.is_parallel = False
 
@@ -124,6 +130,11 @@ class Mesh:
     def verbs(self) -> Verbs:
         """The verbs among the devices. Collective, the first time."""
         return self._speak(self.mesh)
+
+    @cached_property
+    def writing(self) -> Verbs:
+        """The verbs for those who write checkpoints, while the others are in use. Collective, the first time."""
+        return self._speak_beside(self.mesh)
 
     @property
     def waits(self) -> bool:

@@ -88,17 +88,15 @@ def whole_gradient(parameter: Tensor) -> Tensor:
 
 
 def cut_like(held: Tensor, value: Tensor) -> Tensor:
-    """This device's slice of a whole tensor, cut as another one; all of it, if that has another shape."""
+    """This device's slice of a whole tensor, cut as another one; all of it, if that has another shape. No copy."""
     if value.shape != held.shape:
         return value
     mesh: Any = held.device_mesh  # type: ignore[attr-defined]
     (placement,) = held.placements  # type: ignore[attr-defined]
     if not placement.is_shard():
-        return value.clone()
+        return value
     chunks, rank = value.chunk(mesh.size(), placement.dim), mesh.get_local_rank()
-    return (chunks[rank] if rank < len(chunks) else value.narrow(placement.dim, 0, 0)).clone(
-        memory_format=torch.contiguous_format
-    )
+    return chunks[rank] if rank < len(chunks) else value.narrow(placement.dim, 0, 0)
 
 
 def slice_module(module: nn.Module, mesh: DeviceMesh, gathering: Any, **options: Any) -> None:

@@ -127,12 +127,9 @@ class Staging:
         found: Tensor = self._broadcast(tensor.detach() if owner == self.placement.rank else None, owner)
         return found
 
-    def merged(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by name of all devices together. Collective."""
-        found: dict[str, Any] = {}
-        for device in range(self.placement.devices):
-            found |= self._broadcast(dict(values) if device == self.placement.rank else None, device)
-        return found
+    def told(self, value: Any) -> Iterator[Any]:
+        """What each device has to say, in their order. Collective."""
+        return (self._broadcast(value, device) for device in range(self.placement.devices))
 
     @contextmanager
     def computing(self, block: int, received: Received | None) -> Iterator[None]:

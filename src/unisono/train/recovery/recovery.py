@@ -23,7 +23,7 @@ from unisono.train.model.update import hyperparameters_of, replaced_hyperparamet
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending, Requests
-from unisono.train.state.sliced_state import whole_state
+from unisono.train.state.sliced_state import share_of
 from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
@@ -120,9 +120,11 @@ class Snapshots:
     def _save(self, verified: Digests | None, *, wait: bool = False) -> bool:
         found, prepared = self.take(), self._trained.require_prepared()
         prepared.require_forms()
-        if self._membership.workers.devices.count > 1:  # the workers have agreed on slices
-            found, verified = whole_state(prepared, found), None
-        return self._checkpoints.save(found, verified, wait=wait)
+        devices = self._membership.workers.devices
+        if devices.count == 1 or self._checkpoints.store is None:
+            return self._checkpoints.save(found, verified, wait=wait)
+        whole, share = share_of(prepared, found, devices)
+        return self._checkpoints.save(whole, None, share, wait=wait)  # the workers have agreed on slices
 
     def _is_cut(self) -> bool:
         """Whether the run was cut short where it stands, and that state is on disk."""
@@ -220,7 +222,7 @@ class Recovery(Recovers):
         self._requests.regroup = False
         self._integrity.known.cleared = []  # ranks mean other workers from now on
         self._steps.make()
-        if self._membership.workers.is_main:
+        if self._membership.workers.rank == 0:
             self._checkpoints.begin_writing()
         self._listeners.tell(lambda one: one.renewed())
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
-from unisono.checkpoint.snapshot import Digests
+from unisono.checkpoint.share import WHOLE, Share
+from unisono.checkpoint.snapshot import Digests, read_some
 from unisono.checkpoint.store import CheckpointStore, Snapshot
 from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import CheckpointError, JobError, JobMismatch
@@ -22,7 +23,7 @@ from unisono.train.group.workers import Workers
 
 @dataclass(slots=True)
 class Checkpoints:
-    """The checkpoints of one run. Only the main worker has a store.
+    """The checkpoints of one run. Only the main worker has a store, on each of its devices.
 
     Attributes:
         open_store: a function that opens the store in the run folder.
@@ -51,12 +52,20 @@ class Checkpoints:
         """Whether one is to be written now that ``step`` steps are committed."""
         return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
 
-    def save(self, snapshot: Snapshot, verified: Digests | None = None, *, wait: bool = False) -> bool:
+    def save(
+        self,
+        snapshot: Snapshot,
+        verified: Digests | None = None,
+        share: Share = WHOLE,
+        *,
+        wait: bool = False,
+    ) -> bool:
         """Write one, in the background unless ``wait``.
 
         Args:
             snapshot: the state.
             verified: digests of it on which all workers have agreed, if they have compared it.
+            share: this device's share of it.
             wait: until it is on disk.
 
         Returns:
@@ -66,7 +75,7 @@ class Checkpoints:
         if self.store is None:
             return True
         failpoint("checkpoint captured")
-        self.store.save(snapshot, verified)
+        self.store.save(snapshot, verified, share)
         failpoint("checkpoint kept")
         if wait:
             self.store.wait()
@@ -83,12 +92,19 @@ class Checkpoints:
             workers: the workers that get it.
             cut: a function that leaves a device what it holds of a snapshot.
         """
-        newest = self.store.newest() if self.store is not None else None
-        tree = None if newest is None else as_tree(newest)
-        if workers.devices.count > 1:
-            whole = workers.devices.inside.broadcast(tree)
-            tree = None if whole is None else as_tree(cut(as_snapshot(whole)))
-        tree = workers.broadcast(tree)
+
+        def read(path: Path) -> Snapshot:
+            return read_some(path, lambda whole: cut(as_snapshot(as_tree(whole))))
+
+        store = self.store
+        found: tuple[str, Snapshot] | None = None
+        if store is not None and workers.is_main:
+            found = store.newest(lambda path: (str(path), read(path)))
+        # Its other devices read what they hold by themselves: nobody needs room for all of it.
+        path, own = workers.devices.first(found and found[0]), found and found[1]
+        if path is not None and own is None:
+            own = read(Path(path))
+        tree = workers.broadcast(None if own is None else as_tree(own))
         self.written = tree is not None  # a run that goes on from a checkpoint leaves one, too
         return None if tree is None else as_snapshot(tree)
 

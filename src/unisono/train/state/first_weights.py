@@ -61,7 +61,7 @@ class FirstWeights:
             resumes: whether there may be a checkpoint to go on from.
         """
         shared = shared_weights(workers, prepared)
-        found = self._checkpoints.newest(workers, partial(sliced_state, prepared)) if resumes else None
+        found = self._checkpoints.newest(workers, partial(sliced_state, prepared, workers.devices)) if resumes else None
         if found is not None:
             where = f"the checkpoint of step {found.step} in {self._folder.path}"
             with restoring(found, "fingerprint of its job"):

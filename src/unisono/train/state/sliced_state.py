@@ -6,11 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
+from unisono.checkpoint.codec import flatten, unflatten
+from unisono.checkpoint.layout import empty_as, form_of
+from unisono.checkpoint.share import Share, copied
 from unisono.checkpoint.store import Snapshot
+from unisono.received import value_of
+from unisono.train.group.devices import Devices
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import cut_like, held_whole, is_sliced, whole_like
 from unisono.train.model.stage_optimizers import groups_of
@@ -18,15 +23,24 @@ from unisono.train.model.staging import Staging, staging_of
 from unisono.train.state.state import VERSIONS
 
 
-def whole_state(prepared: Prepared, snapshot: Snapshot) -> Snapshot:
-    """A snapshot of what this device holds with all that others hold, on the CPU. Collective among the devices."""
+def share_of(prepared: Prepared, snapshot: Snapshot, devices: Devices) -> tuple[Snapshot, Share]:
+    """A snapshot of what all devices of this worker hold, and which of it this one writes. Collective among them.
+
+    What other devices write is on the meta device. No device needs room for more than it writes, and one whole tensor.
+    """
+    gather = devices.mesh.writing.gather_json
     if (staging := staging_of(prepared.modules)) is not None:
-        return _joined(staging, prepared, snapshot)
-    return _mapped(prepared, snapshot, lambda sliced, value: whole_like(sliced, value).cpu())
+        joined, copy = _joined(staging, prepared, snapshot)
+        return joined, Share(devices.rank, copy, gather)
+    whole = _Wholes(devices.rank, devices.count)
+    found = _mapped(prepared, snapshot, whole.place_of)
+    return replace(found, state=found.state if devices.is_first else {}), Share(devices.rank, whole.copy, gather)
 
 
-def sliced_state(prepared: Prepared, snapshot: Snapshot) -> Snapshot:
-    """The inverse: a whole snapshot with what this device holds. What is of another model stays as it is."""
+def sliced_state(prepared: Prepared, devices: Devices, snapshot: Snapshot) -> Snapshot:
+    """What this device holds of a whole snapshot. What is of another model stays as it is."""
+    if devices.count == 1:
+        return snapshot
     if (staging := staging_of(prepared.modules)) is not None:
         return _own(staging, prepared, snapshot)
     return _mapped(prepared, snapshot, cut_like)
@@ -36,12 +50,15 @@ def _mapped(prepared: Prepared, snapshot: Snapshot, change: Callable[[Tensor, Te
     held = {
         prefix + name: value
         for prefix, module in prefixed(prepared.modules)
-        for name, value in module.state_dict().items()
+        for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and is_sliced(value)
     }
-    model = type(snapshot.model)(snapshot.model)
+    model, changed = type(snapshot.model)(snapshot.model), dict[int, Tensor]()
     for name, value in snapshot.model.items():
-        model[name] = change(held[name], value) if name in held else value
+        if (whole := held.get(name)) is not None:
+            if id(whole) not in changed:  # tied weights are one
+                changed[id(whole)] = change(whole, value)
+            model[name] = changed[id(whole)]
     if (versions := getattr(snapshot.model, VERSIONS, None)) is not None:
         setattr(model, VERSIONS, versions)
     optimizers = [_optimizer(*pair, change) for pair in zip(prepared.optimizers, snapshot.optimizer, strict=False)]
@@ -49,10 +66,14 @@ def _mapped(prepared: Prepared, snapshot: Snapshot, change: Callable[[Tensor, Te
 
 
 def _optimizer(optimizer: Optimizer, kept: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    if not isinstance(kept, dict) or not isinstance(kept.get("state"), dict):
+        return kept  # of no optimizer of torch's, and refused as such
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    def changed(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        sliced = held_whole(parameters[number]) if number < len(parameters) else None
+    def changed(number: Any, values: Any) -> Any:
+        if number not in range(len(parameters)) or not isinstance(values, dict):
+            return values
+        sliced = held_whole(parameters[number])
         return {
             name: change(sliced, value) if sliced is not None and _is_per_element(value) else value
             for name, value in values.items()
@@ -65,10 +86,45 @@ def _is_per_element(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
+class _Wholes:
+    """Tensors of which each device has a slice, each put together on the device that writes it.
+
+    Args:
+        rank: this device's place.
+        count: the number of devices.
+    """
+
+    def __init__(self, rank: int, count: int) -> None:
+        self._rank, self._bytes = rank, [0] * count
+        self._slices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def place_of(self, held: Tensor, value: Tensor) -> Tensor:
+        """What stands for a whole tensor until it is put together."""
+        place = torch.empty(held.shape, dtype=value.dtype, device="meta")
+        self._slices[id(place)] = place, held, value
+        return place
+
+    def copy(self, tensor: Tensor) -> Tensor | None:
+        """A tensor as it is to be written here. What has no slices is written by the first device."""
+        if id(tensor) not in self._slices:
+            return copied(tensor) if self._rank == 0 else None
+        _, held, value = self._slices[id(tensor)]
+        owner = self._bytes.index(min(self._bytes))
+        self._bytes[owner] += tensor.nbytes
+        whole = whole_like(held, value)
+        return copied(whole) if owner == self._rank else None
+
+
 # Stages: each device has some tensors, and all of each.
 
 
-def _joined(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapshot:
+SMALL = 2**14
+"""Bytes of a tensor that all devices are told, and the first one writes."""
+
+
+def _joined(
+    staging: Staging, prepared: Prepared, snapshot: Snapshot
+) -> tuple[Snapshot, Callable[[Tensor], Tensor | None]]:
     (module,) = prepared.modules
     own: dict[str, Any] = {
         "model": dict(snapshot.model),
@@ -79,11 +135,12 @@ def _joined(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapsho
     for number, (optimizer, kept) in enumerate(pairs):
         names = _own_names(staging, optimizer)
         own[f"optimizer {number}"] = {names[place]: values for place, values in kept["state"].items()}
-    found = {name: staging.merged(_on_cpu(values)) for name, values in own.items()}
+    found = {name: _merged(staging, values) for name, values in own.items()}
     model = type(snapshot.model)((name, found["model"][name]) for name in module.state_dict() if name in found["model"])
     setattr(model, VERSIONS, getattr(snapshot.model, VERSIONS, {}))
+    is_first, rank = staging.placement.rank == 0, staging.placement.rank
     state = {
-        **snapshot.state,
+        **(snapshot.state if is_first else {}),
         "transient": found["transient"],
         "trained": [name for name, _ in module.named_parameters() if name in found["trained"]],
         "order": [[name for group in groups_of(one) for name in group] for one in prepared.optimizers],
@@ -92,7 +149,38 @@ def _joined(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapsho
         _regrouped(kept, groups_of(optimizer), found[f"optimizer {number}"])
         for number, (optimizer, kept) in enumerate(pairs)
     ]
-    return replace(snapshot, model=model, optimizer=optimizers, state=state)
+    ours = {
+        tensor.data_ptr() for values in own.values() for tensor in flatten(values)[1].values() if not _is_small(tensor)
+    }
+
+    def copy(tensor: Tensor) -> Tensor | None:
+        is_here = not tensor.is_meta and (rank == 0 or tensor.data_ptr() in ours)
+        return copied(tensor) if is_here else None
+
+    return replace(snapshot, model=model, optimizer=optimizers, state=state), copy
+
+
+def _merged(staging: Staging, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by name of all devices together; large tensors of other devices on the meta device. Collective."""
+    skeleton, tensors = flatten(values)
+    small = {name: tensor for name, tensor in tensors.items() if _is_small(tensor)}
+    forms = {name: form_of(tensor) for name, tensor in tensors.items() if name not in small}
+    found: dict[str, Any] = {}
+    for device, told in enumerate(staging.told([skeleton, forms, small])):
+        if device == staging.placement.rank:
+            found |= values
+            continue
+        skeleton, forms, small = value_of(_TOLD, told, "what a device tells of its stages")
+        hollow = {name: empty_as(form, "meta") for name, form in forms.items()}
+        found |= value_of(dict[str, Any], unflatten(skeleton, hollow | small), "the state of a stage")
+    return found
+
+
+_TOLD = tuple[Any, dict[str, Any], dict[str, Tensor]]
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.nbytes <= SMALL or (tensor.dtype == torch.uint8 and tensor.dim() == 1)  # the bytes of an array
 
 
 def _own(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapshot:
@@ -121,10 +209,6 @@ def _own(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapshot:
 def _own_names(staging: Staging, optimizer: Optimizer) -> list[str]:
     rank = staging.placement.rank
     return [name for group in groups_of(optimizer) for name in group if staging.owner(name) == rank]
-
-
-def _on_cpu(values: Any) -> Any:
-    return tree_map(lambda value: value.detach().cpu() if isinstance(value, Tensor) else value, values)
 
 
 def _regrouped(kept: Any, groups: Sequence[Sequence[str]], by_name: Mapping[str, Any]) -> dict[str, Any]:
