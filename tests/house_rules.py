@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROWS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("study",),
+    ("study", "dashboard"),
     ("launch",),
     ("integrations",),
     ("train",),

@@ -103,6 +103,25 @@ def open_file(path: Path) -> BufferedReader:
     return file
 
 
+def read_part(path: Path, first: int, most: int) -> bytes:
+    """Some bytes of a file, which somebody may be writing just now; none of one that is not there.
+
+    Args:
+        path: the path of the file.
+        first: the number of the first byte.
+        most: the largest number of bytes; fewer are the file's end.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        Unreadable: it is no file.
+    """
+    try:
+        with open_file(path) as file:
+            return os.pread(file.fileno(), most, first)
+    except FileNotFoundError:
+        return b""
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 

@@ -186,7 +186,21 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 # -- who gets in
 
-ROUTES = ("/worker", "/agent", "/health", "/status", "/resize", "/leave", "/stop", "/", "/no", "/../status", "//status")
+RECORD = tuple(f"/record/{name}" for name in service.READABLE)
+ROUTES = (
+    "/worker",
+    "/agent",
+    "/health",
+    "/status",
+    "/resize",
+    "/leave",
+    "/stop",
+    "/",
+    "/no",
+    "/../status",
+    "//status",
+    *RECORD,
+)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW")
 
 

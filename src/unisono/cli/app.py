@@ -97,6 +97,12 @@ def _of_running_jobs(app: typer.Typer) -> None:
         app.command(command.__name__, cls=RemoteCommand)(command)
 
 
+def _page(app: typer.Typer) -> None:
+    from unisono.cli.page import page
+
+    app.command("page")(page)
+
+
 def _doctor(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
@@ -139,6 +145,7 @@ COMMANDS = {
     "run": _run,
     "join": _join,
     **dict.fromkeys(("status", "resize", "leave", "stop"), _of_running_jobs),
+    "page": _page,
     "doctor": _doctor,
     "keys": _keys,
     "replay": _replay,

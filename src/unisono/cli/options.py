@@ -257,6 +257,9 @@ FaultScript = Annotated[
 RestartOnError = Annotated[
     bool, typer.Option("--restart-on-error", help="Elastic: replace a worker also after an exception in its script.")
 ]
+WithPage = Annotated[
+    bool, typer.Option("--page", help="Show the job in a browser, too: prints a link; the same as unisono page later.")
+]
 FailureTimeout = Annotated[float, typer.Option(help="Elastic: seconds of silence after which a worker counts as lost.")]
 WarmStart = Annotated[
     bool,

@@ -1,6 +1,8 @@
 """``unisono run``: start the workers of a job on this host."""
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from unisono.cli.options import (
     ScriptName,
     TlsCert,
     TlsKey,
+    WithPage,
     WorkerRange,
     grouped,
 )
@@ -61,7 +64,7 @@ class ClusterOptions:
         if self.engine is not None and any(one is not None for one in others):
             raise JobError(
                 f"--on {self.engine} starts all workers: "
-                "--hosts, --here, --coordinator, --tls-cert and --tls-key are not for it"
+                "--hosts, --here, --coordinator, --tls-cert, --tls-key and --page are not for it"
             )
 
 
@@ -84,6 +87,7 @@ def run(
     hosts: HostOptions,
     faults: FaultScript = None,
     cluster: ClusterOptions,
+    page: WithPage = False,
     dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
@@ -92,7 +96,7 @@ def run(
     has several hosts, and with --coordinator others may join.
     """
     given = None if workers is None else Range.read(workers)
-    cluster.check(here, coordinator, tls_cert, tls_key, hosts.hosts)
+    cluster.check(here, coordinator, tls_cert, tls_key, hosts.hosts, page or None)
     placement = hosts.placement(given)
     wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
     fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
@@ -127,7 +131,8 @@ def run(
         for line in () if placement is None else hosts.lines(placement, elastic, _run_dir(settings)):
             typer.echo(line)
         return
-    raise typer.Exit(start_elastic(elastic, placement, hosts) if is_elastic else start(settings))
+    beside = _page_of if page else _no_page
+    raise typer.Exit(start_elastic(elastic, placement, hosts, beside) if is_elastic else start(settings, beside))
 
 
 def _shown(settings: LaunchSettings, *, is_elastic: bool) -> str:
@@ -150,8 +155,26 @@ def _fault_injection(script: Path) -> dict[str, str]:
     return {"UNISONO_PLUGINS": plugins, SCRIPT: os.path.abspath(script)}  # noqa: PTH100 (as for the run folder)
 
 
-def start(settings: LaunchSettings) -> int:
+Beside = Callable[[Path, Terminal], AbstractContextManager[object]]
+"""Something that is there as long as a job runs: of its run folder, and the terminal that shows it."""
+
+
+def _no_page(run_dir: Path, terminal: Terminal) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def _page_of(run_dir: Path, terminal: Terminal) -> AbstractContextManager[object]:
+    from unisono.dashboard.beside import page_beside
+
+    return page_beside(run_dir, terminal.say)
+
+
+def start(settings: LaunchSettings, beside: Beside = _no_page) -> int:
     """Run a job to its end and say how it ended.
+
+    Args:
+        settings: the settings of the launch.
+        beside: what is there as long as it runs.
 
     Returns:
         the exit code.
@@ -163,7 +186,8 @@ def start(settings: LaunchSettings) -> int:
     folder = open_folder(settings.run_dir, settings.script.stem)
     terminal = Terminal.of_this_process()
     terminal.say(f"{settings.workers} worker{'s' if settings.workers > 1 else ''}, run folder {folder.path}")
-    outcome: Outcome = launch(settings, folder, terminal)
+    with beside(folder.path, terminal):
+        outcome: Outcome = launch(settings, folder, terminal)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code
 
@@ -190,13 +214,16 @@ def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
     return int(ended.exit_code)
 
 
-def start_elastic(settings: ElasticSettings, placement: HostPlan | None, hosts: HostOptions) -> int:
+def start_elastic(
+    settings: ElasticSettings, placement: HostPlan | None, hosts: HostOptions, beside: Beside = _no_page
+) -> int:
     """Run an elastic job to its end and say how it ended.
 
     Args:
         settings: the settings of the job.
         placement: the hosts that are reached over ssh; None if there are none.
         hosts: the options with which they are reached.
+        beside: what is there as long as it runs.
 
     Returns:
         the exit code.
@@ -214,6 +241,7 @@ def start_elastic(settings: ElasticSettings, placement: HostPlan | None, hosts: 
         begin = f", {settings.launch.workers} of them here"
     terminal.say(f"{settings.workers} workers{begin}, run folder {folder.path}")
     others = None if placement is None else hosts.agents(placement, settings, folder, terminal)
-    outcome = run_agent(settings, folder, terminal, others=others)
+    with beside(folder.path, terminal):
+        outcome = run_agent(settings, folder, terminal, others=others)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code

@@ -82,6 +82,7 @@ class Coordinator:
         journal: Callable[[Path], Journal] = Journal,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
+        self.run_folder = run_folder
         self.values = KeyValue(self._keep)
         self._changed = changed
         self._workers: dict[str, Peer] = {}

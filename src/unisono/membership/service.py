@@ -20,6 +20,7 @@ from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
+from unisono.received import read_part, whole_number
 
 # What waits to be sent on one connection: whoever reads slowly makes nobody else wait.
 
@@ -76,6 +77,12 @@ FAREWELL_S = 5.0
 SHORTEST_WAIT_S = 0.005
 
 
+READABLE = ("journal.jsonl", "metrics.jsonl", "job.json", "result.json")
+"""Files of the run folder that who has the token may read from elsewhere."""
+
+LARGEST_PART = 2**25
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -120,6 +127,7 @@ class Service:
             WebSocketRoute("/agent", self._agent),
             Route("/health", self._health, methods=["GET"]),
             Route("/status", self._status, methods=["GET"]),
+            *(Route(f"/record/{name}", self._record, methods=["GET"]) for name in READABLE),
             Route("/resize", self._resize, methods=["POST"]),
             Route("/leave", self._leave, methods=["POST"]),
             Route("/stop", self._stop, methods=["POST"]),
@@ -204,6 +212,18 @@ class Service:
 
     async def _status(self, request: Request) -> Response:
         return JSONResponse(self._coordinator.status())
+
+    async def _record(self, request: Request) -> Response:
+        """Some bytes of what the job has written down, for a page on another host."""
+        first, most = (whole_number(request.query_params.get(name, "")) for name in ("first", "most"))
+        if first is None or most is None or not (first >= 0 and 0 < most <= LARGEST_PART):
+            return _refused(400, JobError(f"say first, and most: up to {LARGEST_PART} bytes"))
+        path = self._coordinator.run_folder / request.url.path.rpartition("/")[2]
+        try:
+            data = await asyncio.to_thread(read_part, path, first, most)
+        except (OSError, Unreadable) as error:
+            return _refused(404, error)
+        return Response(data, media_type="application/octet-stream")
 
     async def _resize(self, request: Request) -> Response:
         try:

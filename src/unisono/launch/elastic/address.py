@@ -196,20 +196,35 @@ class Control:
         """All leave, with a checkpoint: the job can be started again."""
         return self._ask("POST", "/stop", {})
 
+    def record(self, name: str, first: int, most: int) -> bytes:
+        """Some bytes of a file of the coordinator's run folder: what was written down of the job.
+
+        Args:
+            name: ``journal.jsonl``, ``metrics.jsonl``, ``job.json`` or ``result.json``.
+            first: the number of the first byte.
+            most: the largest number of bytes; fewer are the file's end, or that there is none.
+        """
+        status, data = self._answer("GET", f"/record/{name}?first={first}&most={most}")
+        if status >= 400:
+            raise JobError(_refusal(status, _object(status, data)))
+        return data
+
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return _understood(*self._answer(method, path, body))
+
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
         try:
             with closing(self._connection()) as connection:
                 connection.request(method, path, None if body is None else json.dumps(body), headers)
                 answer = connection.getresponse()
-                status, text = answer.status, answer.read(LARGEST_ANSWER)
+                return answer.status, answer.read(LARGEST_ANSWER)
         except ssl.SSLCertVerificationError as error:
             raise distrusted(self.address, error) from error
         except (OSError, http.client.HTTPException) as error:
             raise LaunchError(
                 f"the coordinator at {self.address.url} does not answer ({error}): does the job still run?"
             ) from error
-        return _understood(status, text)
 
     def _connection(self) -> http.client.HTTPConnection:
         # Not urllib: it would go by the proxies of the environment, and this is the job's own business.
@@ -221,13 +236,21 @@ class Control:
         return http.client.HTTPSConnection(host, port, timeout=PATIENCE_S, context=context)
 
 
-def _understood(status: int, text: bytes) -> dict[str, Any]:
+def _object(status: int, text: bytes) -> dict[str, Any]:
     try:
-        found = parse_object(text)
+        return parse_object(text)
     except Unreadable as error:
         raise LaunchError(f"the coordinator gave an answer ({status}) that is no JSON object") from error
+
+
+def _refusal(status: int, found: Mapping[str, Any]) -> str:
+    return str(found.get("error", f"the coordinator refuses ({status})"))
+
+
+def _understood(status: int, text: bytes) -> dict[str, Any]:
+    found = _object(status, text)
     if status >= 400:
-        raise JobError(str(found.get("error", f"the coordinator refuses ({status})")))
+        raise JobError(_refusal(status, found))
     if not found.keys() >= PARTS:
         raise LaunchError(
             "what answers there is no coordinator of this version of Unisono: it tells no status of a job"

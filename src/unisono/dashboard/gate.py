@@ -1,0 +1,239 @@
+"""The outermost layer of a page: who gets in, and how far."""
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from time import monotonic
+from typing import Any, Literal
+
+from unisono.membership.auth import Rate
+from unisono.membership.token import is_loopback
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+May = Literal["act", "look"]
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-store"),
+]
+PAGE_HEADER = b"x-unisono-page"
+"""What only scripts of this very page can send, and only with what they alone know."""
+
+LARGEST_BODY = 4096
+BODY_S, TAKE_S = 10.0, 20.0
+REQUESTS_PER_S = 50.0
+MOST_SESSIONS = 64
+FRESH_S = 3600.0
+"""Seconds for which a link that nobody has used opens: it may stand in a log."""
+
+
+class Turned(Exception):
+    """Why somebody does not get in.
+
+    Args:
+        status: the status of the answer.
+        reason: the reason, for people.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+@dataclass(frozen=True, slots=True)
+class BrowserSession:
+    """A browser that was let in.
+
+    Attributes:
+        page: the word that its page sends with each request, besides the cookie.
+        may: the right to act, or to look only.
+    """
+
+    page: str
+    may: May
+
+
+class Keys:
+    """The keys of one page, and the sessions that they have opened.
+
+    Args:
+        clock: a clock in seconds.
+
+    Attributes:
+        act: the key to press buttons; it opens once, and within an hour.
+        look: the key to look, as often as anybody likes.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.act, self.look = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self._clock, self._until = clock, clock() + FRESH_S
+        self._sessions: dict[str, BrowserSession] = {}
+
+    def enter(self, key: str) -> tuple[str, BrowserSession] | None:
+        """A new session, and the cookie that stands for it; None for a key that does not open."""
+        is_act, is_look = hmac.compare_digest(key.encode(), self.act.encode()), False
+        if not is_act:
+            is_look = hmac.compare_digest(key.encode(), self.look.encode())
+        if not is_look and (not is_act or self._clock() > self._until):
+            return None
+        if is_act:
+            self._until = float("-inf")
+        self._forget_one()
+        cookie, session = (
+            secrets.token_urlsafe(32),
+            BrowserSession(secrets.token_urlsafe(32), "act" if is_act else "look"),
+        )
+        self._sessions[cookie] = session
+        return cookie, session
+
+    def session(self, cookie: str, page: str) -> BrowserSession | None:
+        """The session of a cookie, if the page is the one to which it was given."""
+        found = self._sessions.get(cookie)
+        return found if found is not None and hmac.compare_digest(found.page.encode(), page.encode()) else None
+
+    def _forget_one(self) -> None:
+        """Of many who look, the oldest has to enter again; who may act never has."""
+        if len(self._sessions) >= MOST_SESSIONS:
+            del self._sessions[next(cookie for cookie, one in self._sessions.items() if one.may == "look")]
+
+
+class Gate:
+    """Lets a request in if it comes from this very page, holds what its session was given, and is within limits.
+
+    Args:
+        app: the application that serves admitted requests. It finds ``may`` in their scope.
+        keys: the keys and sessions.
+        cookie: the name of the cookie.
+        is_open: a function that says whether a method and path need no session.
+        scheme: ``http`` or ``https``.
+        names: further host names and addresses, besides those of loopback, by which the page is known.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        keys: Keys,
+        cookie: str,
+        is_open: Callable[[str, str], bool],
+        scheme: str = "http",
+        names: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app, self._keys, self._cookie, self._is_open = app, keys, cookie, is_open
+        self._scheme, self._names = scheme, names
+        self._rate = Rate(REQUESTS_PER_S)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request through, or answer it here."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check(scope)
+            body = await _body(receive)
+        except Turned as turned:
+            await _answer(scope, send, turned)
+            return
+        await self._app(scope, _again(body, receive), _with_headers(send))
+
+    def _check(self, scope: Scope) -> None:
+        if scope["type"] != "http":
+            raise Turned(400, "a page has no such connections")
+        host = _one(scope, b"host")
+        if not self._is_ours(host):
+            raise Turned(403, "this is not the address of a page")  # a name that somebody pointed here
+        origins = [value for name, value in scope["headers"] if name == b"origin"]
+        own = f"{self._scheme}://{host}".encode()
+        if any(origin.lower() != own.lower() for origin in origins) or (scope["method"] != "GET" and not origins):
+            raise Turned(403, "other pages have no access")
+        session = self._keys.session(_cookie(scope, self._cookie), _one(scope, PAGE_HEADER))
+        if session is not None:
+            if _one(scope, b"sec-fetch-site") not in ("", "same-origin", "none"):
+                raise Turned(403, "other pages have no access")
+            scope["may"] = session.may
+            return
+        if self._rate.take():
+            raise Turned(429, "too many requests")
+        if not self._is_open(scope["method"], scope["path"]):
+            raise Turned(401, "open the page with the link that was printed for it")
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether a ``name:port`` is this page's. The port may be another one's: a tunnel's, say."""
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        name = name.removeprefix("[").removesuffix("]").lower()
+        return is_loopback(name) or name in self._names
+
+
+async def _body(receive: Receive) -> bytes:
+    body, more = b"", True
+    try:
+        async with asyncio.timeout(BODY_S):
+            while more:
+                message = await receive()
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(body) > LARGEST_BODY:
+                    raise Turned(413, f"a request has at most {LARGEST_BODY} bytes")
+    except TimeoutError:
+        raise Turned(408, "the request took too long") from None
+    return body
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    bodies = [body]
+
+    async def read() -> MutableMapping[str, Any]:
+        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await receive()
+
+    return read
+
+
+def _with_headers(send: Send) -> Send:
+    """What is sent has the headers that confine the page, and whoever does not take it is hung up on."""
+
+    async def sent(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *HEADERS]
+        async with asyncio.timeout(TAKE_S):
+            await send(message)
+
+    return sent
+
+
+async def _answer(scope: Scope, send: Send, turned: Turned) -> None:
+    if scope["type"] != "http":
+        await send({"type": "websocket.close"})
+        return
+    body = json.dumps({"error": turned.reason}).encode()
+    about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": turned.status, "headers": [*about, *HEADERS]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _one(scope: Scope, name: bytes) -> str:
+    """The value of a header that is there exactly once; otherwise empty."""
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0].decode("latin-1") if len(values) == 1 else ""
+
+
+def _cookie(scope: Scope, name: str) -> str:
+    try:
+        found = SimpleCookie(_one(scope, b"cookie"))
+    except CookieError:
+        return ""
+    return found[name].value if name in found else ""

@@ -1,0 +1,126 @@
+"""Follows a run for all who look at its page; while nobody does, it does nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from unisono.dashboard.follow import Follower, NewLines
+from unisono.dashboard.run_model import RunModel, Viewed
+from unisono.dashboard.source import JOB, JOURNAL, METRICS, RESULT, RunSource
+from unisono.errors import JobError, LaunchError, Unreadable
+from unisono.received import parse_object
+
+POLL_S = 0.1
+STATUS_S = 1.0
+PACE_S = 0.2
+"""Seconds between two messages to one viewer, at least."""
+
+PULSE_S = 5.0
+"""Seconds after which a viewer hears something, though there is no news."""
+
+LARGEST_FILE = 2**20
+
+
+class Hub:
+    """The run, and the viewers who wait for its news.
+
+    Args:
+        source: the run.
+
+    Attributes:
+        model: what is known of it.
+        viewers: the number of those who look.
+    """
+
+    def __init__(self, source: RunSource) -> None:
+        self.model = RunModel()
+        self.viewers = 0
+        self._source = source
+        self._journal, self._metrics = Follower(JOURNAL), Follower(METRICS)
+        self._watched, self._changed = asyncio.Event(), asyncio.Condition()
+        self._version = 0
+        self._asked_at = -STATUS_S
+
+    async def follow(self) -> None:
+        """Follow the run until it is cancelled."""
+        while True:
+            await self._watched.wait()
+            try:
+                is_behind = await self.look()
+            except (JobError, LaunchError, OSError, Unreadable) as error:
+                self.model.trouble, is_behind = str(error)[:400], False
+                await self._tell()
+                await asyncio.sleep(STATUS_S)
+            await asyncio.sleep(0 if is_behind else POLL_S)
+
+    async def look(self) -> bool:
+        """Look once, and tell the viewers what is new.
+
+        Returns:
+            whether there is more to read at once.
+
+        Raises:
+            JobError: the run cannot be read.
+            LaunchError: its coordinator does not answer.
+        """
+        if not self.model.job:
+            self.model.job = await asyncio.to_thread(self._object, JOB)
+        journal, metrics = await asyncio.to_thread(self._read)
+        self.model.take_journal(journal.lines, anew=journal.anew)
+        self.model.take_metrics(metrics.lines, anew=metrics.anew)
+        is_behind = journal.more or metrics.more
+        is_news = bool(journal.lines or metrics.lines or self.model.trouble or is_behind != self.model.is_behind)
+        self.model.is_behind, self.model.trouble = is_behind, ""
+        if asyncio.get_running_loop().time() - self._asked_at >= STATUS_S or journal.lines:
+            is_news |= await self._ask()
+        if is_news:
+            await self._tell()
+        return is_behind
+
+    async def news(self) -> AsyncIterator[dict[str, Any]]:
+        """All that is known of the run, and then whatever is new, until the viewer goes."""
+        seen, version = Viewed(), -1
+        self.viewers += 1
+        self._watched.set()
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PULSE_S), self._changed:
+                        await self._changed.wait_for(lambda known=version: self._version != known)  # type: ignore[misc]  # of this turn
+                version = self._version
+                yield self.model.news_for(seen)
+                await asyncio.sleep(PACE_S)
+        finally:
+            self.viewers -= 1
+            if not self.viewers:
+                self._watched.clear()
+
+    def _read(self) -> tuple[NewLines, NewLines]:
+        return self._journal.news(self._source.read), self._metrics.news(self._source.read)
+
+    def _object(self, name: str) -> Mapping[str, Any]:
+        data = self._source.read(name, 0, LARGEST_FILE)
+        with suppress(Unreadable):  # it is just being written, or none of ours
+            return parse_object(data) if data else {}
+        return {}
+
+    async def _ask(self) -> bool:
+        """How it stands; whether that is news."""
+        before = self.model.status, self.model.result
+        self._asked_at = asyncio.get_running_loop().time()
+        self.model.result = await asyncio.to_thread(self._object, RESULT)
+        try:
+            self.model.status = await asyncio.to_thread(self._status)
+        except (JobError, LaunchError):  # it is being started again, or has just ended
+            self.model.status = None
+        return before != (self.model.status, self.model.result)
+
+    def _status(self) -> Mapping[str, Any] | None:
+        control = self._source.control()
+        return None if control is None else control.status()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._version += 1
+            self._changed.notify_all()

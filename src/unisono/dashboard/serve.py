@@ -1,0 +1,89 @@
+"""The process that serves a page: ``python -m unisono.dashboard.serve RUN_DIR``. It needs no torch.
+
+It is a process of its own, so that whoever looks at a job takes nothing from it, and listens on loopback.
+"""
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from unisono.dashboard.app import MOST_VIEWERS, Page, page_app
+from unisono.dashboard.gate import Keys
+from unisono.dashboard.source import FolderSource, RunSource
+from unisono.errors import USAGE, JobError, UnisonoError
+from unisono.host.parent_death import end_with_parent
+from unisono.host.signals import ignore_notices
+from unisono.membership.listener import HttpProtocol
+
+NICE = 10
+"""How far it stands back behind those who train."""
+
+FAREWELL_S = 1
+"""Seconds in which those who look learn of a job's end."""
+
+REQUEST_LINE_S = 10.0
+
+
+def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page of a run until a signal ends it. Main thread only.
+
+    Args:
+        source: the run to show.
+        port: the port on loopback; 0 for any free one.
+        say: a function that is told the link, once.
+
+    Raises:
+        JobError: the port cannot be had.
+    """
+    try:
+        listening = socket.create_server(("127.0.0.1", port), backlog=MOST_VIEWERS)
+    except OSError as error:
+        raise JobError(f"a page cannot listen on port {port} of this host: {error}; name another with --port") from None
+    with listening:
+        port = listening.getsockname()[1]
+        keys, cookie = Keys(), f"unisono-{port}"
+        app = page_app(Page(source, keys, cookie), keys, cookie)
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            interface="asgi3",
+            loop="asyncio",
+            http=partial(HttpProtocol, request_line_s=REQUEST_LINE_S),  # type: ignore[arg-type]  # it is called
+            ws="none",
+            timeout_graceful_shutdown=FAREWELL_S,
+            limit_concurrency=4 * MOST_VIEWERS,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+        )
+        say(f"http://127.0.0.1:{port}/#{keys.act}")
+        uvicorn.Server(config).run([listening])
+
+
+def main() -> None:
+    """Serve the page of a job's launcher, which reads the link from this process's output, until that ends."""
+    parser = argparse.ArgumentParser("unisono.dashboard.serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path, help="the run folder")
+    parser.add_argument("--parent", type=int, required=True, help="the process without which this one ends")
+    options = parser.parse_args()
+    end_with_parent(options.parent)
+    ignore_notices()
+    with suppress(OSError):  # it stands back far already
+        os.nice(NICE)
+    try:
+        serve(FolderSource(options.run_dir), 0, lambda link: print(link, flush=True))  # noqa: T201 (to the launcher)
+    except UnisonoError as error:
+        sys.stderr.write(f"unisono: {error}\n")
+        sys.exit(USAGE)
+
+
+if __name__ == "__main__":
+    main()

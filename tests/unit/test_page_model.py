@@ -1,0 +1,238 @@
+"""What the page knows of a run: thinned curves, the story of the journal, and files that are followed."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.dashboard.curves import MOST_CURVES, OWN, Curves
+from unisono.dashboard.follow import LONGEST_LINE, PART, Follower
+from unisono.dashboard.run_model import RunModel, Viewed
+from unisono.dashboard.source import FolderSource
+from unisono.dashboard.story import Story
+from unisono.dashboard.thinned import MOST, Mark, Thinned
+from unisono.dashboard.words import KINDS
+from unisono.train.record.metrics_line import RESERVED
+
+pytestmark = pytest.mark.unit
+
+
+# -- thinned rows
+
+
+def joined(one: list[int], other: list[int]) -> list[int]:
+    return [*one, *other]
+
+
+@given(st.integers(0, 3000), st.sampled_from([2, 8, 64]))
+def test_a_thinned_row_keeps_every_item_in_order_in_few_groups(count: int, most: int) -> None:
+    row = Thinned(joined, most)
+    for item in range(count):
+        row.add([item])
+    assert [item for group in row.groups for item in group] == list(range(count))
+    assert len(row.groups) <= most
+    assert {len(group) for group in row.groups[:-1]} <= {row.stride}
+
+
+@given(st.lists(st.integers(0, 40), max_size=30))
+def test_a_viewer_who_is_told_what_is_new_has_all_of_it(pauses: list[int]) -> None:
+    row, seen, copy, number = Thinned(joined, 16), Mark(), list[list[int]](), 0
+    for pause in pauses:
+        for _ in range(pause):
+            row.add([number])
+            number += 1
+        first = row.since(seen)
+        copy[first:] = row.groups[first:]
+        seen = row.mark
+        assert copy == row.groups
+
+
+# -- curves
+
+
+def test_a_million_steps_are_drawn_with_at_most_1024_points_and_no_peak_is_lost() -> None:
+    curves, sent, seen = Curves(), 0, dict[str, Mark]()
+    for step in range(1_000_000):
+        curves.put("loss", step, None, 1e6 if step == 123_457 else math.sin(step / 5e4))
+        if step % 20_000 == 0:  # a viewer who is there from the beginning
+            told = curves.since(seen)
+            sent += sum(len(one["rows"]) for one in told.values())
+    rows = curves.since({})["loss"]["rows"]
+    assert MOST / 2 <= len(rows) <= MOST
+    assert max(high for _, _, _, high, _ in rows) == 1e6
+    assert rows[-1][0] == 999_999
+    assert sent < 12 * MOST  # all of it again only when the groups double
+
+
+def test_a_late_viewer_is_told_as_much_of_a_long_run_as_of_a_short_one() -> None:
+    model = RunModel()
+    lines = [{"step": step, "loss": 1.0, "seconds": {"total": 0.03}, "acc": 0.5} for step in range(10_000)]
+    model.take_metrics(lines, anew=False)
+    assert len(json.dumps(model.news_for(Viewed()))) < 600_000
+    assert all(len(one["rows"]) <= MOST for one in model.news_for(Viewed())["rows"].values())
+
+
+def test_fields_that_no_script_logs_are_no_metrics() -> None:
+    assert RESERVED <= OWN
+
+
+@pytest.mark.parametrize("value", [None, True, "7", [1], {}, float("nan"), float("inf"), 1e301, 10**400])
+def test_what_is_no_finite_number_is_not_drawn(value: Any) -> None:
+    curves = Curves()
+    curves.add({"step": 1, "loss": value, "acc": value})
+    assert not curves.points
+
+
+def test_steps_that_are_none_and_names_without_end_are_left_out() -> None:
+    curves = Curves()
+    for step in (-1, 2**53, 1.5, None, True):
+        curves.add({"step": step, "loss": 1.0})
+    assert not curves.points
+    curves.add({"step": 1, **{f"name {number}": 1.0 for number in range(1000)}})
+    assert len(curves.points) == MOST_CURVES
+    assert curves.left_out
+
+
+# -- the story
+
+
+def at(second: float, event: str, **fields: Any) -> dict[str, Any]:
+    return {"time": f"2026-01-01T00:00:{second:06.3f}+00:00", "event": event, **fields}
+
+
+def minted(second: float, generation: int, workers: list[str], shards: list[int], **more: Any) -> dict[str, Any]:
+    return at(second, "minted", generation=generation, workers=workers, shards=shards, seconds=0.5, **more)
+
+
+def told(*lines: dict[str, Any]) -> Story:
+    story = Story(shards=8)
+    for line in lines:
+        story.add(line)
+    return story
+
+
+def test_workers_keep_their_colours_and_shards_move() -> None:
+    story = told(
+        at(0, "asked for", workers=["w1", "w2"], host="a"),
+        minted(1, 1, ["w1", "w2"], [4, 4], joined=["w1", "w2"]),
+        minted(2, 2, ["w2", "w3"], [3, 5], joined=["w3"]),
+    )
+    assert [(seat.id, seat.shards, seat.colour, seat.host) for seat in story.seats] == [
+        ("w2", 3, 1, "a"),
+        ("w3", 5, 0, ""),
+    ]
+
+
+def test_the_stall_of_a_generation_is_that_of_all_its_parts() -> None:
+    story = told(
+        minted(1, 1, ["w1"], [8]),
+        minted(2, 2, ["w1", "w2"], [4, 4], joined=["w2"]),
+        at(3, "formed", generation=2, seconds={"regroup": 0.25, "form": 0.5, "copy": 1.0}),
+    )
+    assert [(span.number, span.workers, span.stall_s) for span in story.spans.groups] == [(1, 1, 0.5), (2, 2, 1.75)]
+
+
+def test_a_job_without_a_coordinator_has_ranks_and_an_even_split() -> None:
+    story = told(at(0, "started", world_size=3, launcher="unisono", pid=1))
+    assert [(seat.id, seat.shards) for seat in story.seats] == [("rank 0", 3), ("rank 1", 3), ("rank 2", 2)]
+
+
+def test_decisions_without_end_stay_few_and_the_newest_is_told() -> None:
+    story = Story()
+    for number in range(5000):
+        story.add(
+            at(number % 60, "decided", step=number, policy="p", verb="set_learning_rate", value=0.1, why={"x": 1})
+        )
+    marks = story.marks["decision"].groups
+    assert len(marks) <= 160
+    assert sum(mark.many for mark in marks) == 5000
+    assert marks[-1].step == 4999
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (at(1, "lost", worker="w1", host="a", rank=0, why="signal 9"), "lost"),
+        (at(1, "minted", generation=2, workers=["w1"], shards=[8], joined=["w1"]), "join"),
+        (at(1, "left", worker="w1", host="a", reason="asked"), "left"),
+        (at(1, "resized", workers=3, before=2, asked_for=3, by="a person"), "resize"),
+        (at(1, "decided", step=1, policy="p", verb="set_batch_size", value=64, why={}), "decision"),
+        (at(1, "decided", step=1, policy="p", verb="set_strategy", value="diloco", why={}), "strategy"),
+        (at(1, "decided", step=1, policy="p", verb="set_topology", value="ring", why={}), "topology"),
+        (at(1, "checkpoint", step=1, bytes=1, seconds=0.1), "checkpoint"),
+        (at(1, "healed", step=1, what="weights", ranks=[1], hosts=["a"]), "healed"),
+        (at(1, "observed", step=1, policy="spot", figures={"price": 0.5, "notices": 1}), "notice"),
+        (at(1, "over", outcome="done", reason="", digest="d"), "run"),
+    ],
+)
+def test_each_kind_of_event_has_its_mark(line: dict[str, Any], kind: str) -> None:
+    story = told(line)
+    assert [one for one in KINDS if story.marks[one].groups] == [kind]
+    assert story.marks[kind].groups[0].title
+
+
+def test_what_a_policy_observes_is_drawn() -> None:
+    story = told(at(1, "observed", step=7, policy="spot", figures={"price": 0.5, "notices": 0}))
+    assert {name: points.groups[0].total for name, points in story.observed.points.items()} == {
+        "observed/price": 0.5,
+        "observed/notices": 0.0,
+    }
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    ["step", "workers", "shards", "generation", "joined", "seconds", "world_size", "figures", "loss", "time", "policy"]
+)
+EVENTS = st.sampled_from(["minted", "formed", "started", "observed", "decided", "asked for", "lost", "over", "resized"])
+
+
+@given(EVENTS, st.dictionaries(FIELDS, JSON, max_size=8))
+def test_no_line_whatever_is_in_it_ends_the_page(event: str, fields: dict[str, Any]) -> None:
+    model = RunModel()
+    sound = minted(1, 1, ["w1"], [8])
+    model.take_journal([sound, {"time": "2026-01-01T00:00:02+00:00", **fields, "event": event}], anew=False)
+    model.take_metrics([fields, {**fields, "step": 1, "loss": 0.5}], anew=False)
+    json.dumps(model.news_for(Viewed()), allow_nan=False)
+
+
+# -- files
+
+
+def lines_of(follower: Follower, source: FolderSource) -> tuple[list[dict[str, Any]], bool]:
+    found, anew = list[dict[str, Any]](), False
+    while True:
+        news = follower.news(source.read)
+        found, anew = ([] if news.anew else found) + news.lines, anew or news.anew
+        if not news.more:
+            return found, anew
+
+
+def test_a_file_is_followed_line_by_line_and_read_anew_when_it_is_another_one(tmp_path: Path) -> None:
+    path, source, follower = tmp_path / "metrics.jsonl", FolderSource(tmp_path), Follower("metrics.jsonl")
+    assert lines_of(follower, source) == ([], False)
+    path.write_text('{"step": 0}\n{"step": 1}\nno JSON\n{"st')
+    assert lines_of(follower, source) == ([{"step": 0}, {"step": 1}], False)
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert lines_of(follower, source) == ([{"step": 2}], False)
+    path.write_text('{"step": 0}\n{"step": 1}\n')  # a run went on from its checkpoint
+    assert lines_of(follower, source) == ([{"step": 0}, {"step": 1}], True)
+    path.with_suffix(".new").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    path.with_suffix(".new").replace(path)  # the same lines in another file: a main worker took over
+    assert lines_of(follower, source) == ([{"step": 2}], False)
+
+
+def test_long_lines_are_read_and_those_without_end_passed_over(tmp_path: Path) -> None:
+    path, source = tmp_path / "metrics.jsonl", FolderSource(tmp_path)
+    long = json.dumps({"step": 1, "x": "x" * (3 * PART)})
+    path.write_text(f"{long}\n" + "y" * (LONGEST_LINE + PART) + '\n{"step": 2}\n')
+    found, _ = lines_of(Follower("metrics.jsonl"), source)
+    assert [line["step"] for line in found] == [1, 2]
