@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -58,11 +58,11 @@ unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m "unit and not slow" -n auto --dist loadgroup
 
-procs: $(READY) slurm ssh  ## tests of whole jobs, on threads and with processes of their own
+procs: $(READY) slurm ssh prometheus  ## tests of whole jobs, on threads and with processes of their own
 	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
-slow: $(READY) slurm ssh  ## more of them, which take longer than a change can wait
+slow: $(READY) slurm ssh prometheus  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow -n $(PROCESSES) --dist loadgroup
 
@@ -71,7 +71,7 @@ alone: $(READY)  ## tests of what is promised to happen in time
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 
 # Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
-unit-and-procs: $(READY) slurm ssh
+unit-and-procs: $(READY) slurm ssh prometheus
 	@echo "==> layers, unit tests, and tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
@@ -96,6 +96,14 @@ ssh:  ## install sshd for the tests of hosts that are started over ssh, likewise
 			&& echo "==> installing sshd" && apt-get -qq -o Acquire::Retries=1 update && RUNLEVEL=1 \
 			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(SSH) >/dev/null; } \
 		|| echo "==> NO SSHD: the tests of hosts over ssh are left out (on Debian: apt-get install $(SSH))"
+
+# Its service is not started: the tests run a Prometheus of their own.
+prometheus:  ## install Prometheus and promtool for the tests of /metrics and of the dashboard, likewise
+	@command -v promtool >/dev/null && command -v prometheus >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] \
+			&& echo "==> installing Prometheus" && apt-get -qq -o Acquire::Retries=1 update && RUNLEVEL=1 \
+			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install prometheus >/dev/null; } \
+		|| echo "==> NO PROMETHEUS: its tests are left out (on Debian: apt-get install prometheus)"
 
 hosts: $(READY) slurm ssh  ## what happens to jobs on several hosts, on each engine, as a table: some minutes; needs root
 	@$(BIN)/python -m pytest -m hosts $(OPTIONS)
@@ -234,7 +242,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "==> installing into $(VENV) (once; PyTorch is large, this takes a few minutes)"
 	@"$(PYTHON)" -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[accelerate,dev,examples,keras,lightning,mlflow,plot,ray,study,tensorboard,transformers,wandb]'
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[accelerate,dev,examples,keras,lightning,mlflow,plot,prometheus,ray,study,tensorboard,transformers,wandb]'
 	@touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt constraints-oldest.txt

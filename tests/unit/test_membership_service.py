@@ -192,6 +192,7 @@ ROUTES = (
     "/agent",
     "/health",
     "/status",
+    "/metrics",
     "/resize",
     "/leave",
     "/stop",

@@ -67,6 +67,11 @@ class Coordinator:
         journal: a function that opens the journal for people.
         changed: a function that is called after everything that may move the next deadline.
 
+    Attributes:
+        run_folder: the job's run folder.
+        values: the key-value store.
+        state: all that it knows.
+
     Raises:
         JobError: another coordinator works in this folder, or what one left cannot be understood.
     """

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -18,6 +19,7 @@ from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
 from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
+from unisono.membership.exposition import exposition, newest_line
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
 from unisono.received import read_part, whole_number
@@ -70,6 +72,9 @@ class SendQueue:
             self._news.clear()
             await self._news.wait()
 
+
+TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+"""What Prometheus reads."""
 
 FAREWELL_S = 5.0
 """Seconds that workers and agents may stay connected after the job is over."""
@@ -128,6 +133,7 @@ class Service:
             Route("/health", self._health, methods=["GET"]),
             Route("/status", self._status, methods=["GET"]),
             *(Route(f"/record/{name}", self._record, methods=["GET"]) for name in READABLE),
+            Route("/metrics", self._metrics, methods=["GET"]),
             Route("/resize", self._resize, methods=["POST"]),
             Route("/leave", self._leave, methods=["POST"]),
             Route("/stop", self._stop, methods=["POST"]),
@@ -224,6 +230,14 @@ class Service:
         except (OSError, Unreadable) as error:
             return _refused(404, error)
         return Response(data, media_type="application/octet-stream")
+
+    async def _metrics(self, request: Request) -> Response:
+        try:
+            line = await asyncio.to_thread(newest_line, self._coordinator.run_folder)
+            text = exposition(self._coordinator.state, line, version("unisono"))
+        except JobError as error:
+            return _refused(501, error)
+        return Response(text, media_type=TEXT_FORMAT)
 
     async def _resize(self, request: Request) -> Response:
         try:
