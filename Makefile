@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -147,6 +147,9 @@ bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what polici
 
 bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in every step
 	@$(BIN)/python -m benchmarks monitor $(OPTIONS)
+
+bench-timeline: $(READY)  ## what it costs to write down what each worker does when
+	@$(BIN)/python -m benchmarks timeline $(OPTIONS)
 
 bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results; --state: weights and the rest
 	@$(BIN)/python -m benchmarks checks $(OPTIONS)

@@ -358,6 +358,22 @@ def monitor_command(
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
 
 
+@app.command("timeline")
+def timeline_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "narrow",
+    workers: Workers = 2,
+    step_ms: StepMs = 30.0,
+    rounds: Rounds = None,
+    turns: Turns = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What it costs to write down what each worker does when: beside a job that does not."""
+    choice = _side_by_side("timeline", model, workers, step_ms, quick=quick)
+    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
 @app.command("checks")
 def checks_command(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "mlp",

@@ -41,6 +41,7 @@ PAIRS = {
         "none": Kind(variables={"UNISONO_CHECKS": "none"}),
         "all": Kind(variables={"UNISONO_CHECKS": "all"}),
     },
+    "timeline": {"off": Kind(), "on": Kind(variables={"UNISONO_TIMELINE": "1"})},
     "audit": {"none": Kind(), "audited": Kind(variables={"UNISONO_AUDIT": "0.01"})},
 }
 """What is compared; of each pair the second beside the first."""

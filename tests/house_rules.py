@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("job",),
     ("jsonl",),
-    ("received", "host", "words"),
+    ("received", "host", "words", "spans"),
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
@@ -55,7 +55,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("settings",),
         ("tuning", "notices"),
     ),
-    "study": (("report",), ("measure",), ("analysis",), ("replay",)),
+    "study": (("report",), ("measure",), ("analysis",), ("replay", "spans")),
 }
 SUB_DEPTHS = {
     room: {inner: depth for depth, row in enumerate(rows) for inner in row} for room, rows in SUB_ROWS.items()

@@ -56,6 +56,7 @@ SHARED = [
     ("execution.overlap", None, ("UNISONO_OVERLAP", "1", True), ("overlap", False, False)),
     ("execution.shard_optimizer", "auto", ("UNISONO_SHARD_OPTIMIZER", "1", True), ("shard_optimizer", False, False)),
     ("execution.checked_bytes", 8 * 2**20, ("UNISONO_CHECKS", "none", 0), ("checks", "all", None)),
+    ("recording.timeline", False, ("UNISONO_TIMELINE", "1", True), ("timeline", True, True)),
     ("execution.audit", 0.0, ("UNISONO_AUDIT", "0.5", 0.5), ("audit", 0.0, 0.0)),
     ("execution.monitoring.every", 0, ("UNISONO_MONITOR_EVERY", "5", 5), ("monitor", Monitoring(7), 7)),
     ("fault_tolerance.verify_every", 100, ("UNISONO_VERIFY_EVERY", "7", 7), ("verify_every", 0, None)),
@@ -120,6 +121,18 @@ def test_a_scaled_batch_has_as_many_times_the_shards_and_a_policy_for_the_learni
     assert (config.job.batch_size, config.job.shards) == (128, 8)  # 64 samples have 4
     assert [policy.name for policy in config.adaptation.policies] == ["linear-scaling"]
     assert configured({"UNISONO_BATCH_SCALE": "1"}).adaptation.policies == ()
+
+
+def test_steps_to_profile_have_a_timeline() -> None:
+    recording = configured({"UNISONO_PROFILE": "10:12"}).recording
+    assert (recording.timeline, recording.profile) == (True, range(10, 12))
+    assert configured().recording.profile is None
+
+
+@pytest.mark.parametrize("steps", ["10", "12:10", "10:10", "-1:3", "a:b", "1:2:3", "1.5:3"])
+def test_what_names_no_steps_to_profile_is_refused(steps: str) -> None:
+    with pytest.raises(JobError, match="UNISONO_PROFILE=.*FIRST:LAST"):
+        configured({"UNISONO_PROFILE": steps})
 
 
 @pytest.mark.parametrize("variable", ["UNISONO_TRACE", "UNISONO_STUDY"])

@@ -274,7 +274,7 @@ keys = st.sampled_from(["run/a", "run/n", "g0/a", "g1/a", "g2/a", "g3/n", "x"])
 requests = st.builds(
     StoreRequest,
     id=small,
-    operation=st.sampled_from(["set", "get", "wait", "add", "compare_set", "delete", "check"]),
+    operation=st.sampled_from(["set", "get", "wait", "add", "compare_set", "delete", "check", "clock"]),
     keys=st.lists(keys, min_size=1, max_size=3).map(tuple),
     value=st.sampled_from(["", "eA==", "1", "-5", "?"]),
     expected=st.sampled_from(["", "eA=="]),

@@ -25,6 +25,7 @@ from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, W
 from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
+from unisono.membership.keyvalue import KeyValue
 from unisono.membership.listener import ListenAddress, hosts, listen, url
 from unisono.membership.messages import (
     PROTOCOL,
@@ -566,6 +567,25 @@ def test_an_outbox_that_nobody_empties_hangs_up() -> None:
 
     assert queue._ends
     assert not queue._waiting
+
+
+# -- what time it is
+
+
+def test_a_worker_hears_what_the_coordinators_clock_shows(serve: Serve) -> None:
+    running = serve()
+    with running.agent(workers=1) as agent:
+        name = hear(agent, Start, to_agent).workers[0]
+    hello = WorkerHello(worker=name, host="here", pid=1, shards=4)
+    with closing(Line.open(running.url, running.token, hello, lambda told: None, PATIENCE_S)) as line:
+        asked = time.monotonic()
+        reply = line.request(StoreRequest(id=0, operation="clock", keys=("run/clock",)))
+        assert asked <= int(reply.value) / 1e9 <= time.monotonic()
+
+
+def test_a_store_alone_has_no_clock() -> None:
+    [(_, reply)] = KeyValue().handle("w1", StoreRequest(id=1, operation="clock", keys=("run/clock",)), 0.0)
+    assert "no clock" in reply.error
 
 
 # -- what it keeps

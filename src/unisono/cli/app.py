@@ -115,6 +115,12 @@ def _replay(app: typer.Typer) -> None:
     app.command("replay", no_args_is_help=True)(replay)
 
 
+def _timeline(app: typer.Typer) -> None:
+    from unisono.cli.timeline import timeline
+
+    app.command("timeline", no_args_is_help=True)(timeline)
+
+
 def _chaos(app: typer.Typer) -> None:
     from unisono.cli.chaos import chaos
 
@@ -149,6 +155,7 @@ COMMANDS = {
     "doctor": _doctor,
     "keys": _keys,
     "replay": _replay,
+    "timeline": _timeline,
     "chaos": _chaos,
     **dict.fromkeys(("batch-size", "study"), _studies),
     "slurm": _slurm,

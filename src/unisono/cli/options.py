@@ -194,6 +194,23 @@ InsecureData = Annotated[
         help="Let workers of several hosts speak plain text with each other: in a network that only they are in.",
     ),
 ]
+TimelineKept = Annotated[
+    bool,
+    typer.Option(
+        "--timeline",
+        envvar="UNISONO_TIMELINE",
+        help="Write down what each worker does when, for unisono timeline.",
+    ),
+]
+ProfiledSteps = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        envvar="UNISONO_PROFILE",
+        metavar="FIRST:LAST",
+        help="Run torch's profiler in these steps: 10:12 for the steps 10 and 11; unisono timeline shows its events.",
+    ),
+]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
@@ -371,6 +388,8 @@ class JobOptions(WorkerOptions):
     strategy: StrategyName = None
     log_to: LogTo = None
     audit: AuditShare = None
+    timeline: TimelineKept = False
+    profile: ProfiledSteps = None
     grace_s: Grace = GRACE_S
     notices: Notices = None
     warm_start: WarmStart = True

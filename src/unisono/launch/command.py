@@ -161,10 +161,12 @@ def _wishes(settings: LaunchSettings) -> dict[str, str]:
         "UNISONO_AUDIT": settings.audit,
         "UNISONO_THREADS": settings.threads,
         "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,
+        "UNISONO_PROFILE": settings.profile,
     }
     allowed = {
         "UNISONO_ALLOW_JOB_CHANGE": settings.allow_job_change,
         "UNISONO_INSECURE_DATA": settings.insecure_data,
+        "UNISONO_TIMELINE": settings.timeline,
     }
     given = {name: str(value) for name, value in wishes.items() if value is not None}
     return given | {name: "1" for name, is_allowed in allowed.items() if is_allowed}

@@ -126,6 +126,8 @@ class LaunchSettings:
         audit: the share of the work that is computed twice, if the person sets it here.
         allow_job_change: whether a resumed job may differ from the checkpoint's.
         insecure_data: whether workers of several hosts may speak plain text with each other.
+        timeline: whether workers write down what they do when.
+        profile: the steps in which torch's profiler runs, as ``FIRST:LAST``, if any.
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         notices: the cloud that says when it takes this machine away, by its name; None for none.
         tuning: the settings of the workers' memory allocator.
@@ -148,6 +150,8 @@ class LaunchSettings:
     audit: float | None = None
     allow_job_change: bool = False
     insecure_data: bool = False
+    timeline: bool = False
+    profile: str | None = None
     grace_s: float = GRACE_S
     notices: str | None = None
     tuning: Tuning = field(default_factory=Tuning)

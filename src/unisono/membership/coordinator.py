@@ -25,6 +25,7 @@ from unisono.membership.messages import (
     Progress,
     Ready,
     Refused,
+    StoreReply,
     StoreRequest,
     WorkerHello,
     from_worker,
@@ -155,6 +156,9 @@ class Coordinator:
     def store(self, worker: str, request: StoreRequest) -> None:
         """Serve a request to the key-value store, unless its worker takes part no more: it is about to be told so."""
         if not machine.takes_part(self.state, worker):
+            return
+        if request.operation == "clock":
+            self._answer([(worker, StoreReply(id=request.id, value=str(round(self._clock() * 1e9))))])
             return
         self._answer(self.values.handle(worker, request, self.now()))
         self._changed()

@@ -168,6 +168,8 @@ class KeyValue:
                 return [self._reply(worker, request, str(int(all(name in self._values for name in request.keys))))]
             case "get" | "wait":
                 return self._await(_Waiter(worker, request, now + request.timeout_s))
+            case "clock":
+                raise _Refused("a store has no clock")
 
     def _set(self, worker: str, request: StoreRequest, key: str, value: bytes, answer: str) -> list[Answer]:
         more = len(value) - len(self._values[key]) if key in self._values else len(value) + len(key) + _EACH

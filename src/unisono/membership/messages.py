@@ -219,7 +219,8 @@ class StoreRequest(Message):
     Attributes:
         id: a number that the reply repeats.
         operation: ``set``; ``get`` (waits for the key); ``wait`` (for all keys); ``add`` (an integer);
-            ``compare_set``; ``delete``; ``check`` (whether all keys are there).
+            ``compare_set``; ``delete``; ``check`` (whether all keys are there); ``clock`` (the coordinator's clock, for
+            which the key says nothing).
         keys: one key; several for ``wait`` and ``check``.
         value: the value, as base64; for ``add`` a decimal number.
         expected: the expected value for ``compare_set``, as base64.
@@ -228,7 +229,7 @@ class StoreRequest(Message):
 
     kind: Literal["store"] = "store"
     id: Count
-    operation: Literal["set", "get", "wait", "add", "compare_set", "delete", "check"]
+    operation: Literal["set", "get", "wait", "add", "compare_set", "delete", "check", "clock"]
     keys: tuple[Key, ...] = Field(min_length=1, max_length=4096)
     value: Value = ""
     expected: Value = ""
@@ -403,7 +404,8 @@ class StoreReply(Message):
 
     Attributes:
         id: the request's number.
-        value: the value, as base64; a decimal number for ``add``; ``1`` or ``0`` for ``check`` and ``delete``.
+        value: the value, as base64; a decimal number for ``add``, and nanoseconds for ``clock``; ``1`` or ``0`` for
+            ``check`` and ``delete``.
         error: an error message for people; empty if the request succeeded.
     """
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
+from unisono.spans import Spans
 
 # Handing a tensor from one CUDA stream to another without stopping the device. On the CPU there is nothing to do.
 
@@ -113,11 +114,14 @@ class Reducer:
         transport: the transport between the workers.
         reduction: the reduction of a bucket, exact or native.
         overlap: whether to reduce a bucket as soon as it is ready; else :meth:`totals` reduces all of them.
+        spans: the worker's spans, if they are kept.
     """
 
-    def __init__(self, transport: Transport, reduction: Reduction, *, overlap: bool) -> None:
+    def __init__(
+        self, transport: Transport, reduction: Reduction, *, overlap: bool, spans: Spans | None = None
+    ) -> None:
         self.transport = transport
-        self._reduction = reduction
+        self._reduction, self._spans = reduction, spans
         self._in_background = overlap and transport.world_size > 1
         self._pending_steps: queue.SimpleQueue[_PendingBuckets | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -130,7 +134,7 @@ class Reducer:
 
     def begin(self, buckets: Sequence[Hashable], weigh: Weigh) -> None:
         """An attempt begins, in which these buckets will become ready."""
-        self._pending = _PendingBuckets(buckets, weigh)
+        self._pending = _PendingBuckets(buckets, weigh, self._spans)
         if self._in_background:
             self._start()
             self._pending_steps.put(self._pending)
@@ -138,7 +142,8 @@ class Reducer:
     def ready(self, bucket: int, partials: Sequence[Tensor], tally: Tally | None = None) -> None:
         """This worker's partial sums of a bucket are final. The tally is the reducer's until there are totals."""
         assert self._pending is not None
-        self._pending.ready.put(_Ready(bucket, partials, tally, Handover(partials[0].device)))
+        ready_at = 0.0 if self._spans is None else perf_counter()
+        self._pending.ready.put(_Ready(bucket, partials, tally, Handover(partials[0].device), ready_at))
 
     def totals(self) -> tuple[tuple[Tensor, ...], float]:
         """Wait until all buckets are reduced.
@@ -196,6 +201,7 @@ class _Ready:
     partials: Sequence[Tensor]
     tally: Tally | None
     handover: Handover
+    ready_at: float
 
 
 @dataclass(slots=True)
@@ -204,6 +210,7 @@ class _PendingBuckets:
 
     buckets: Sequence[Hashable]
     weigh: Weigh
+    spans: Spans | None
     ready: queue.SimpleQueue[_Ready | None] = field(default_factory=queue.SimpleQueue)
     totals: list[Tensor] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)
@@ -223,7 +230,9 @@ class _PendingBuckets:
     def _reduce_all(self, transport: Transport, reduction: Reduction) -> None:
         begun = perf_counter()
         divisor = self.weigh()
-        self.seconds += perf_counter() - begun
+        self.seconds += (ended := perf_counter()) - begun
+        if self.spans is not None:
+            self.spans.add("weigh", begun, ended)
         early: dict[int, _Ready] = {}
         for number, name in enumerate(self.buckets):
             while number not in early:
@@ -237,4 +246,6 @@ class _PendingBuckets:
                 found.handover.accept()
                 self.totals.append(reduction(transport, name, found.partials, divisor, found.tally))
                 self.handovers.append(Handover(found.handover.device))
-            self.seconds += perf_counter() - begun
+            self.seconds += (ended := perf_counter()) - begun
+            if self.spans is not None:
+                self.spans.add("reduce", begun, ended, number, found.ready_at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from unisono.checkpoint.folder import RunFolder
 from unisono.job import Job
 from unisono.membership.environment import device_name
+from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
@@ -24,6 +26,8 @@ from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import Notices
 from unisono.train.record.results import ResultWriter
 from unisono.train.record.sample_log import SampleLog
+from unisono.train.record.step_timeline import StepTimeline
+from unisono.train.record.torch_profile import TorchProfile
 from unisono.train.record.trace import Trace
 from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
@@ -39,6 +43,7 @@ from unisono.train.step.listeners import Listener, Listeners
 from unisono.train.step.synchronisation import Synchronisation, Timer, WorkerReport
 from unisono.train.step_loop import StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
+from unisono.train.strategies.local_rounds import begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 
 
@@ -112,6 +117,7 @@ class Opened:
         fingerprint: the fingerprint of job and machine.
         policy_state: the policies, and what they have changed.
         closing: the stack that closes all of it.
+        spans: this worker's spans; None if they are not kept.
     """
 
     membership: Membership
@@ -122,6 +128,7 @@ class Opened:
     fingerprint: dict[str, Any]
     policy_state: PolicyState
     closing: ExitStack
+    spans: Spans | None = None
 
 
 def assemble(config: RunConfig, opened: Opened) -> Inside:
@@ -205,10 +212,15 @@ def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
     """Those who write down what somebody is going to check."""
     recording, coordinator, found = config.recording, config.communication.coordinator, list[Listener]()
     rank = -1 if opened.membership.joins else opened.membership.workers.process
+    device = opened.membership.workers.devices.rank
+    worker = f"rank-{rank}" if coordinator is None else device_name(coordinator.worker, device)
     if recording.samples:
-        device = opened.membership.workers.devices.rank
-        worker = f"rank-{rank}" if coordinator is None else device_name(coordinator.worker, device)
         found.append(SampleLog(opened.folder.path, worker))
+    if opened.spans is not None:
+        host = config.communication.environment.host
+        found.append(StepTimeline(opened.folder.path, worker, host, opened.spans, opened.membership))
+    if recording.profile is not None:
+        found.append(TorchProfile(opened.folder.path, worker, recording.profile))
     if recording.trace is not None:
         found.append(Trace.open(recording.trace, rank))
     return found
@@ -246,8 +258,10 @@ def _computing(base: _Base) -> _Computing:
         requests,
         listeners,
         newest_loss=lambda: base.metrics.newest_loss,
+        spans=opened.spans,
     )
-    local = LocalTraining(config, trained, membership, listeners)
+    begin = partial(begin_local_rounds, spans=opened.spans)
+    local = LocalTraining(config, trained, membership, listeners, begin)
     steps = CurrentSteps(trained, membership, folder, listeners, exact, local)
     ending.also(steps.drop)
     snapshots = Snapshots(trained, checkpoints, membership, steps, listeners)

@@ -30,6 +30,7 @@ from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.membership.token import is_loopback
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
+from unisono.spans import Spans
 from unisono.sync.strategy import Strategy
 from unisono.train.assembly import Opened, assemble
 from unisono.train.config.arguments import require_kinds
@@ -124,6 +125,7 @@ def init(
     policies: Sequence[Policy] = (),
     strategy: Strategy | str | None = None,
     loggers: Sequence[Logger | str] = (),
+    timeline: bool = False,
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
@@ -183,6 +185,7 @@ def init(
             all-reduce and the synchronous parameter server are exact.
         loggers: the loggers that get the figures of each step: ``tensorboard``, ``csv``, ``mlflow``, ``wandb``,
             ``module:Class``, or a :class:`~unisono.Logger`.
+        timeline: whether to write down what each worker does when, for ``unisono timeline``. Decides no bit.
 
     Raises:
         JobError: a setting is of another type or out of range, or there are more workers than shards: says which.
@@ -199,7 +202,8 @@ def init(
         opened.callback(process.apply_numerics(job, device))
         membership = opened.enter_context(closing(process.membership(config)))
         about.constraints.require(about.strategy, None if membership.is_elastic else membership.workers.world_size)
-        calls = CollectiveCalls(membership)
+        spans = Spans() if config.recording.timeline else None
+        calls = CollectiveCalls(membership, spans=spans)
         calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config))
         if bits := _bits(config):
             calls.agree("way to compute", bits, SAME_MACHINES)
@@ -207,7 +211,7 @@ def init(
         checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
         leave = opened.enter_context(closing(process.leave_request()))
         opened.callback(process.variables.hide())
-        what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all())
+        what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all(), spans)
     run = Run(assemble(config, what))
     process.note_run(run)
     return _begun(run, config)

@@ -59,11 +59,13 @@ def wishes(settings: ElasticSettings) -> list[str]:
         "--strategy": launch.strategy,
         "--log-to": ",".join(launch.log_to) or None,
         "--audit": launch.audit,
+        "--profile": launch.profile,
     }
     return [
         *(word for name, value in given.items() if value is not None for word in (name, str(value))),
         *(word for name in launch.policies for word in ("--policy", name)),
         *(["--allow-job-change"] if launch.allow_job_change else []),
+        *(["--timeline"] if launch.timeline else []),
         *(["--insecure-data"] if launch.insecure_data else []),
         *(["--failure-timeout-s", f"{settings.failure_timeout_s:g}"] if not settings.has_default_timeout else []),
     ]

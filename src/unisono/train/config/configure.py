@@ -18,7 +18,7 @@ from unisono.loggers.named import loggers_of
 from unisono.membership.environment import recognise
 from unisono.membership.messages import MOST_DEVICES
 from unisono.membership.variables import Variables
-from unisono.received import LONGEST_S, short
+from unisono.received import LONGEST_S, short, whole_number
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
 from unisono.train.config.numerics import choose_device
@@ -135,6 +135,7 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
     for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
         if value is not None and value < 1:
             raise JobError(f"{name}={short(value)}: needs to be a positive whole number")
+    profile = _profile(told)
     return Recording(
         _folder(said["run_dir"], told, number),
         told.path("UNISONO_RUN_DIR"),
@@ -147,7 +148,19 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
         measures=told.switch("UNISONO_STUDY") is True,
         loggers=loggers_of((*said["loggers"], *told.names("UNISONO_LOG_TO")), "loggers, UNISONO_LOG_TO"),
         log_every_s=told.number("UNISONO_LOG_EVERY_S", SHORTEST_S, LONGEST_S) or LOG_EVERY_S,
+        timeline=said["timeline"] or told.switch("UNISONO_TIMELINE") is True or profile is not None,
+        profile=profile,
     )
+
+
+def _profile(told: _Told) -> range | None:
+    if (text := told.get("UNISONO_PROFILE")) is None:
+        return None
+    first, _, last = text.partition(":")
+    steps = whole_number(first), whole_number(last)
+    if steps[0] is None or steps[1] is None or not 0 <= steps[0] < steps[1]:
+        raise told.refusal("UNISONO_PROFILE", "use FIRST:LAST, such as 10:12 for the steps 10 and 11")
+    return range(steps[0], steps[1])
 
 
 def _folder(argument: str | os.PathLike[str] | None, told: _Told, number: int) -> Path | None:

@@ -162,6 +162,8 @@ class Recording:
         measures: whether the results tell what a study wants to know.
         loggers: the loggers that get the figures of each step.
         log_every_s: the seconds after which they get what is new.
+        timeline: whether each worker's spans are noted.
+        profile: the steps in which torch's profiler runs on each worker; None for none.
     """
 
     folder: Path | None = None
@@ -175,6 +177,8 @@ class Recording:
     measures: bool = False
     loggers: tuple[Logger, ...] = ()
     log_every_s: float = 1.0
+    timeline: bool = False
+    profile: range | None = None
 
     def term_in(self, path: Path) -> int | None:
         """The term in which the launcher holds a run folder; None for one that it does not hold."""

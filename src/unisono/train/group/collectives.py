@@ -15,6 +15,7 @@ from unisono.errors import Dismissed, JobEnded, JobError, JobMismatch, WorkerLos
 from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.received import value_of
+from unisono.spans import Spans
 from unisono.train.group.majority import trusted
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import SAME, Workers
@@ -169,6 +170,7 @@ class CollectiveCalls:
     Args:
         membership: the members of the job.
         recovery: keeps the state that they change; by default they change none.
+        spans: this worker's spans, if they are kept.
 
     Attributes:
         recovery: the argument, or a stand-in that changes no state.
@@ -177,11 +179,11 @@ class CollectiveCalls:
         formed_s: seconds that connecting and catching up took in the present generation; 0 in the first.
     """
 
-    def __init__(self, membership: Membership, recovery: Recovers | None = None) -> None:
+    def __init__(self, membership: Membership, recovery: Recovers | None = None, spans: Spans | None = None) -> None:
         self.done = 0
         self.step = 0
         self.formed_s = 0.0
-        self._membership, self.recovery = membership, recovery or Stateless()
+        self._membership, self.recovery, self._spans = membership, recovery or Stateless(), spans
         self._loop = 0
         self._in_loop = False
         self._number = 0
@@ -417,7 +419,9 @@ class CollectiveCalls:
             self._hand_over(transfer)
         self.recovery.renew()
         failpoint("engine made")
-        seconds = {**transfer.seconds, "copy": perf_counter() - begun}
+        seconds = {**transfer.seconds, "copy": (ended := perf_counter()) - begun}
+        if self._spans is not None:
+            self._spans.regrouped(begun, ended, seconds)
         self.formed_s = seconds.get("form", 0.0) + seconds["copy"]
         self._membership.formed(seconds)
         failpoint("caught up")

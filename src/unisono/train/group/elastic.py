@@ -20,6 +20,7 @@ from unisono.membership.rendezvous import Generation
 from unisono.membership.store import CoordinatorStore
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
+from unisono.received import whole_number
 from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import CoordinatorAccess
@@ -33,6 +34,9 @@ from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
 from unisono.train.group.rendezvous import Rendezvous
 from unisono.train.group.workers import Workers
+
+CLOCK_S = 2.0
+"""Seconds that the coordinator may take to say what its clock shows."""
 
 LOOKS = 4
 """At the coordinator, in the time after which no word from it is too long."""
@@ -233,6 +237,14 @@ class Elastic(Membership):
         """The others finish without this worker."""
         self._news.take(())
         raise AssertionError("only the job's end is waited for")
+
+    def clock(self) -> float:
+        """Ask the coordinator."""
+        reply = self._line.request(messages.StoreRequest(id=0, operation="clock", keys=("run/clock",)), CLOCK_S)
+        found = whole_number(reply.value)
+        if found is None:
+            raise LaunchError(f"the coordinator does not say what its clock shows: {reply.error}")
+        return found / 1e9
 
     def cut_off(self, seconds: float) -> None:
         """The coordinator is told nothing for so many seconds."""

@@ -175,6 +175,14 @@ class Membership(ABC):
             Dismissed: this worker is not needed, or the job is done.
         """
 
+    def clock(self) -> float | None:
+        """The coordinator's clock, in seconds; None if there is no coordinator. Asks it, and waits. From any thread.
+
+        Raises:
+            LaunchError: it does not answer.
+        """
+        return None
+
     def away(self) -> str:
         """Why the job may go on without this worker, in words; empty as long as it cannot. From any thread."""
         return ""

@@ -23,6 +23,7 @@ from unisono.plan.audits import AuditResult
 from unisono.plan.split import Split
 from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
+from unisono.spans import Spans
 from unisono.train.config.run_config import Execution
 from unisono.train.group.control import Balance, ControlWord, Flags, StepReport, signature_of
 from unisono.train.group.devices import Round
@@ -87,6 +88,7 @@ class StepEngine:
         survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
         memory: the memory in which the script sees what the workers of a host share; by default a new one.
         stays_whole: a function that gets the reason for which updates are not split for now.
+        spans: the worker's spans, if they are kept.
 
     Attributes:
         has_lost: whether this engine has made such an update, or an earlier one.
@@ -111,22 +113,22 @@ class StepEngine:
         survives: bool = False,
         memory: ScriptMemory | None = None,
         stays_whole: Callable[[str], None] = lambda why: None,
+        spans: Spans | None = None,
     ) -> None:
         self._job = job
         self._workers = workers
         self._rank = workers.rank if rank is None else rank
         overlap = execution.overlaps(workers.transport, job.threads)
-        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap)
-        self._prepared = prepared
-        self._devices = workers.devices
+        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap, spans=spans)
+        self._prepared, self._devices = prepared, workers.devices
         self._slicing, self._pipeline = _on_devices(prepared, workers, device)
-        self._forward = ForwardPass(job, prepared, device)
+        self._forward = ForwardPass(job, prepared, device, spans)
         self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[object, ...], Gradients] = {}
         self._monitoring = execution.monitoring
         self._known: dict[float, list[str]] = {signature_of(()): []}
-        self._scaled, self._found, self._repeats = scaled, found, repeats
+        self._scaled, self._found, self._repeats, self._spans = scaled, found, repeats, spans
         self.witness: Witness | None = None
         self._checked_bytes = execution.checked_bytes
         self._audit = Audit(job.seed, execution.audit, workers)
@@ -242,7 +244,9 @@ class StepEngine:
                 gradients.release(used)
             if self._cause is not None:
                 self._body.committed()
-            attempt.seconds["update"] = perf_counter() - started
+            attempt.seconds["update"] = (ended := perf_counter()) - started
+            if self._spans is not None:
+                self._spans.add("update", started, ended)
 
         gradients.show()
         return make
@@ -413,8 +417,14 @@ class StepEngine:
         totals, reducing = gradients.totals()
         reduced = perf_counter()
         seen = Seen() if self._at_rest is None else self._at_rest.look()
-        report, told = self._exchange(gradients, shards, flags(seen))
+        own = flags(seen)
+        asked = perf_counter()
+        report, told = self._exchange(gradients, shards, own)
         done = perf_counter()
+        if self._spans is not None:
+            self._spans.add("compute", started, computed)
+            self._spans.add("exchange", asked, done)
+            self._spans.add("exposed", computed, done)
         seconds = {
             "compute": computed - started,
             "exposed_communication": done - computed,
@@ -477,8 +487,11 @@ class StepEngine:
             if shard.report.weight or self._devices.count > 1:
                 if not (shard.report.weight and shard.counts):
                     gradients.leave_out()
+                begun = perf_counter()
                 with gradients.listening():
                     shard.backward(gradients.parameters)
+                if self._spans is not None:
+                    self._spans.add("backward", begun, perf_counter(), shard.number)
             else:
                 self._prepared.clear_gradients()
             gradients.close()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node
 from unisono.reduce.transport import Transport
+from unisono.spans import Spans
 from unisono.train.group.control import ShardReport
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.audit import ShardDigest
@@ -215,10 +217,11 @@ class ForwardPass:
         job: the job to train.
         prepared: the model.
         device: the device on which to compute.
+        spans: the worker's spans, if they are kept.
     """
 
-    def __init__(self, job: Job, prepared: Prepared, device: torch.device) -> None:
-        self._job, self._prepared, self._device = job, prepared, device
+    def __init__(self, job: Job, prepared: Prepared, device: torch.device, spans: Spans | None = None) -> None:
+        self._job, self._prepared, self._device, self._spans = job, prepared, device, spans
         self._shard: ShardReport | None = None
 
     def compute(self, call: Call, shard: Shard, batch: Any) -> None:
@@ -231,11 +234,14 @@ class ForwardPass:
         seed = stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number)
         seed_generators(seed)
         self._shard = shard.report
+        begun = perf_counter()
         try:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16"), _explained():
                 returned = call.loss_fn(self._prepared.model, batch)
         finally:
             self._shard = None
+        if self._spans is not None:
+            self._spans.add("forward", begun, perf_counter(), shard.number)
         weighted = WeightedLoss.of(returned, shard.samples)
         shard.loss, shard.has_gradients = weighted.loss, weighted.has_gradients
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.

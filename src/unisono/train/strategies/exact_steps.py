@@ -14,6 +14,7 @@ from unisono.adapt.view import Setting
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError, JobError, MemoryFault, PolicyError
+from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
@@ -49,6 +50,7 @@ class ExactSteps:
         requests: the workers' agreement on what to do at the next boundary.
         listeners: the run's listeners.
         newest_loss: a function that returns the newest loss in ``metrics.jsonl``.
+        spans: this worker's spans, if they are kept.
         engine: the engine of this generation; None while these steps are not in use.
         was_written: whether the script had changed what the last update had left, when the last engine was closed.
     """
@@ -62,6 +64,7 @@ class ExactSteps:
     requests: Requests
     listeners: Listeners
     newest_loss: Callable[[], float]
+    spans: Spans | None = None
     engine: StepEngine | None = field(default=None, init=False)
     was_written: bool = field(default=False, init=False)
     has_own_weights: ClassVar[bool] = False
@@ -104,6 +107,7 @@ class ExactSteps:
             survives=self.membership.is_elastic,
             memory=self._memory,
             stays_whole=self._stays_whole,
+            spans=self.spans,
         )
         if self.config.execution.shard_optimizer and workers.world_size > 1:
             self._stays_whole(self.engine.why_whole)

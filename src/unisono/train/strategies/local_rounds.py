@@ -10,6 +10,7 @@ from typing import Any
 from unisono.errors import JobError
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
+from unisono.spans import Spans
 from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
 from unisono.sync.parameter_server import ParameterServer
 from unisono.train.config.run_config import Execution, RunConfig
@@ -51,6 +52,7 @@ class LocalRounds:
         synchroniser: the part of the strategy that exchanges weights between these workers; closed with the rounds.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
             another worker's state.
+        spans: this worker's spans, if they are kept.
 
     Attributes:
         is_open: whether anything was done since the workers last synchronised.
@@ -68,12 +70,13 @@ class LocalRounds:
         workers: Workers,
         synchroniser: Synchroniser,
         before: LocalRounds | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.is_open = self.goes_on = False
         self.exchanged = -1
         self.progress = RoundProgress()
         self.strategy = trained.policy_state.strategy
-        self._config, self._trained, self._workers = config, trained, workers
+        self._config, self._trained, self._workers, self._spans = config, trained, workers, spans
         self._engines: dict[int, StepEngine] = {}
         self._engine: StepEngine | None = None
         self._sent = workers.transport.traffic.sent_bytes, workers.transport.traffic.sent_messages
@@ -138,7 +141,10 @@ class LocalRounds:
         """
         if step > self.exchanged:
             if self.is_open:
+                begun = perf_counter()
                 self.synchroniser.step_ends(step, ends_round=ends_round)
+                if self._spans is not None:
+                    self._spans.add("synchronise", begun, perf_counter())
             self.exchanged = step
 
     def end(self, step: int, told: Mapping[str, Any]) -> Callable[[], list[dict[str, Any]]]:
@@ -222,15 +228,16 @@ class LocalRounds:
                 self.synchroniser,
                 rank=self._workers.rank,
                 scaled=self._trained.policy_state.scaled,
+                spans=self._spans,
             )
         return self._engines[shards]
 
 
 def begin_local_rounds(
-    config: RunConfig, trained: Trained, workers: Workers, before: LocalRounds | None
+    config: RunConfig, trained: Trained, workers: Workers, before: LocalRounds | None, spans: Spans | None = None
 ) -> LocalRounds:
     """A generation's rounds, with what does as their strategy says. Collective."""
-    return LocalRounds(config, trained, workers, synchroniser_of(config, trained, workers), before)
+    return LocalRounds(config, trained, workers, synchroniser_of(config, trained, workers), before, spans)
 
 
 def synchroniser_of(config: RunConfig, trained: Trained, workers: Workers) -> Synchroniser:

@@ -1,0 +1,1 @@
+"""What workers did when, step by step: read, put on one clock, and explained."""
