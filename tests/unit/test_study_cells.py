@@ -76,7 +76,11 @@ def test_weak_scaling_tells_workers_the_factor_and_how_long_the_rate_grows() -> 
     assert told["UNISONO_STOP_AFTER"] == "40"
     own = measurement.variables(Kind("weak", 2), {"UNISONO_BATCH_SCALE_WARMUP": "3"})
     assert "UNISONO_BATCH_SCALE_WARMUP" not in own  # the person's own is inherited
-    assert measurement.variables(Kind("strong", 2), {}).keys() == {"UNISONO_STUDY", "UNISONO_STOP_AFTER"}
+    assert measurement.variables(Kind("strong", 2), {}).keys() == {
+        "UNISONO_STUDY",
+        "UNISONO_TIMELINE",
+        "UNISONO_STOP_AFTER",
+    }
 
 
 def test_what_a_shell_has_set_of_a_studys_own_variables_is_kept_from_its_workers() -> None:

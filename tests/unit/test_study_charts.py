@@ -9,7 +9,8 @@ from studies import MadeUp
 from unisono.study.analysis.analysis import Wanted, analyzed
 from unisono.study.analysis.batch_curve import BatchCurve, Tried
 from unisono.study.analysis.results import Results
-from unisono.study.report.charts import INK, SERIES, charts
+from unisono.study.report.charts import SERIES, charts
+from unisono.study.spans.picture import INK
 
 pytestmark = pytest.mark.unit
 

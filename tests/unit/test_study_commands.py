@@ -43,7 +43,7 @@ def test_a_report_shows_the_commands_that_were_started() -> None:
         threads=3,
         tuned=False,
     )
-    told = "UNISONO_STUDY=1 UNISONO_STOP_AFTER=20"
+    told = "UNISONO_STUDY=1 UNISONO_TIMELINE=1 UNISONO_STOP_AFTER=20"
     weak = f"{told} UNISONO_BATCH_SCALE=2 UNISONO_BATCH_SCALE_WARMUP=4 UNISONO_SHARDS=4"
     assert commands(study) == [
         "unisono run -n 1 --threads 3 --no-tuning plain.py 'a b'",

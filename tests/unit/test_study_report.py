@@ -18,6 +18,7 @@ from unisono.study.analysis.batch_curve import BatchCurve, Tried, read_batch_cur
 from unisono.study.analysis.estimate import NOTHING, duration, number, percent, shown
 from unisono.study.analysis.recommendation import Prices
 from unisono.study.analysis.results import Cell, Results
+from unisono.study.analysis.timed_steps import timed_steps
 from unisono.study.report.charts import charts
 from unisono.study.report.document import Document, document
 from unisono.study.report.drawing import Drawing, drawn, inline, page
@@ -364,6 +365,36 @@ def test_the_files_of_a_report_are_all_there(tmp_path: Path) -> None:
     assert len(re.findall(rb"/Type /Page\b", file)) >= 3
     text = Page((tmp_path / "report.html").read_text()).text
     assert "the largest batch that fits has 128 samples per worker; throughput is best with 64." in text
+
+
+def timed_study(folder: Path) -> Path:
+    """A study whose runs have timelines, but for one that took no step; its two workers take 3 and 1 ms for a shard."""
+    for cell in ("strong-1-0", "strong-2-0", "strong-2-1", "weak-4-0", "elsewhere"):
+        place = folder / "cells" / cell / "run" / "timeline"
+        place.mkdir(parents=True)
+        for rank in range(2 if cell == "strong-2-0" else 0):
+            header = {"worker": f"rank-{rank}", "host": "h", "pid": 1, "clock": "c", "now": 0, "time": 1.0}
+            ends = 1_000_000 + rank * 2_000_000
+            spans = [
+                *(["step", 0, 4_000_000, 1, -1], ["forward", 0, ends, 1, rank], ["compute", 0, ends, 1, -1]),
+                *(["exchange", ends, 4_000_000, 1, -1], ["exposed", ends, 4_000_000, 1, -1]),
+            ]
+            about = {"done": True, "generation": 1, "rank": rank, "workers": 2, "spans": spans}
+            steps = [{"step": step, "at": 5_000_000 * step, **about} for step in range(3)]
+            lines = "".join(f"{json.dumps(line)}\n" for line in (header, *steps))
+            (place / f"rank-{rank}.jsonl").write_text(lines)
+    return folder
+
+
+def test_a_report_shows_a_step_of_the_run_on_the_most_workers(tmp_path: Path) -> None:
+    steps = timed_steps([timed_study(tmp_path / "study")])
+    write_report(TABLE, tmp_path / "report", Wanted(), steps=steps)
+
+    assert [(step.mode, step.workers) for step in steps] == [("strong", 2)]
+    text = Page((tmp_path / "report" / "report.html").read_text()).text
+    assert "one step of 2 workers, strong scaling: Step 1, the median of 2, takes 4 ms with 2 workers." in text
+    assert "Worker 1 on host h is 3.0 times slower in compute than the others (3 ms for a shard)." in text
+    assert (tmp_path / "report" / "plots" / "step-1.svg").is_file()
 
 
 def test_the_same_figures_make_the_same_report(tmp_path: Path) -> None:

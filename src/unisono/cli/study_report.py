@@ -40,14 +40,15 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
         results: the measurements.
         folder: the report's folder, made if it is missing.
         wanted: the reader's choices.
-        sources: folders in which the search for the largest batch may have left its figures; if there are none, the
-            report's own folder.
+        sources: the folders of the studies, with their timelines and figures of the search for the largest batch; if
+            there are none, the report's own folder.
 
     Raises:
         JobError: the folder cannot be written to.
     """
     from unisono.study.analysis.analysis import analyzed
     from unisono.study.analysis.results import CSV_NAME
+    from unisono.study.analysis.timed_steps import timed_steps
     from unisono.study.report.document import document
     from unisono.study.report.report import HTML_NAME, require_reports, write_report
 
@@ -60,7 +61,7 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
         show(document(analyzed(results, wanted, batches), ()), out)
         words = f"figures: {folder / CSV_NAME}; {error}, and then unisono study --from {folder}"
     else:
-        show(write_report(results, folder, wanted, batches), out)
+        show(write_report(results, folder, wanted, batches, timed_steps(sources or [folder])), out)
         words = f"report: {folder / HTML_NAME}"
     out.print(Text(words, "dim"), soft_wrap=True)
 

@@ -149,7 +149,7 @@ class Measurement:
             kind: the kind of run.
             environ: this process's.
         """
-        found: dict[str, Any] = {"UNISONO_STUDY": 1}
+        found: dict[str, Any] = {"UNISONO_STUDY": 1, "UNISONO_TIMELINE": 1}
         found |= {} if self.steps is None else {"UNISONO_STOP_AFTER": self.steps}
         found |= {} if self.epochs is None else {"UNISONO_STOP_AFTER_EPOCHS": self.epochs}
         if kind.factor > 1:

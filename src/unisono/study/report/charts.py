@@ -11,8 +11,9 @@ from unisono.study.analysis.batch_curve import BatchCurve
 from unisono.study.analysis.estimate import Estimate, shown
 from unisono.study.analysis.results import Mode
 from unisono.study.analysis.summary import PARTS, Row
+from unisono.study.spans.picture import FAINT, INK
 
-INK, FAINT, PAPER = "#1f2328", "#d3d8de", "#ffffff"
+PAPER = "#ffffff"
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 """After Okabe and Ito, whose colours people with any kind of colour vision can tell apart; shapes differ, too."""

@@ -58,6 +58,11 @@ TERMS: tuple[tuple[str, str], ...] = (
     ),
     ("exposed communication", "The part of the exchange of gradients that no computation hides."),
     ("waiting for the slowest", "All must have their gradients before anybody goes on: the others wait."),
+    (
+        "critical path",
+        "Of a step: the work and the transfers of which each had to wait for the one before. Only what is on it, made "
+        "shorter, makes the step shorter.",
+    ),
     ("digest", "SHA-256 of all weights: the same digest means the same bits."),
     ("oversubscription", "More workers than cores: they take turns, and adding one cannot make anything faster."),
     ("data parallel", "Each worker has the whole model and a part of each batch. Model parallel: a part of the model."),
@@ -118,6 +123,7 @@ def document(analysis: Analysis, pictures: Sequence[Chart]) -> Document:
         *(_figures(analysis, mode) for mode in analysis.modes),
         *(_pictures(analysis, mode, pictures) for mode in analysis.modes),
         _reasons(analysis, pictures),
+        _steps(pictures),
         _models(analysis),
         _batches(analysis, pictures),
         _correctness(analysis),
@@ -162,6 +168,17 @@ def _reasons(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
             Block("table", table=part_table(analysis)),
         ],
     )
+
+
+def _steps(pictures: Sequence[Chart]) -> Section:
+    chosen = [chart for chart in pictures if chart.name.startswith("step-")]
+    about = [
+        "What each worker did when, in the median step of one run. The black line is the critical path: what had to "
+        "wait for what before it. unisono timeline shows all steps of a run, whose folder is in the study's cells."
+    ]
+    said = [f"{chart.title}: {chart.words}" for chart in chosen]
+    blocks = [Block("prose", about if chosen else []), Block("pictures", pictures=chosen), Block("prose", said)]
+    return Section("One step, worker by worker", blocks)
 
 
 def _models(analysis: Analysis) -> Section:

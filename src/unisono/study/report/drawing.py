@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from unisono.study.report.charts import FAINT, INK, PAPER, PART_COLOURS, SERIES, Chart
+from unisono.study.report.charts import PAPER, PART_COLOURS, SERIES, Chart
 from unisono.study.report.document import Document
+from unisono.study.spans.picture import FAINT, INK
 
 DPI = 190
 

@@ -10,10 +10,11 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from unisono.study.analysis.estimate import JOINED
-from unisono.study.report.charts import FAINT, INK, Chart
+from unisono.study.report.charts import Chart
 from unisono.study.report.document import Block, Document
 from unisono.study.report.drawing import Drawing
 from unisono.study.report.written_table import Field, WrittenTable
+from unisono.study.spans.picture import FAINT, INK
 
 MARGIN = 48.0
 """Points."""

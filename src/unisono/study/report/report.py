@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,10 +10,12 @@ from unisono.errors import JobError
 from unisono.study.analysis.analysis import Wanted, analyzed
 from unisono.study.analysis.batch_curve import BatchCurve
 from unisono.study.analysis.results import Results
+from unisono.study.analysis.timed_steps import TimedStep
 from unisono.study.report.charts import charts
 from unisono.study.report.document import Document, document
 from unisono.study.report.drawing import drawn, page
 from unisono.study.report.pdf import pdf
+from unisono.study.report.step_charts import step_charts
 
 HTML_NAME, PDF_NAME = "report.html", "report.pdf"
 
@@ -32,7 +34,11 @@ def require_reports() -> None:
 
 
 def write_report(
-    results: Results, folder: Path, wanted: Wanted, batches: Mapping[str, BatchCurve] | None = None
+    results: Results,
+    folder: Path,
+    wanted: Wanted,
+    batches: Mapping[str, BatchCurve] | None = None,
+    steps: Sequence[TimedStep] = (),
 ) -> Document:
     """Write ``report.html``, ``report.pdf``, ``results.csv``, ``results.json``, and each plot as PNG and as SVG.
 
@@ -41,6 +47,7 @@ def write_report(
         folder: the report's folder, made if it is missing.
         wanted: the reader's choices.
         batches: the results of the search for the largest batch, by label.
+        steps: the single steps to show.
 
     Returns:
         what the report says.
@@ -51,7 +58,7 @@ def write_report(
     require_reports()
     results.write(folder)
     analysis = analyzed(results, wanted, batches)
-    pictures = charts(analysis)
+    pictures = [*charts(analysis), *step_charts(steps)]
     found = document(analysis, pictures)
     drawings = {chart.name: drawn(chart) for chart in pictures}
     plots = folder / "plots"

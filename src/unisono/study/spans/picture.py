@@ -13,7 +13,7 @@ from unisono.study.spans.critical_path import Lane, Part, Stretch
 from unisono.study.spans.explanation import NAMES, Explanation
 from unisono.study.spans.recorded import StepTimelines
 
-INK, FAINT = "#222222", "#dddddd"
+INK, FAINT = "#1f2328", "#d3d8de"
 
 COLOURS: Final[Mapping[Part, str]] = {
     "data": "#f0e442",
@@ -23,7 +23,7 @@ COLOURS: Final[Mapping[Part, str]] = {
     "communication": "#d55e00",
     "update": "#009e73",
     "regroup": "#cc79a7",
-    "script": "#dddddd",
+    "script": FAINT,
 }
 """Okabe and Ito's, which people with any kind of colour vision can tell apart."""
 

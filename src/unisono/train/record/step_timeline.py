@@ -17,7 +17,7 @@ from unisono.data.order import Order
 from unisono.errors import LaunchError
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
-from unisono.spans import WorkSpan, Spans
+from unisono.spans import Spans, WorkSpan
 from unisono.train.group.membership import Membership
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
