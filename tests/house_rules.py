@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("job",),
     ("jsonl",),
-    ("received", "host", "words", "spans"),
+    ("received", "host", "words", "spans", "telemetry"),
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}

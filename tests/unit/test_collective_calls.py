@@ -8,6 +8,8 @@ import pytest
 
 from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import NewGeneration, Ranks
+from unisono.membership.rendezvous import Generation
+from unisono.plan.split import Split
 from unisono.train.group.collectives import Change, CollectiveCalls, Stateless
 from unisono.train.group.elastic import transfer_in
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
@@ -21,6 +23,8 @@ class FakeWorkers:
     """This worker's view of a generation: what a source tells is made up beforehand."""
 
     rank: int = 0
+    world_size: int = 1
+    generation: Generation = field(default_factory=lambda: Generation(1, 0, Split((0, 1))))
     told: Any = None
     ticks: int = 0
     is_called: bool = False

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from unisono.checkpoint.snapshot import (
 from unisono.checkpoint.writer import Writer, origin
 from unisono.errors import CheckpointError, Superseded, UnisonoWarning, WorkerLost
 from unisono.received import value_of
+from unisono.telemetry import TelemetrySpan, begin
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]
 
@@ -38,6 +40,14 @@ _CHECKPOINT = re.compile(r"step-([0-9]{8,})(\.old)?")
 _TEMPORARY = re.compile(r"\.tmp-([0-9]+)-[0-9a-f]+-(.*)")
 
 S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """The begin of a checkpoint: when its copy was made, and its span."""
+
+    at: float
+    span: TelemetrySpan
 
 
 class CheckpointStore:
@@ -98,10 +108,10 @@ class CheckpointStore:
                 self._tell("checkpoint failed", step=snapshot.step, error=why)
                 warnings.warn(f"no checkpoint of step {snapshot.step} is written: {why}", UnisonoWarning, stacklevel=3)
             return
-        begun = perf_counter()
+        begun = _Begun(perf_counter(), begin("checkpoint", {"step": snapshot.step}))
         self._pending = self._written(FrozenSnapshot.of(snapshot, verified, share), share, begun)
 
-    def _written(self, frozen: FrozenSnapshot, share: Share, begun: float) -> Future[str | None]:
+    def _written(self, frozen: FrozenSnapshot, share: Share, begun: _Begun) -> Future[str | None]:
         """Have it written in the background, or now if the process exits: no thread takes anything more then."""
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
@@ -156,8 +166,17 @@ class CheckpointStore:
                 self._writer.shutdown()
                 self._writer = None
 
-    def _write(self, frozen: FrozenSnapshot, share: Share, begun: float) -> str | None:
+    def _write(self, frozen: FrozenSnapshot, share: Share, begun: _Begun) -> str | None:
         """Write one, and remove what is too old; returns what went wrong, in words, where somebody is to hear it."""
+        try:
+            trouble = self._try(frozen, share, begun)
+            if trouble is not None:
+                begun.span.fail(trouble)
+            return trouble
+        finally:
+            begun.span.end()
+
+    def _try(self, frozen: FrozenSnapshot, share: Share, begun: _Begun) -> str | None:
         try:
             written = self._place(frozen, share)
         except (Superseded, WorkerLost) as error:
@@ -170,7 +189,8 @@ class CheckpointStore:
                 f"the checkpoint of step {frozen.step} could not be written: {error}. Training goes on, and the "
                 f"checkpoints before it are as they were; make room, or lower keep="
             )
-        self.seconds = perf_counter() - begun
+        self.seconds = perf_counter() - begun.at
+        begun.span.note({"bytes": written, "verified": frozen.verified is not None})
         if not share.is_first:
             return None
         about = {} if frozen.verified is None else {"verified": True}

@@ -32,6 +32,8 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
 from unisono.spans import Spans
 from unisono.sync.strategy import Strategy
+from unisono.telemetry import configure as configure_spans
+from unisono.telemetry import flush as flush_spans
 from unisono.train.assembly import Opened, assemble
 from unisono.train.config.arguments import require_kinds
 from unisono.train.config.bits import bits_of
@@ -198,6 +200,8 @@ def init(
     process.jobs.append(config.job)
     job, device, about = config.job, config.device, config.adaptation
     with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
+        configure_spans(process.variables.all())
+        opened.callback(flush_spans)
         policy_state = PolicyState.of(config)
         opened.callback(process.apply_numerics(job, device))
         membership = opened.enter_context(closing(process.membership(config)))

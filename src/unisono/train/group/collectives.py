@@ -16,6 +16,7 @@ from unisono.failpoints import failpoint
 from unisono.job import differences
 from unisono.received import value_of
 from unisono.spans import Spans
+from unisono.telemetry import span
 from unisono.train.group.majority import trusted
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import SAME, Workers
@@ -269,6 +270,11 @@ class CollectiveCalls:
             Dismissed: this worker is not part of it.
         """
         self._require_open()
+        with span("regroup", {"step": self.step, "lost": "" if lost is None else str(lost)[:200]}) as found:
+            self._regroup(lost, at_boundary=at_boundary)
+            found.note(self._here())
+
+    def _regroup(self, lost: WorkerLost | None, *, at_boundary: bool) -> None:
         while True:
             try:
                 failpoint("regroup begins")
@@ -280,6 +286,10 @@ class CollectiveCalls:
                 lost = error
             else:
                 return
+
+    def _here(self) -> dict[str, int]:
+        workers = self._membership.workers
+        return {"generation": workers.generation.number, "rank": workers.rank, "world_size": workers.world_size}
 
     def enter(self, loop: int) -> bool:
         """A loop begins. Whoever joins waits here until the others take it in, and otherwise skips the loop.
@@ -416,7 +426,9 @@ class CollectiveCalls:
         failpoint("generation formed")
         self.recovery.leave()
         if transfer.behind:
-            self._hand_over(transfer)
+            about = {"source": transfer.source, "behind": len(transfer.behind), "joiners": len(transfer.joiners)}
+            with span("hand_over", {**self._here(), **about}):
+                self._hand_over(transfer)
         self.recovery.renew()
         failpoint("engine made")
         seconds = {**transfer.seconds, "copy": (ended := perf_counter()) - begun}
