@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -141,6 +141,9 @@ bench-coordinator-sockets: $(READY)  ## a coordinator with 1024 connections over
 
 bench-split-update: $(READY)  ## the update of two workers: whole, split, and split so that a loss is survived
 	@$(BIN)/python -m benchmarks split-update $(OPTIONS)
+
+bench-second-order: $(READY)  ## Muon on two workers: each updates all matrices, or each matrix has one owner
+	@$(BIN)/python -m benchmarks second-order $(OPTIONS)
 
 bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what policies get back of what that costs; needs root
 	@$(BIN)/python -m benchmarks disturbed $(OPTIONS)

@@ -24,6 +24,7 @@ from benchmarks import (
     pairs,
     recovery,
     sampling,
+    second_order,
     shards,
     shuffles,
     soak,
@@ -439,6 +440,27 @@ def split_update_command(
         seed=seed,
     )
     _publish(split_update.run(choice), output)
+
+
+@app.command("second-order")
+def second_order_command(
+    model: Models = None,
+    workers: Workers = 2,
+    rounds: Rounds = None,
+    steps: Annotated[int, typer.Option(help="counted in each job")] = 20,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """Muon: every worker updates all matrices, or each has one owner."""
+    choice = second_order.Choice(
+        models=_models(model, ("tiny",) if quick else second_order.Choice().models),
+        workers=workers,
+        rounds=rounds or (1 if quick else 5),
+        steps=2 if quick else steps,
+        seed=seed,
+    )
+    _publish(second_order.run(choice), output)
 
 
 @app.command("shuffles")

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (
     *("ASKED", "EPOCHS", "FAULTS", "HURRY", "PACE_S", "STOP_BELOW"),
     *("DECIDED", "LOADERS", "ODD", "OPTIONS", "POLICY", "SLOW", "TIMEOUT_S", "TROUBLE"),
-    *("SAMPLER", "STREAM", "LEDGER", "ENTERS", "STAGES"),
+    *("SAMPLER", "STREAM", "LEDGER", "ENTERS", "STAGES", "MATRICES"),
 )
 """Variables that this script, and the other scripts of these tests, read."""
 

@@ -1,6 +1,6 @@
 """Trains until it is stopped, and notes when each step was committed: what benchmarks of elastic jobs watch.
 
-Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|fused-adamw] [BATCH]``.
+Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|fused-adamw|muon] [BATCH]``.
 """
 
 import os
@@ -28,6 +28,10 @@ match sys.argv[3] if len(sys.argv) > 3 else "sgd":
         run.prepare(model, torch.optim.Adam(weights, lr=1e-4))
     case "fused-adamw":
         run.prepare(model, torch.optim.AdamW(weights, lr=1e-4, fused=True))
+    case "muon":
+        listed = list(weights)
+        muon = torch.optim.Muon([one for one in listed if one.ndim == 2], lr=1e-3)
+        run.prepare(model, [muon, torch.optim.AdamW([one for one in listed if one.ndim != 2], lr=1e-4)])
     case _:
         run.prepare(model, torch.optim.SGD(weights, lr=1e-3, momentum=0.9))
 name = os.environ.get("UNISONO_WORKER") or run.rank

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from unisono.sync.parameter_server import ParameterServer
     from unisono.sync.strategy import AllReduce, Strategy
     from unisono.train.model.tensors import digest
+    from unisono.train.model.whole_matrix import whole_matrix
     from unisono.train.run import Run
     from unisono.train.start import init
     from unisono.train.state.first_weights import load
@@ -86,6 +87,7 @@ __all__ = [
     "ray",
     "torchmetrics",
     "transformers",
+    "whole_matrix",
 ]
 
 _HOMES = {
@@ -124,6 +126,7 @@ _HOMES = {
     "digest": "unisono.train.model.tensors",
     "init": "unisono.train.start",
     "load": "unisono.train.state.first_weights",
+    "whole_matrix": "unisono.train.model.whole_matrix",
 }
 
 _GUESTS = {

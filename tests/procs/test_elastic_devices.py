@@ -20,10 +20,10 @@ TWO = ("--devices-per-worker", "2")
 LONG: Any = {"EPOCHS": "12"}
 LONGEST: Any = {"EPOCHS": "40"}
 
-WAYS: Any = {"slices": {}, "stages": {"STAGES": "1f1b"}}
+WAYS: Any = {"slices": {}, "stages": {"STAGES": "1f1b"}, "matrices": {"MATRICES": "1"}}
 
 
-@pytest.fixture(scope="session", params=WAYS)
+@pytest.fixture(scope="session", params=["slices", "stages", pytest.param("matrices", marks=pytest.mark.slow)])
 def way(request: pytest.FixtureRequest) -> Any:
     """How a model lies on several devices."""
     return WAYS[request.param]

@@ -16,8 +16,8 @@ from unisono.train.model.tensors import digest_tensors
 pytestmark = pytest.mark.procs
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "sliced.py")
-CASES = {"language", "clipped", "residual", "unused", "meta", "narrow", "parts"}
-QUICK = ("language", "unused", "narrow", "parts")
+CASES = {"language", "clipped", "residual", "unused", "meta", "matrices", "images", "narrow", "parts"}
+QUICK = ("language", "unused", "matrices", "narrow", "parts")
 
 
 def results(output: str) -> dict[str, list[str]]:
@@ -99,7 +99,7 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
     words = [line.removeprefix("[rank 0] ModelError: ") for line in said.splitlines() if "Error: " in line]
     begins = [
         "AdamW(fused=True) gives an element other bits",
-        "Muon may need whole tensors",
+        "Adafactor may need whole tensors",
         "2.scale is a single number",
         "weight is no part of a model in slices, and each worker has 2 devices",
         "1.weight is no part of a model in slices",

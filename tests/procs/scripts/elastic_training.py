@@ -33,6 +33,9 @@ HURRY = Path(os.environ.get("HURRY", "hurry"))
 ASKED = int(os.environ.get("ASKED", "-1"))
 STOP_BELOW = float(os.environ.get("STOP_BELOW", "0"))
 EPOCHS = int(os.environ.get("EPOCHS", "6"))
+MATRICES = "MATRICES" in os.environ
+"""Whether the first optimizer updates whole matrices."""
+
 STAGES = os.environ.get("STAGES", "")
 """The schedule of stages, if the model is to be cut into some."""
 
@@ -48,6 +51,20 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         return FIXED[number] + 0.1 * torch.randn(16), number % 5
+
+
+@unisono.whole_matrix
+class Orthogonal(torch.optim.SGD):
+    """Momentum of gradients, of which those of matrices are made orthogonal."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim == 2:
+                    left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
+                    parameter.grad = left @ right
+        super().step()
 
 
 class Seen:
@@ -75,7 +92,8 @@ else:  # which leaves them whole where workers have one device
     run.fully_shard(head)
     run.fully_shard(body)
 device = run.inside.membership.workers.devices.rank
-optimizers = [torch.optim.AdamW(body.parameters(), lr=1e-2), torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
+first: Any = Orthogonal(body.parameters(), 1e-2, 0.9) if MATRICES else torch.optim.AdamW(body.parameters(), lr=1e-2)
+optimizers = [first, torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
 run.prepare(models, optimizers)
 schedulers = [torch.optim.lr_scheduler.StepLR(one, 7, 0.8) for one in optimizers]
 for number, scheduler in enumerate(schedulers):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.utils.data import TensorDataset
 
 import unisono
@@ -143,12 +143,38 @@ def by_shape(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return Adam(groups, lr=0.02, amsgrad=True)
 
 
+def whole_matrices(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """Muon of what it takes; of the rest one that keeps a list, a number in its group, and what AdamW keeps."""
+    listed = list(parameters)
+    muon = Muon([one for one in listed if one.ndim == 2], lr=0.02)
+    return [muon, Factors([one for one in listed if one.ndim != 2], lr=0.02)]
+
+
+@unisono.whole_matrix
+class Factors(AdamW):
+    """Its gradients are divided by the norms of rows so far, which it keeps for all rows on each device."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    norms = self.state[parameter].setdefault("rows", [torch.ones(len(parameter))])[0]
+                    norms += parameter.grad.flatten(1).norm(dim=1) if parameter.ndim > 1 else parameter.grad.norm()
+                    parameter.grad /= norms.view(-1, *[1] * (parameter.ndim - 1)) * group["steps"]
+        kept = {each: state.pop("rows", None) for each, state in self.state.items()}
+        super().step()
+        for each, rows in kept.items():
+            self.state[each]["rows"] = rows
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A model to train, and how."""
 
     make: Callable[[unisono.Run], nn.Module]
-    optimizer: Callable[..., Optimizer]
+    optimizer: Callable[..., Optimizer | list[Optimizer]]
     job: dict[str, Any]
     loss_fn: Callable[..., Any] = error
     clip_norm: float | None = None
@@ -160,6 +186,8 @@ CASES = {
     "residual": Case(residual, partial(SGD, lr=0.1, nesterov=True, momentum=0.9), {"shards": 6, "batch_size": 24}),
     "unused": Case(unused, partial(AdamW, lr=0.01), {"shards": 5, "batch_size": 15}),
     "meta": Case(on_meta, by_shape, {"shards": 7, "batch_size": 14}, weighted),
+    "matrices": Case(language, whole_matrices, {"shards": 6, "batch_size": 18}, clip_norm=1.0),
+    "images": Case(residual, Factors, {"shards": 6, "batch_size": 24}),
     "narrow": Case(residual, AdamW, {"shards": 6, "batch_size": 18, "precision": "bf16", "compression": "bf16"}),
 }
 
@@ -169,15 +197,19 @@ def train(name: str) -> None:
     with unisono.init(seed=7, **case.job) as run:
         data = texts(run) if case.make is language else images(run)
         model = case.make(run)
-        model, optimizer = run.prepare(model, case.optimizer(each for each in model.parameters() if each.requires_grad))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        run.register("schedule", schedule)
+        made = case.optimizer(each for each in model.parameters() if each.requires_grad)
+        optimizers = made if isinstance(made, list) else [made]
+        run.prepare(model, optimizers)
+        schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in optimizers]
+        for number, schedule in enumerate(schedules):
+            run.register(f"schedule {number}", schedule)
         losses = []
         for step in run.steps(data, epochs=2):
             losses.append(step.run(case.loss_fn, clip_norm=case.clip_norm))
             if step.is_last_in_epoch:
                 run.predict(data)
-            schedule.step()
+            for schedule in schedules:
+                schedule.step()
         predicted = run.predict(data).double().sum().item()
         run.print(name, unisono.digest(model)[:16], losses[-1].hex(), predicted.hex())
         run.finish()
@@ -205,7 +237,7 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     """What is refused where a model lies in slices."""
     layer = run.fully_shard(nn.Linear(4, 4))
     yield lambda: run.prepare(layer, AdamW(layer.parameters(), fused=True))
-    yield lambda: run.prepare(layer, torch.optim.Muon([layer.weight]))
+    yield lambda: run.prepare(layer, torch.optim.Adafactor([layer.weight]))
     yield lambda: run.fully_shard(nn.Sequential(nn.BatchNorm1d(3), nn.PReLU(), Scalar()))
     whole = nn.Linear(4, 4)
     yield lambda: run.prepare(whole, SGD(whole.parameters()))

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ModelError
 from unisono.train.model.update import READERS
+from unisono.train.model.whole_matrix import cost_of
 
 # What torch has for models in slices takes seconds to load: only models that are in slices load it.
 
@@ -244,18 +245,21 @@ def update_slices(optimizers: Sequence[Optimizer]) -> None:
     """Have optimizers update this device's slices.
 
     Raises:
-        ModelError: an optimizer whose result for an element depends on others, or on where in memory it lies; says what
-            to use.
+        ModelError: an optimizer of which nobody has said how it updates a tensor, or whose result for an element
+            depends on where in memory it lies; says what to use.
     """
     for optimizer in optimizers:
         groups = optimizer.param_groups
         if not any(is_sliced(each) for group in groups for each in group["params"]):
             continue
         name = type(optimizer).__name__
-        if type(optimizer) not in READERS:
+        if cost_of(optimizer) is not None:
+            _require_slices(name, [each for group in groups for each in group["params"]])
+        elif type(optimizer) not in READERS:
             known = ", ".join(kind.__name__ for kind in READERS)
             raise ModelError(
-                f"{name} may need whole tensors, and each device has slices of them: use one of torch's {known}"
+                f"{name} may need whole tensors, and each device has slices of them: use one of torch's {known}, Muon; "
+                f"or unisono.whole_matrix({name}), if it updates each tensor by itself"
             )
         if any(group.get("fused") for group in groups):
             raise ModelError(
@@ -267,6 +271,15 @@ def update_slices(optimizers: Sequence[Optimizer]) -> None:
         optimizer.state.clear()
         for each, state in kept:  # some keep something from the beginning
             optimizer.state[each] = {name: slice_of(value) for name, value in state.items()}
+
+
+def _require_slices(name: str, parameters: Sequence[Any]) -> None:
+    """Refuse to gather whole matrices of what is not in slices along the first dimension."""
+    if not all(is_sliced(each) and all(one.is_shard(0) for one in each.placements) for each in parameters):
+        raise ModelError(
+            f"{name} updates whole matrices, and some of them lie in parts along another dimension, as run.parallelize "
+            f"cuts them, or in no slices: use run.fully_shard for all, or an optimizer that goes element by element"
+        )
 
 
 def require_sliced(parameters: Mapping[str, Tensor], devices: int) -> None:

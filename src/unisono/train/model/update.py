@@ -116,16 +116,21 @@ def has_own_step(optimizer: Optimizer) -> bool:
     return step is not type(optimizer).step
 
 
-def may_change_gradients(optimizer: Optimizer) -> bool:
-    """Whether a step of this optimizer, or a hook of it, might change gradients in place."""
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Whether a function of the script's is called before or behind each step of this optimizer."""
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
-    is_hooked = any(not isinstance(hook, UpdateWatch) for each in hooks for hook in each.values())
-    return type(optimizer) not in READERS or is_hooked or any(map(_adds_momentum_in_place, optimizer.param_groups))
+    return any(not isinstance(hook, UpdateWatch) for each in hooks for hook in each.values())
+
+
+def may_change_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step of this optimizer, or a hook of it, might change gradients in place."""
+    is_reader = type(optimizer) in READERS and not any(map(_adds_momentum_in_place, optimizer.param_groups))
+    return not is_reader or is_hooked(optimizer)
 
 
 def _adds_momentum_in_place(group: Mapping[str, Any]) -> bool:
@@ -158,6 +163,9 @@ class Update:
 
     def require_whole(self) -> None:
         """They always are."""
+
+    def work_out(self, optimizers: Sequence[Optimizer]) -> None:
+        """Work out together what can be before anything changes: nothing. Collective."""
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Run the optimizers."""

@@ -43,6 +43,7 @@ from unisono.train.step.call import Call, global_norm
 from unisono.train.step.device_exchange import shared_buffers, shared_report, shared_weights
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard, require_agreement, total_weight
+from unisono.train.step.owned_update import whole_update
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.sharded_update import ShardedUpdate
 from unisono.train.step.why_whole import why_whole
@@ -137,7 +138,7 @@ class StepEngine:
         self._body = BodyWrites(
             list(prepared.weights().values()), self._buffer_tensors, partial(kept_by, prepared.optimizers)
         )
-        self._update: Update | ShardedUpdate = update or Update()
+        self._update: Update | ShardedUpdate = update or whole_update(prepared, workers, execution)
         self.why_whole = (
             why_whole(prepared, workers, execution, survives=survives)
             if update is None
@@ -219,6 +220,9 @@ class StepEngine:
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
         with self._or_rewound():
             buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
+            if call.update is None:
+                with self._scaled(call.optimizers):
+                    self._update.work_out(call.optimizers)
 
         keeps = self.cause(call)
 

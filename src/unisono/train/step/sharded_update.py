@@ -140,6 +140,9 @@ class ShardedUpdate:
         elif not self._waits:
             self._share(is_right)
 
+    def work_out(self, optimizers: Sequence[Optimizer]) -> None:
+        """Each worker's part is worked out where it lies."""
+
     @torch.no_grad()
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this worker's part, or all. The weights are half updated until ``finish``."""

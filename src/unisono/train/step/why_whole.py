@@ -12,6 +12,7 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import COUNTS_HOLDERS
 from unisono.train.model.update import READERS, has_own_step, may_change_gradients
+from unisono.train.model.whole_matrix import cost_of
 
 
 def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, survives: bool) -> str:
@@ -30,7 +31,7 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
     if not wanted:
         return "nobody has asked to split them"
     why = why_whole_by_optimizers(prepared.optimizers)
-    if why and wanted is True:
+    if why and wanted is True and not any(cost_of(one) for one in prepared.optimizers):
         raise JobError(f"shard_optimizer=True {why}")
     if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
         if wanted is True and not survives:
@@ -64,6 +65,10 @@ def why_whole_by_optimizers(optimizers: Sequence[Optimizer]) -> str:
     if len(owned) != len(set(owned)):
         return "cannot split the update of parameters that several optimizers update"
     for optimizer in optimizers:
+        if cost_of(optimizer) is not None:
+            return (
+                f"has no use for parts of matrices, which {type(optimizer).__name__} updates whole: each has an owner"
+            )
         if type(optimizer) not in READERS:
             names = ", ".join(kind.__name__ for kind in READERS)
             return f"cannot split {type(optimizer).__name__}: it splits optimizers that go element by element ({names})"

@@ -22,7 +22,6 @@ from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.own_update import UpdateCause
-from unisono.train.model.update import Update
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
@@ -31,6 +30,7 @@ from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.engine import Attempt, StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
+from unisono.train.step.owned_update import own_update_of
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import WorkerReport
@@ -288,8 +288,10 @@ class ExactSteps:
         if call.update is not None:
             call.update.make(given.loss, call.optimizers, scaled)
             return
+        update = own_update_of(prepared, self.membership.workers.devices)
         with scaled(call.optimizers):
-            Update().apply(call.optimizers)
+            update.work_out(call.optimizers)
+            update.apply(call.optimizers)
 
     def _require_whole_update(self) -> None:
         """Split no update that the script makes by itself.
