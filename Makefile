@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -138,6 +138,9 @@ bench-coordinator: $(READY)  ## what the coordinator costs with 16 to 4096 worke
 
 bench-coordinator-sockets: $(READY)  ## a coordinator with 1024 connections over TLS: memory, processor, delays, losses and joins
 	@$(BIN)/python -m benchmarks coordinator-sockets $(OPTIONS)
+
+bench-device-memory: $(READY)  ## the most memory that tensors take on a device: with the whole model, and where several hold it together
+	@$(BIN)/python -m benchmarks device-memory $(OPTIONS)
 
 bench-split-update: $(READY)  ## the update of two workers: whole, split, and split so that a loss is survived
 	@$(BIN)/python -m benchmarks split-update $(OPTIONS)

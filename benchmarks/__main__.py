@@ -16,6 +16,7 @@ from benchmarks import (
     coordinator,
     coordinator_sockets,
     data_network,
+    device_memory,
     disturbed,
     flips,
     growth,
@@ -495,6 +496,18 @@ def _side_by_side(pair: str, model: str, workers: int, step_ms: float, *, quick:
 
 def _often(choice: pairs.Choice, rounds: int | None, turns: int | None, seed: int) -> pairs.Choice:
     return replace(choice, rounds=rounds or choice.rounds, turns=turns or choice.turns, seed=seed)
+
+
+@app.command("device-memory")
+def device_memory_command(
+    devices: Annotated[str, typer.Option(help="numbers of them; commas between them")] = "2,4",
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """The most memory that tensors take on a device: one with the whole model, and several that hold it together."""
+    numbers = tuple(int(number) for number in devices.split(","))
+    choice = device_memory.Choice((2,), 2, 1) if quick else device_memory.Choice(numbers)
+    _publish(device_memory.run(choice), output)
 
 
 @app.command("accuracy")

@@ -98,6 +98,7 @@ STRATEGIES = ["--quick", "--models=digits", "--workers=2"]
         ("accuracy", ["--quick"]),
         ("adaptive", ["--quick", "--workers=2"]),
         ("strategies", [*STRATEGIES, "--strategy=all-reduce", "--strategy=local-sgd"]),
+        ("device-memory", ["--quick"]),
         ("monitor", ["--quick", "--model=tiny", "--step-ms=20"]),
         ("soak", ["--minutes=0.12", "--pause=1", "--rare=2", "--workers=3"]),
     ],
@@ -129,6 +130,8 @@ def test_the_benchmarks_of_elastic_jobs_find_something(name: str, options: list[
         serial, all_reduce, local = ways[1, "all-reduce"], ways[2, "all-reduce"], ways[2, "local-sgd"]
         assert serial["digest"] == all_reduce["digest"] != local["digest"]
         assert 0 < local["sent_bytes"] < all_reduce["sent_bytes"]
+    elif name == "device-memory":
+        assert 0 < max(found["slices 2"], found["stages 2"]) < 0.8 * found["alone"]
     elif name == "monitor":
         assert [len(turns) for turns in found["seconds"].values()] == [1, 1]
         assert all(seconds > 0 for turns in found["seconds"].values() for seconds in turns[0])
