@@ -71,6 +71,19 @@ def wishes(settings: ElasticSettings) -> list[str]:
     ]
 
 
+def job_words(settings: ElasticSettings) -> list[str]:
+    """The last words of a command that starts a coordinator or an agent for a job: its wishes, and the script."""
+    launch = settings.launch
+    return [
+        *("--grace-s", f"{launch.grace_s:g}"),
+        *([] if launch.notices is None else ["--notices", launch.notices]),
+        *([] if launch.warm_start else ["--no-warm-start"]),
+        *([] if launch.tuning.is_wanted else ["--no-tuning"]),
+        *wishes(settings),
+        *launch.script.argv,
+    ]
+
+
 BACKLOG = 1024
 """Connections that the kernel keeps for a coordinator that is just being started again."""
 

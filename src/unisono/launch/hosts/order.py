@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from unisono.errors import JobError, Unreadable
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Address
-from unisono.launch.elastic.coordinator_process import wishes
+from unisono.launch.elastic.coordinator_process import job_words
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.hosts.hostfile import HostSlots
@@ -181,13 +181,7 @@ class Orders:
 
     def words(self, host: HostSlots) -> tuple[str, ...]:
         """What ``unisono join`` gets there, but for the URL and what is trusted."""
-        launch = self.settings.launch
         return (
             *("-n", str(host.slots), "--run-dir", os.path.abspath(self.run_dir)),  # noqa: PTH100 (as for the run folder)
-            *wishes(self.settings),
-            *("--grace-s", f"{launch.grace_s:g}"),
-            *([] if launch.notices is None else ["--notices", launch.notices]),
-            *([] if launch.warm_start else ["--no-warm-start"]),
-            *([] if launch.tuning.is_wanted else ["--no-tuning"]),
-            *launch.script.argv,
+            *job_words(self.settings),
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError
 from unisono.launch.command import PER_WORKER
-from unisono.launch.elastic.coordinator_process import wishes
+from unisono.launch.elastic.coordinator_process import job_words
 from unisono.launch.elastic.elastic import ElasticSettings
 
 RESOURCE = re.compile(r"([A-Za-z_][\w.:/-]{0,127})=([0-9.]{1,16})", re.ASCII)
@@ -105,7 +105,7 @@ class RayRequest:
             *("run", "-n", str(settings.workers), "--here", "0", "--coordinator", f"{host}:0"),
             *("--run-dir", str(run_dir), "--max-restarts", str(settings.max_restarts)),
             *(["--restart-on-error"] if settings.restart_on_error else []),
-            *self._common(),
+            *job_words(settings),
         ]
 
     def agent(self, url: str, files: Path, run_dir: Path | None) -> list[str]:
@@ -123,17 +123,11 @@ class RayRequest:
             where = [url, "--token-file", str(files / "token")]
             where += ["--certificate", str(certificate)] if certificate.exists() else []
         devices = self.settings.launch.devices_per_worker
-        return ["join", *where, *([] if devices is None else ["--devices-per-worker", str(devices)]), *self._common()]
-
-    def _common(self) -> Sequence[str]:
-        launch = self.settings.launch
         return [
-            *("--grace-s", f"{launch.grace_s:g}"),
-            *([] if launch.notices is None else ["--notices", launch.notices]),
-            *([] if launch.warm_start else ["--no-warm-start"]),
-            *([] if launch.tuning.is_wanted else ["--no-tuning"]),
-            *wishes(self.settings),
-            *launch.script.argv,
+            "join",
+            *where,
+            *([] if devices is None else ["--devices-per-worker", str(devices)]),
+            *job_words(self.settings),
         ]
 
 
