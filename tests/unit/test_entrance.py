@@ -1,3 +1,4 @@
+import os
 import shutil
 import socket
 import ssl
@@ -18,7 +19,7 @@ from unisono.launch.elastic.entrance import Entrance, certificate_file, make_cer
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership import listener, server
 from unisono.membership.messages import Neighbour, NewGeneration, Ranks
-from unisono.membership.token import context_for, is_private, make_token, token_file
+from unisono.membership.token import context_for, is_private, make_token, read_token, token_file
 from unisono.reduce.peers import PeerListener
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.forming import ElasticRendezvous
@@ -52,6 +53,43 @@ def test_what_is_no_such_place_is_named(text: str) -> None:
 def test_a_name_that_no_host_can_have_is_refused(letter: str) -> None:
     with pytest.raises(JobError, match="cannot listen on"):
         Entrance.read(f"{letter * 70}:0").listen(1)
+
+
+def test_a_token_and_a_name_that_were_made_beforehand_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    token = make_token(tmp_path)
+    entrance = Entrance.read(":0").made_before(token_file(tmp_path), "job-coordinator-0-0.job")
+    for _ in range(2):  # at each start
+        assert entrance.token(tmp_path / "run") == token == read_token(token_file(tmp_path / "run"))
+    with entrance.listen(1) as listening:
+        assert entrance.name(listening) == "job-coordinator-0-0.job"
+
+
+def test_what_was_made_beforehand_is_for_a_coordinator_that_others_reach(tmp_path: Path) -> None:
+    for file, name in ((tmp_path, None), (None, "a")):
+        with pytest.raises(JobError, match="--token-file and --known-as are for"):
+            Entrance().made_before(file, name)
+    for name in ("", "a:1", "a/b", "-a", "a b", "ü"):
+        with pytest.raises(JobError, match="--known-as .*write the name of a host"):
+            Entrance.read(":0").made_before(None, name)
+    with pytest.raises(JobError, match="token of the job cannot be read"):
+        Entrance.read(":0").made_before(tmp_path / "nowhere", None).token(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file of root's needs root")
+@pytest.mark.parametrize(("owner", "mode", "is_read"), [(0, 0o440, True), (0, 0o444, False), (65534, 0o440, False)])
+def test_a_token_that_root_shares_with_a_group_is_read_by_others(
+    owner: int, mode: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = make_token(tmp_path)
+    token_file(tmp_path).chmod(mode)
+    os.chown(token_file(tmp_path), owner, 65534)
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    if is_read:
+        assert read_token(token_file(tmp_path)) == token
+    else:
+        with pytest.raises(JobError, match="others can read the token"):
+            read_token(token_file(tmp_path))
 
 
 def test_a_certificate_goes_with_its_key_and_with_a_coordinator(tmp_path: Path) -> None:

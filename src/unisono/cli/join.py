@@ -2,7 +2,8 @@
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from time import monotonic, sleep
+from typing import Annotated, Any
 
 import typer
 
@@ -14,15 +15,18 @@ from unisono.cli.options import (
     TokenFile,
     Trusted,
     Url,
+    Wait,
     grouped,
     named_folder,
 )
-from unisono.errors import JobError
+from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.ending.result import open_folder, report
 from unisono.launch.terminal.terminal import Terminal
 from unisono.membership.token import read_token, token_file
+
+AGAIN_S = 0.5
 
 
 @grouped
@@ -46,6 +50,7 @@ def join(
     ] = 1,
     token_file: TokenFile = None,
     certificate: Trusted = None,
+    wait_s: Wait = 0,
     agent: Annotated[str | None, typer.Option(hidden=True, help="The id that the launcher gave this agent.")] = None,
     *,
     job: JobOptions,
@@ -62,16 +67,17 @@ def join(
     launch = job.settings(script, args, workers=workers, devices_per_worker=devices_per_worker, run_dir=run_dir)
     settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
     settings.check()
-    raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir), agent))
+    raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir), agent, wait_s))
 
 
-def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = None) -> int:
+def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = None, wait_s: float = 0) -> int:
     """Run workers for a job until it is over, or this is asked to leave.
 
     Args:
         settings: the settings of the workers here.
         where: the place of the job.
         agent: the id of this agent, if somebody has chosen it.
+        wait_s: the seconds for which the coordinator of another host may not answer yet.
 
     Returns:
         the exit code.
@@ -83,16 +89,27 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
     from unisono.launch.elastic.agent import Joined, new_agent, run_agent
 
     joined = Joined(where.address(), where.token, agent or new_agent())
-    if settings.launch.devices_per_worker is None:
-        settings = settings.with_devices(Control(joined.address).status()["devices_per_worker"])
-    elif where.url is not None:
-        Control(joined.address).status()  # what the person has mistyped is said at once
+    if settings.launch.devices_per_worker is None or where.url is not None:
+        found = _once_it_answers(Control(joined.address), wait_s if where.url is not None else 0)
+        settings = settings.with_devices(settings.launch.devices_per_worker or found["devices_per_worker"])
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
     terminal.say(f"room for {settings.launch.workers} more, run folder {folder.path}")
     outcome = run_agent(settings, folder, terminal, joined)
     terminal.conclude(report(outcome, folder))
     return outcome.exit_code
+
+
+def _once_it_answers(control: Control, wait_s: float) -> dict[str, Any]:
+    """The status of the job; what the person has mistyped is said at once."""
+    begun = monotonic()
+    while True:
+        try:
+            return control.status()
+        except LaunchError:
+            if monotonic() - begun >= wait_s:
+                raise
+        sleep(AGAIN_S)
 
 
 def _folder(settings: ElasticSettings, where: Whereabouts) -> RunFolder:

@@ -43,6 +43,10 @@ Url = Annotated[
 TokenFile = Annotated[
     Path | None, typer.Option(help="With URL: a copy of the file 'token' of the job's run folder.", show_default=False)
 ]
+Wait = Annotated[
+    float,
+    typer.Option("--wait-s", help="With URL: seconds to wait for a coordinator that does not answer yet.", min=0),
+]
 Trusted = Annotated[
     Path | None,
     typer.Option(
@@ -314,6 +318,22 @@ TlsCert = Annotated[
 TlsKey = Annotated[
     Path | None,
     typer.Option(rich_help_panel=SEVERAL_HOSTS, help="With --coordinator: the certificate's private key, PEM."),
+]
+MadeToken = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        rich_help_panel=SEVERAL_HOSTS,
+        help="With --coordinator: a file with the job's token, made beforehand. By default each start makes one.",
+    ),
+]
+KnownAs = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=SEVERAL_HOSTS,
+        metavar="NAME",
+        help="With --coordinator: the name by which other hosts know this one, if it is another.",
+    ),
 ]
 
 Engine = Annotated[

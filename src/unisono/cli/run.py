@@ -17,7 +17,9 @@ from unisono.cli.options import (
     FaultScript,
     Here,
     JobOptions,
+    KnownAs,
     ListenAt,
+    MadeToken,
     MaxRestarts,
     Resources,
     RestartOnError,
@@ -64,7 +66,7 @@ class ClusterOptions:
         if self.engine is not None and any(one is not None for one in others):
             raise JobError(
                 f"--on {self.engine} starts all workers: "
-                "--hosts, --here, --coordinator, --tls-cert, --tls-key and --page are not for it"
+                "--hosts, --here, --coordinator, what goes with that, and --page are not for it"
             )
 
 
@@ -84,6 +86,8 @@ def run(
     here: Here = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    token_file: MadeToken = None,
+    known_as: KnownAs = None,
     hosts: HostOptions,
     faults: FaultScript = None,
     cluster: ClusterOptions,
@@ -96,7 +100,7 @@ def run(
     has several hosts, and with --coordinator others may join.
     """
     given = None if workers is None else Range.read(workers)
-    cluster.check(here, coordinator, tls_cert, tls_key, hosts.hosts, page or None)
+    cluster.check(here, coordinator, tls_cert, tls_key, token_file, known_as, hosts.hosts, page or None)
     placement = hosts.placement(given)
     wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
     fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
@@ -120,7 +124,10 @@ def run(
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
         restart_on_error=restart_on_error,
         failure_timeout_s=failure_timeout_s,
-        entrance=replace(Entrance.read(coordinator, tls_cert, tls_key), towards=hosts.towards(placement)),
+        entrance=replace(
+            Entrance.read(coordinator, tls_cert, tls_key).made_before(token_file, known_as),
+            towards=hosts.towards(placement),
+        ),
     )
     elastic.check()
     is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None

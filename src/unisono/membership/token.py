@@ -63,6 +63,8 @@ OUTDATED = (
     "the job's token is missing or wrong: each start of a job makes a new one, the file 'token' in its run folder"
 )
 
+GROUP, EVERYBODY = 0o070, 0o007
+
 _FORM = re.compile(r"[A-Za-z0-9_-]{43}")  # 256 bits
 _OPEN_ONLY_ITSELF = os.O_CLOEXEC | os.O_NOFOLLOW  # a link that somebody else put there leads nowhere
 
@@ -84,14 +86,18 @@ def make_token(run_folder: Path) -> str:
     return read_token(path)
 
 
-def new_token(run_folder: Path) -> str:
+def new_token(run_folder: Path, token: str | None = None) -> str:
     """Another token for a run folder: who has the one before does not take part in what starts now.
+
+    Args:
+        run_folder: the run folder.
+        token: the token, if somebody has made it beforehand.
 
     Raises:
         JobError: it cannot be written.
     """
     path = token_file(run_folder)
-    with _written(run_folder) as beside:
+    with _written(run_folder, token) as beside:
         beside.replace(path)
     return read_token(path)
 
@@ -105,26 +111,32 @@ def read_token(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | _OPEN_ONLY_ITSELF)
         with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            found = os.fstat(file.fileno())
+            mode, is_shared = found.st_mode, found.st_uid == 0 != os.geteuid()  # by root, who knows the group
             token = file.read(256).strip()
     except OSError as error:
         raise JobError(f"the token of the job cannot be read: {error}") from error
-    if mode & 0o077:
+    if mode & (EVERYBODY if is_shared else EVERYBODY | GROUP):
         raise JobError(f"others can read the token in {path}: chmod 600 it, or remove it and start the job again")
     if not _FORM.fullmatch(token):
         raise JobError(f"{path} holds no token: remove it and start the job again")
     return token
 
 
+def fresh_token() -> str:
+    """A token that nobody has had."""
+    return secrets.token_urlsafe(32)
+
+
 @contextmanager
-def _written(run_folder: Path) -> Iterator[Path]:
-    """A file with a token that nobody has had, until the block ends."""
+def _written(run_folder: Path, token: str | None = None) -> Iterator[Path]:
+    """A file with a token, until the block ends: by default one that nobody has had."""
     beside = run_folder / f".token.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_ONLY_ITSELF, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
-                file.write(secrets.token_urlsafe(32))
+                file.write(token or fresh_token())
                 file.flush()
                 os.fsync(file.fileno())
             yield beside

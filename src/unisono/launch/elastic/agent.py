@@ -41,7 +41,7 @@ from unisono.membership.agent_messages import (
 )
 from unisono.membership.agent_messages import End as EndWorkers
 from unisono.membership.messages import JobOver, Welcome
-from unisono.membership.token import new_token, token_file
+from unisono.membership.token import token_file
 
 LAST_WORDS_S = 5.0
 """How long the coordinator's last message may take after its end."""
@@ -217,7 +217,7 @@ class ElasticAgent:
         path = self._folder.path
         self._coordinator = CoordinatorProcess(self._settings, path, self._group.guard, self._group.say)
         opened.callback(self._coordinator.close)
-        address = Address(self._coordinator.url, new_token(path), self._coordinator.certificate)
+        address = Address(self._coordinator.url, self._settings.entrance.token(path), self._coordinator.certificate)
         if self._others is None and (lines := invitation(self._settings, path, address.url)):
             self._group.say("\n".join(lines))
         return address

@@ -1,17 +1,19 @@
 """The address at which a job's coordinator can be reached, as given on the command line."""
 
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import JobError
 from unisono.host.certificate import Certificate, NoCertificate, alternative_names, make
-from unisono.membership.token import is_loopback
+from unisono.membership.token import is_loopback, new_token, read_token
+from unisono.received import short
 
 # The certificate that a coordinator shows to other hosts: the person's own, or one that is made for the job.
 
@@ -73,6 +75,8 @@ def make_certificate(run_dir: Path, names: Iterable[str]) -> Certificate:
 
 LOOPBACK = "127.0.0.1"
 
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for examples. Nothing is sent there: the system is asked from which of ours it would be."""
 
@@ -86,12 +90,16 @@ class Entrance:
         port: 0 for any that is free.
         certificate: the person's own; None for one that is made for the job.
         towards: a host from which others call, if one is known: which of several addresses others are told.
+        token_file: a file with the job's token, if somebody has made that beforehand.
+        known_as: the name by which others know this host, if it is not ``host``; maybe no name server knows it yet.
     """
 
     host: str = LOOPBACK
     port: int = 0
     certificate: Certificate | None = None
     towards: str = ""
+    token_file: Path | None = None
+    known_as: str = ""
 
     @classmethod
     def read(cls, text: str | None, chain: Path | None = None, key: Path | None = None) -> "Entrance":
@@ -114,6 +122,28 @@ class Entrance:
         if not colon or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
             raise JobError(f"--coordinator {text}: write HOST:PORT, or :PORT for all addresses of this host")
         return cls(host, int(port), Certificate(chain, key) if chain is not None and key is not None else None)
+
+    def made_before(self, token_file: Path | None, known_as: str | None) -> "Entrance":
+        """The same for a host of which name and token were known before it was there.
+
+        Raises:
+            JobError: only this host can reach it, or the name is none.
+        """
+        if token_file is None and known_as is None:
+            return self
+        if self.is_local:
+            raise JobError("--token-file and --known-as are for a coordinator that other hosts reach: --coordinator")
+        if known_as is not None and not HOST_NAME.fullmatch(known_as):
+            raise JobError(f"--known-as {short(known_as)}: write the name of a host, without a port")
+        return replace(self, token_file=token_file, known_as=known_as or "")
+
+    def token(self, run_dir: Path) -> str:
+        """The job's token, which the run folder keeps from now on.
+
+        Raises:
+            JobError: it cannot be read or written.
+        """
+        return new_token(run_dir, None if self.token_file is None else read_token(self.token_file))
 
     @property
     def is_local(self) -> bool:
@@ -148,8 +178,8 @@ class Entrance:
 
     def name(self, listening: socket.socket) -> str:
         """The name or address that clients are told."""
-        if self.host:
-            return self.host
+        if self.known_as or self.host:
+            return self.known_as or self.host
         for host in filter(None, (self.towards, _ELSEWHERE[listening.family])):
             with suppress(OSError, UnicodeError), socket.socket(listening.family, socket.SOCK_DGRAM) as asked:
                 asked.connect((host, 9))
