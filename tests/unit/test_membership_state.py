@@ -790,6 +790,26 @@ def test_one_of_two_agents_leaves_alone() -> None:
     assert job.state.over is None
 
 
+def test_an_agent_that_has_left_and_is_started_again_under_its_id_gets_workers_again() -> None:
+    job = Job().enlist(1).enlist(1, "b").ready("w1", "w2").agent(AgentLeaving(), "b").arrive("w1", "w2")
+    job.end("w2", 75, agent="b")
+    assert job.heard(JobOver) == ["b"]
+    job.enlist(1, "b")
+    assert [told for told in job.told if told[0] == "b" and isinstance(told[1], Start)] == [
+        ("b", Start(workers=("w3",)))
+    ]
+
+
+def test_an_agent_that_is_leaving_stays_so_when_its_connection_comes_back() -> None:
+    job = Job().enlist(1).enlist(1, "b").ready("w1", "w2").agent(AgentLeaving(), "b").enlist(1, "b")
+    assert job.state.agents["b"].leaving
+
+
+def test_an_agent_that_died_and_is_started_again_under_its_id_says_that_its_workers_are_lost() -> None:
+    job = Job().enlist(1).enlist(1, "b").ready("w1", "w2").happen(Disconnected("w2", "")).enlist(1, "b", running=())
+    assert job.state.workers.get("w2") is None or job.state.workers["w2"].phase == "lost"
+
+
 def test_shrinking_first_sends_away_who_is_not_in_yet_and_then_the_end_of_the_roster() -> None:
     job = with_joiner(3).happen(Resized(2))
     assert job.heard(Removed) == ["w4"]

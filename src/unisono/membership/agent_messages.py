@@ -23,7 +23,7 @@ class AgentHello(Message):
     """The first message on an agent's connection.
 
     Attributes:
-        agent: its id, which it made up at random when it started.
+        agent: its id: made up at random when it started, or that of a place, which its successor there has, too.
         workers: the number of workers that it can run; 0 for one that only keeps the coordinator.
         running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
             after the coordinator was gone.

@@ -249,7 +249,10 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
         forget_agent(update, agent.id)
     update.linked |= {pair(agent.id, other) for other in agent.probing}  # it has forgotten them, and is asked again
     signs = Signs(connected=True, at=update.now)
-    update.put_agent(agent, workers=hello.workers, left=False, probes=hello.probes, probing=(), signs=signs)
+    leaving = agent.leaving and not agent.left  # who has left, and is there again, was started again
+    update.put_agent(
+        agent, workers=hello.workers, leaving=leaving, left=False, probes=hello.probes, probing=(), signs=signs
+    )
     update.tell_agent(agent.id, Welcome(joins=update.state.minted is not None))
     if agent.turned_away:
         update.tell_turned_away(agent.id)
