@@ -251,7 +251,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "==> installing into $(VENV) (once; PyTorch is large, this takes a few minutes)"
 	@"$(PYTHON)" -m venv $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[accelerate,dev,examples,keras,lightning,mlflow,otel,plot,prometheus,ray,study,tensorboard,transformers,wandb]'
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[accelerate,dev,examples,k8s,keras,lightning,mlflow,otel,plot,prometheus,ray,study,tensorboard,transformers,wandb]'
 	@touch $@
 
 $(OLDEST_READY): pyproject.toml constraints.txt constraints-oldest.txt

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ENGINES = ("unisono join", "ssh", "Slurm", "Ray")
+ENGINES = ("unisono join", "ssh", "Slurm", "Ray", "Kubernetes")
 """Its rows. A test is of a cell if it is marked: ``@pytest.mark.hosts("Slurm", "kill")``."""
 
 EVENTS = {

@@ -42,7 +42,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
     ),
     "launch": (
-        ("hosts", "ray"),
+        ("hosts", "ray", "k8s"),
         ("verify", "doctor", "slurm", "elastic"),
         ("local",),
         ("worker_group",),

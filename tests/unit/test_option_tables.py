@@ -29,7 +29,7 @@ def spellings_of(command: str) -> list[set[str]]:
 def tables_in(text: str) -> Iterator[tuple[str, str]]:
     """A command and an option, for each option that a table of a page has of each command in its header."""
     for header, rows in TABLE.findall(text):
-        for command in re.findall(r"`unisono ([a-z-]+)", header):
+        for command in re.findall(r"`unisono ([a-z0-9-]+)", header):
             for row in rows.splitlines():
                 yield from ((command, option) for option in re.findall(r"`(--?[a-zA-Z][a-z-]*)", row.split(" | ")[0]))
 

@@ -141,6 +141,12 @@ def _slurm(app: typer.Typer) -> None:
     app.command("slurm", no_args_is_help=True)(slurm)
 
 
+def _k8s(app: typer.Typer) -> None:
+    from unisono.cli.k8s import k8s
+
+    app.command("k8s", no_args_is_help=True)(k8s)
+
+
 def _verify(app: typer.Typer) -> None:
     from unisono.cli.verify import verify
 
@@ -159,6 +165,7 @@ COMMANDS = {
     "chaos": _chaos,
     **dict.fromkeys(("batch-size", "study"), _studies),
     "slurm": _slurm,
+    "k8s": _k8s,
     "verify": _verify,
 }
 """What loads each command, in the order of the help."""

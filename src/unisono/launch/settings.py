@@ -177,11 +177,12 @@ class LaunchSettings:
         """The same, with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
 
-    def check(self, fewest: int = 1) -> None:
+    def check(self, fewest: int = 1, *, is_here: bool = True) -> None:
         """Refuse what cannot work, before anything is started.
 
         Args:
             fewest: the smallest number of workers that this host may have.
+            is_here: whether the script is on this host.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
@@ -202,4 +203,5 @@ class LaunchSettings:
         _ = self.notice_source
         if self.strategy is not None:
             strategy_of(self.strategy)
-        self.script.require_readable()
+        if is_here:
+            self.script.require_readable()

@@ -92,8 +92,11 @@ class ElasticSettings:
         """Whether nobody has set ``failure_timeout_s``."""
         return self.failure_timeout_s == FAILURE_TIMEOUT_S
 
-    def check(self) -> None:
+    def check(self, *, is_here: bool = True) -> None:
         """Refuse what cannot work, before anything is started.
+
+        Args:
+            is_here: whether the script is on this host.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
@@ -109,7 +112,7 @@ class ElasticSettings:
                 f"--failure-timeout-s {self.failure_timeout_s:g}: needs a number of seconds above 0, and at most "
                 f"{LONGEST_S:g}"
             )
-        self.launch.check(fewest=0)  # the coordinator's host may have none
+        self.launch.check(fewest=0, is_here=is_here)  # the coordinator's host may have none
 
 
 def conclusion_of(over: JobOver) -> JobConclusion:

@@ -1,0 +1,1 @@
+"""Jobs for Kubernetes: their manifests."""
