@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import typer
@@ -70,6 +70,25 @@ class ClusterOptions:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class EntranceOptions:
+    """The options of a coordinator that other hosts reach."""
+
+    coordinator: ListenAt = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    token_file: MadeToken = None
+    known_as: KnownAs = None
+
+    def read(self, address: str | None) -> Entrance:
+        """What they say of a coordinator at this address.
+
+        Raises:
+            JobError: they do not go together, or one is none.
+        """
+        return Entrance.read(address, self.tls_cert, self.tls_key).made_before(self.token_file, self.known_as)
+
+
 @grouped
 def run(
     script: ScriptName,
@@ -82,12 +101,8 @@ def run(
     max_restarts: MaxRestarts = None,
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
-    coordinator: ListenAt = None,
+    entrance: EntranceOptions,
     here: Here = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    token_file: MadeToken = None,
-    known_as: KnownAs = None,
     hosts: HostOptions,
     faults: FaultScript = None,
     cluster: ClusterOptions,
@@ -100,7 +115,8 @@ def run(
     has several hosts, and with --coordinator others may join.
     """
     given = None if workers is None else Range.read(workers)
-    cluster.check(here, coordinator, tls_cert, tls_key, token_file, known_as, hosts.hosts, page or None)
+    cluster.check(here, *astuple(entrance), hosts.hosts, page or None)
+    coordinator = entrance.coordinator
     placement = hosts.placement(given)
     wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
     fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
@@ -124,10 +140,7 @@ def run(
         max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
         restart_on_error=restart_on_error,
         failure_timeout_s=failure_timeout_s,
-        entrance=replace(
-            Entrance.read(coordinator, tls_cert, tls_key).made_before(token_file, known_as),
-            towards=hosts.towards(placement),
-        ),
+        entrance=replace(entrance.read(coordinator), towards=hosts.towards(placement)),
     )
     elastic.check()
     is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
