@@ -1,12 +1,15 @@
 import io
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
+from unisono.host.status_line import as_line, without_status
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
 from unisono.launch.ending.result import JobEnd, in_a_line, open_folder, report
@@ -42,6 +45,42 @@ def test_each_rank_has_a_colour_on_a_terminal_and_a_workers_colour_ends_with_its
 
 def test_a_worker_cannot_move_the_cursor() -> None:
     assert shown("\x1b[A\x1b[2Kbar\x1b[?25l") == "[rank 1] bar\n"
+
+
+def screen(text: str) -> list[str]:
+    """The lines that a screen shows of a text."""
+    lines = [""]
+    for part in re.split(r"(\r\x1b\[K|\n)", text):
+        if part == "\n":
+            lines.append("")
+        elif part == "\r\x1b[K":
+            lines[-1] = ""
+        else:
+            lines[-1] += part
+    return lines
+
+
+def test_the_newest_status_stays_below_the_lines_of_all_workers_on_a_screen_and_goes_in_the_end() -> None:
+    out = io.StringIO()
+    terminal = Terminal(out, out, is_screen=True)
+    terminal.show(0, "out", ["one", as_line("bar 1").rstrip("\n")])
+    assert screen(out.getvalue()) == ["[rank 0] one", "bar 1"]
+    terminal.show(1, "err", ["two"])
+    terminal.say("words")
+    assert screen(out.getvalue()) == ["[rank 0] one", "[rank 1] two", "unisono: words", "bar 1"]
+    terminal.show(0, "out", [as_line("bar 2").rstrip("\n"), as_line("bar \x1b[2A3" + "." * 500).rstrip("\n")])
+    *lines, bar = screen(out.getvalue())
+    assert len(lines) == 3
+    assert bar.startswith("bar [2A3...")
+    assert len(bar) < shutil.get_terminal_size().columns
+    terminal.conclude("the end\n")
+    assert screen(out.getvalue()) == [*lines, "the end", ""]
+
+
+def test_a_status_is_shown_on_a_screen_alone_and_is_in_no_log() -> None:
+    assert shown("one", as_line("bar").rstrip("\n")) == "[rank 1] one\n"
+    printed = f"one\n{as_line('bar ━')}two\n\x1b]9;other\x07\n"
+    assert without_status(printed.encode()).decode() == "one\ntwo\n\x1b]9;other\x07\n"
 
 
 def test_a_stream_that_nobody_reads_falls_silent() -> None:

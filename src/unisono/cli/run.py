@@ -1,6 +1,7 @@
 """``unisono run``: start the workers of a job on this host."""
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
@@ -34,6 +35,7 @@ from unisono.cli.options import (
 )
 from unisono.errors import JobError
 from unisono.host.cgroup import usable_cores
+from unisono.host.status_line import VARIABLE
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.elastic.entrance import Entrance
@@ -131,7 +133,7 @@ def run(
         workers=wanted.largest if room is None else min(room, wanted.largest),
         devices_per_worker=devices_per_worker,
         run_dir=run_dir,
-        extra_environment={} if faults is None else _fault_injection(faults),
+        extra_environment={**_status(), **({} if faults is None else _fault_injection(faults))},
     )
     elastic = ElasticSettings(
         settings,
@@ -162,6 +164,11 @@ def _shown(settings: LaunchSettings, *, is_elastic: bool) -> str:
 
 def _run_dir(settings: LaunchSettings) -> Path:
     return settings.run_dir or RUNS / f"TIME-{settings.script.stem}"
+
+
+def _status() -> dict[str, str]:
+    """The environment variable by which workers know that a progress bar can be shown."""
+    return {VARIABLE: "1"} if sys.stdout.isatty() else {}
 
 
 def _fault_injection(script: Path) -> dict[str, str]:

@@ -23,6 +23,7 @@ PER_WORKER = (
     "UNISONO_AGENT_PID",
     "UNISONO_TERM",
     "UNISONO_FAILURE_TIMEOUT_S",
+    "UNISONO_TERMINAL",
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from unisono.train.assembly import Inside
+from unisono.train.record.progress import Display, display_of, with_display
+from unisono.train.step.step import Step
 
 
 class RunView:
@@ -64,3 +66,15 @@ class RunView:
         """Print on the main worker alone."""
         if self.is_main:
             print(*values, **{"flush": True, **options})  # noqa: T201  this is the verb for it
+
+    def progress(self, steps: Iterable[Step]) -> Generator[Step, None, None]:
+        """The same steps, with a bar on the main worker: ``for step in run.progress(run.steps(dataset, epochs=5))``.
+
+        It shows epoch, step, loss, samples per second, workers and the time left, in a terminal, a notebook, or the
+        terminal of ``unisono run``; nothing is written to logs.
+
+        Args:
+            steps: the steps that :meth:`steps` has returned.
+        """
+        display = display_of(lambda: self.is_main, Display)
+        return with_display(steps, display, self.inside.loop.place_of, lambda: self.world_size)

@@ -92,6 +92,7 @@ class StepLoop:
     _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
     _has_sizes: bool = field(default=False, init=False)  # loops of the script have batch sizes of their own
     _number: int = field(default=-1, init=False)
+    _epochs: int = field(default=0, init=False)
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
     def __post_init__(self) -> None:
@@ -199,6 +200,11 @@ class StepLoop:
         assert self._batches is not None, "a loop is under way"
         return replace(self._batches, batch_size=self.shape().samples).of(epoch).steps
 
+    def place_of(self, step: Step) -> tuple[int, int, int]:
+        """How many epochs the loop has, how many steps the one of a step, and how many of these come before it."""
+        steps = self.steps_in(step.epoch)
+        return self._epochs, steps, min(-(-step.batch.start // max(1, self.shape().samples)), max(0, steps - 1))
+
     def is_stopped(self) -> bool:
         """Whether a policy has stopped the loop."""
         return self.trained.policy_state.stopped == self._number
@@ -290,6 +296,7 @@ class StepLoop:
         """Begin a loop, with the others; nothing if they have it behind them."""
         number = self._number = self.trained.loops
         self.trained.loops += 1
+        self._epochs = epochs
         course, source = self._course(feed, batches)
         cuts = self.config.stop_after, self.config.stop_after_epochs
         loop = Loop(number, reading, course, epochs, *cuts, max_steps, begin)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from unisono.errors import JobError
 from unisono.train.config.arguments import require_kinds, require_known
 from unisono.train.loop.evaluation import Metrics, Predict
-from unisono.train.record.progress import Display, EpochRecord, History, choose_display
+from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run
 from unisono.train.start import init
 from unisono.train.step.call import Clip, LossFunction
@@ -177,7 +177,7 @@ class Trainer:
         """
         require_known(Run.steps, loading)
         self._stopping = False
-        display = choose_display(is_main=self.run.is_main, progress=self._progress)
+        display = display_of(lambda: self.run.is_main, Lines) if self._progress else Display()
         self._tell("on_fit_begin")
         try:
             self._train(train, epochs, validation, display, loading)
@@ -207,12 +207,12 @@ class Trainer:
         for step in self.run.steps(train, epochs, **{"loader_workers": self._loader_workers, **loading}):
             if epoch is None:
                 epoch = _Epoch(step.epoch)
-                display.begin(step.epoch, epochs, self.run.inside.loop.steps_in(step.epoch))
+                display.begin(step.epoch, *self.run.inside.loop.place_of(step))
                 self._tell("on_epoch_begin", step.epoch)
             loss = step.run(self._loss_fn, clip_norm=self._clip.norm, clip_value=self._clip.value)
             self._scheduling.after_step(step)
             epoch.add(step, loss, step.metrics)
-            display.step(loss, epoch.rate)
+            display.step(loss, epoch.rate, self.run.world_size)
             self._tell("on_step_end", step, loss)
             if step.is_last_in_epoch:
                 self._end(epoch, validation, display)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from unisono.host.status_line import without_status
 from unisono.jsonl import open_lines
 from unisono.launch.terminal.terminal import Stream, Terminal, WorkerName
 
@@ -148,7 +149,7 @@ class Pipe:
         splitter = LineSplitter()
         try:
             while data := await self._read():
-                self._log.write(data)
+                self._log.write(without_status(data))
                 await self._show(splitter.feed(data, time.monotonic()))
         finally:
             transport.close()

@@ -2,10 +2,13 @@
 
 import os
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal, TextIO
+
+from unisono.host.status_line import status_in
 
 WorkerName = int | str
 """What a worker is called: by its rank, or by its id where workers come and go and ranks change."""
@@ -30,6 +33,9 @@ Stream = Literal["out", "err"]
 
 COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 RESET = "\x1b[0m"
+ERASE = "\r\x1b[K"
+"""The line in which the cursor stands."""
+
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 """Escape sequences other than colours: they move the cursor, which several workers share."""
 
@@ -37,32 +43,44 @@ MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 class Terminal:
     """Writes whole lines to the launcher's two streams, from any thread.
 
-    A stream that nobody reads any more, or that cannot be written, falls silent; training and logs go on.
+    A stream that nobody reads any more, or that cannot be written, falls silent; training and logs go on. On a screen
+    the newest status of a worker, such as a progress bar, stays below all lines.
+
+    Args:
+        out: the stream of what workers print.
+        err: the stream of errors, and of the launcher's own lines.
+        colours: whether workers' names are coloured.
+        is_screen: whether both are shown on one screen, on which a line can be overwritten.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, *, colours: bool = False) -> None:
+    def __init__(self, out: TextIO, err: TextIO, *, colours: bool = False, is_screen: bool = False) -> None:
         self._streams: Mapping[Stream, TextIO] = {"out": out, "err": err}
-        self._locks: Mapping[Stream, threading.Lock] = {"out": threading.Lock(), "err": threading.Lock()}
-        self._colours = colours
+        lock = threading.Lock()
+        self._locks: Mapping[Stream, threading.Lock] = {"out": lock, "err": lock if is_screen else threading.Lock()}
+        self._colours, self._is_screen = colours, is_screen
+        self._status = ""
 
     @classmethod
     def of_this_process(cls) -> "Terminal":
         """The process's own streams; coloured on a terminal, unless NO_COLOR is set."""
-        return cls(sys.stdout, sys.stderr, colours=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+        is_screen = sys.stdout.isatty()
+        return cls(sys.stdout, sys.stderr, colours=is_screen and not os.environ.get("NO_COLOR"), is_screen=is_screen)
 
     def show(self, worker: WorkerName, stream: Stream, lines: Sequence[str]) -> None:
-        """Write lines of a worker."""
-        if lines:
-            self._write(stream, "".join(f"{self._line(worker, line)}\n" for line in lines))
+        """Write lines of a worker; its newest status, if there is one among them, takes the place of the one before."""
+        told = [status_in(line) for line in lines]
+        status = next((one for one in reversed(told) if one is not None), None)
+        text = "".join(f"{self._line(worker, line)}\n" for line, one in zip(lines, told, strict=True) if one is None)
+        if text or status is not None:
+            self._write(stream, text, status)
 
     def say(self, words: str) -> None:
         """Write a line of the launcher's own."""
         self._write("err", f"unisono: {words}\n")
 
     def conclude(self, text: str) -> None:
-        """Write the last words, as they are."""
-        if text:
-            self._write("err", text)
+        """Write the last words, as they are. There is no status any more."""
+        self._write("err", text, "")
 
     def _line(self, worker: WorkerName, line: str) -> str:
         line = MOVES.sub("", line)
@@ -71,14 +89,24 @@ class Terminal:
         end = RESET if "\x1b[" in line else ""
         return f"\x1b[{COLOURS[number(worker) % len(COLOURS)]}m[{label(worker)}]{RESET} {line}{end}"
 
-    def _write(self, name: Stream, text: str) -> None:
-        stream = self._streams[name]
+    def _write(self, name: Stream, text: str, status: str | None = None) -> None:
         with self._locks[name]:
-            try:
+            if self._status:
+                self._put("out", ERASE)
+            self._put(name, text)
+            if status is not None and self._is_screen:
+                self._status = status
+            if self._status:
+                self._put("out", self._status[: shutil.get_terminal_size().columns - 1])
+
+    def _put(self, name: Stream, text: str) -> None:
+        stream = self._streams[name]
+        try:
+            if text:
                 stream.write(text)
                 stream.flush()
-            except OSError:
-                _silence(stream)
+        except OSError:
+            _silence(stream)
 
 
 class SilentTerminal(Terminal):
@@ -87,7 +115,7 @@ class SilentTerminal(Terminal):
     def __init__(self) -> None:
         super().__init__(sys.stdout, sys.stderr)
 
-    def _write(self, name: Stream, text: str) -> None:
+    def _put(self, name: Stream, text: str) -> None:
         pass
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from unisono.host.status_line import VARIABLE, as_line
+from unisono.train.step.step import Step
 
 # What ``fit`` returns: one record per epoch.
 
@@ -55,18 +63,29 @@ class History:
 LINE_EVERY_S = 10.0
 """Seconds between plain lines within an epoch."""
 
+DRAW_EVERY_S = 0.25
+WIDTH = 10
+"""Signs of a bar in the launcher's terminal, which may have 80 for all."""
+
 
 class Display:
-    """Shows epoch, loss, samples per second and the time left; this one nothing, for all workers but the main one."""
+    """Shows epoch, loss, samples per second, workers and the time left; this one nothing."""
 
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
-        """An epoch of so many steps begins."""
+    def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
+        """An epoch begins, or goes on.
 
-    def step(self, loss: float, samples_per_s: float) -> None:
+        Args:
+            epoch: the number of the epoch, from 0.
+            epochs: the number of epochs.
+            steps: the number of steps of the epoch; 0 if it is not known.
+            done: the number of its steps that are over.
+        """
+
+    def step(self, loss: float, samples_per_s: float, workers: int) -> None:
         """A step is done."""
 
-    def end(self, record: EpochRecord) -> None:
-        """The epoch is done."""
+    def end(self, record: EpochRecord | None = None) -> None:
+        """The epoch is done, and may have come to something."""
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -77,36 +96,38 @@ class Lines(Display):
 
     def __init__(self, output: TextIO | None = None) -> None:
         self._output = output or sys.stdout
-        self._epoch = self._epochs = self._steps = self._done = 0
+        self._epoch = self._epochs = self._steps = self._done = self._skipped = 0
         self._begun = self._said = perf_counter()
 
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
+    def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
         """Start counting."""
-        self._epoch, self._epochs, self._steps, self._done = epoch, epochs, steps, 0
+        self._epoch, self._epochs, self._steps = epoch, epochs, steps
+        self._done = self._skipped = done
         self._begun = self._said = perf_counter()
 
-    def step(self, loss: float, samples_per_s: float) -> None:
+    def step(self, loss: float, samples_per_s: float, workers: int) -> None:
         """Say something if it has been long."""
         self._done += 1
         now = perf_counter()
         if now - self._said >= LINE_EVERY_S and self._done < self._steps:
             self._said = now
-            left = (now - self._begun) / self._done * (self._steps - self._done)
+            left = (now - self._begun) / (self._done - self._skipped) * (self._steps - self._done)
             self._say(
-                f"epoch {self._epoch + 1}/{self._epochs} step {self._done}/{self._steps} loss {loss:.4f} "
-                f"{samples_per_s:.0f} samples/s, {left:.0f} s left in this epoch"
+                f"epoch {self._epoch + 1}/{self._epochs} step {self._done}/{self._steps} "
+                f"{figures(loss, samples_per_s, workers)}, {left:.0f} s left in this epoch"
             )
 
-    def end(self, record: EpochRecord) -> None:
+    def end(self, record: EpochRecord | None = None) -> None:
         """The epoch's line."""
-        self._say(summary(record, self._epochs))
+        if record is not None:
+            self._say(summary(record, self._epochs))
 
     def _say(self, line: str) -> None:
         print(line, file=self._output, flush=True)
 
 
 class Bar(Display):
-    """A rich progress bar per epoch; finished epochs stay as lines above it."""
+    """A rich progress bar per epoch, in a terminal or a notebook; finished epochs stay as lines above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._progress = Progress(
@@ -121,39 +142,169 @@ class Bar(Display):
         self._task: TaskID | None = None
         self._epochs = 0
 
-    def begin(self, epoch: int, epochs: int, steps: int) -> None:
+    def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
         """A new bar."""
+        self.end()
         self._epochs = epochs
         self._progress.start()
-        self._task = self._progress.add_task(f"epoch {epoch + 1}/{epochs}", total=steps, figures="")
+        words = f"epoch {epoch + 1}/{epochs}"
+        self._task = self._progress.add_task(words, total=steps or None, completed=done, figures="")
 
-    def step(self, loss: float, samples_per_s: float) -> None:
+    def step(self, loss: float, samples_per_s: float, workers: int) -> None:
         """Advance."""
         if self._task is not None:
-            figures = f"loss {loss:.4f} {samples_per_s:.0f} samples/s"
-            self._progress.update(self._task, advance=1, figures=figures)
+            self._progress.update(self._task, advance=1, figures=figures(loss, samples_per_s, workers))
 
-    def end(self, record: EpochRecord) -> None:
+    def end(self, record: EpochRecord | None = None) -> None:
         """The bar becomes a line."""
         if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
-        self._progress.console.print(summary(record, self._epochs), highlight=False)
+        if record is not None:
+            self._progress.console.print(summary(record, self._epochs), highlight=False)
 
     def close(self) -> None:
         """Stop drawing."""
         self._progress.stop()
 
 
+class LauncherBar(Display):
+    """A bar for the terminal of the launcher, which draws it below the lines of all workers, and into no log.
+
+    Args:
+        write: a function that writes text to the launcher.
+        clock: a clock, in seconds.
+    """
+
+    def __init__(self, write: Callable[[str], object], clock: Callable[[], float] = perf_counter) -> None:
+        self._write, self._clock = write, clock
+        self._words, self._steps, self._done, self._skipped, self._epochs = "", 0, 0, 0, 0
+        self._begun = self._drawn = clock()
+
+    def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
+        """A new bar."""
+        self._words, self._epochs, self._steps = f"epoch {epoch + 1}/{epochs}", epochs, steps
+        self._done = self._skipped = done
+        self._begun = self._clock()
+        self._draw("")
+
+    def step(self, loss: float, samples_per_s: float, workers: int) -> None:
+        """Advance; it is drawn some times a second."""
+        self._done += 1
+        now = self._clock()
+        if now - self._drawn < DRAW_EVERY_S and self._done != self._steps:
+            return
+        left = (now - self._begun) / (self._done - self._skipped) * (self._steps - self._done)
+        words = f" {timedelta(seconds=round(left))} left" if self._steps else ""
+        self._draw(f" {figures(loss, samples_per_s, workers)}{words}")
+
+    def end(self, record: EpochRecord | None = None) -> None:
+        """The bar becomes a line."""
+        if record is not None:
+            self._write(as_line("") + summary(record, self._epochs) + "\n")
+
+    def close(self) -> None:
+        """It is gone."""
+        self._write(as_line(""))
+
+    def _draw(self, words: str) -> None:
+        self._drawn = self._clock()
+        filled = WIDTH * self._done // self._steps if self._steps else 0
+        bar = "━" * min(filled, WIDTH) + "╌" * (WIDTH - filled)
+        self._write(as_line(f"{self._words} {bar} {self._done}/{self._steps or '?'}{words}"))
+
+
+class OfMainWorker(Display):
+    """What the main worker shows, whichever worker that is at the moment: another one goes on where it was lost.
+
+    Args:
+        is_main: a function that returns whether this is the main worker now.
+        make: a function that makes what it shows.
+    """
+
+    def __init__(self, is_main: Callable[[], bool], make: Callable[[], Display]) -> None:
+        self._is_main, self._make = is_main, make
+        self._shown: Display | None = None
+        self._place = (0, 0, 0, 0)
+
+    def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
+        """On the main worker."""
+        self._place = (epoch, epochs, steps, done)
+        if self._shown is None:
+            self._now()
+        else:
+            self._shown.begin(*self._place)
+
+    def step(self, loss: float, samples_per_s: float, workers: int) -> None:
+        """On the main worker."""
+        self._now().step(loss, samples_per_s, workers)
+        *where, done = self._place
+        self._place = (where[0], where[1], where[2], done + 1)
+
+    def end(self, record: EpochRecord | None = None) -> None:
+        """On the main worker."""
+        self._now().end(record)
+
+    def close(self) -> None:
+        """What is shown is gone."""
+        if self._shown is not None:
+            self._shown.close()
+
+    def _now(self) -> Display:
+        if self._shown is None and self._is_main():
+            self._shown = self._make()
+            self._shown.begin(*self._place)
+        return self._shown or Display()
+
+
 def summary(record: EpochRecord, epochs: int) -> str:
     """One line about an epoch."""
-    figures = {"loss": record.loss, **record.metrics, **record.validation}
-    listed = " ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    named = {"loss": record.loss, **record.metrics, **record.validation}
+    listed = " ".join(f"{name} {value:.4f}" for name, value in named.items())
     return f"epoch {record.epoch + 1}/{epochs} {listed} {record.samples_per_s:.0f} samples/s {record.seconds:.1f} s"
 
 
-def choose_display(*, is_main: bool, progress: bool) -> Display:
-    """A bar in a terminal, lines elsewhere, nothing on the other workers."""
-    if not is_main or not progress:
-        return Display()
-    return Bar() if sys.stdout.isatty() else Lines()
+def figures(loss: float, samples_per_s: float, workers: int) -> str:
+    """What there is to say of a step."""
+    return f"loss {loss:.4f} {samples_per_s:.0f} samples/s {workers} worker{'' if workers == 1 else 's'}"
+
+
+def display_of(is_main: Callable[[], bool], elsewhere: Callable[[], Display]) -> Display:
+    """What the main worker shows: a bar in a terminal, a notebook, or the terminal of its launcher.
+
+    Args:
+        is_main: a function that returns whether this is the main worker now.
+        elsewhere: a function that makes what it shows where there is none of these.
+    """
+
+    def make() -> Display:
+        if sys.stdout.isatty() or Console().is_jupyter:
+            return Bar()
+        if os.environ.get(VARIABLE) == "1":
+            return LauncherBar(partial(print, end="", flush=True))
+        return elsewhere()
+
+    return OfMainWorker(is_main, make)
+
+
+def with_display(
+    steps: Iterable[Step], display: Display, place: Callable[[Step], tuple[int, int, int]], workers: Callable[[], int]
+) -> Generator[Step, None, None]:
+    """The same steps, each shown when its body is done.
+
+    Args:
+        steps: the steps of a loop.
+        display: the display, which is closed with the loop.
+        place: a function that says of a step how many epochs there are, how many steps its epoch has, and how many of
+            these are over.
+        workers: a function that returns the number of workers.
+    """
+    epoch, samples, begun = -1, 0, perf_counter()
+    with closing(display):
+        for step in steps:
+            if step.epoch != epoch:
+                epoch, samples, begun = step.epoch, 0, perf_counter()
+                display.begin(epoch, *place(step))
+            yield step
+            samples += step.size
+            display.step(step.loss, samples / max(perf_counter() - begun, 1e-9), workers())
