@@ -30,7 +30,7 @@ from unisono.membership.messages import (
     from_worker,
 )
 from unisono.membership.parser import DEEPEST, LONGEST_MESSAGE, MOST_PARTS, parse
-from unisono.membership.state import ElasticConfig, LeaveAsked, Resized, State, StopAsked
+from unisono.membership.state import CheckpointAsked, ElasticConfig, LeaveAsked, ReplaceAsked, Resized, State, StopAsked
 
 pytestmark = pytest.mark.unit
 
@@ -303,7 +303,11 @@ said_by_agents = st.one_of(
     st.just(AgentLeaving()),
 )
 people = st.one_of(
-    st.builds(Resized, st.integers(1, 9)), st.builds(LeaveAsked, names | st.just("0")), st.just(StopAsked())
+    st.builds(Resized, st.integers(1, 9)),
+    st.builds(LeaveAsked, names | st.just("0")),
+    st.just(StopAsked()),
+    st.just(CheckpointAsked()),
+    st.builds(ReplaceAsked, names | st.just("0")),
 )
 events = st.one_of(
     st.tuples(st.just("worker"), st.integers(0, 3), said_by_workers),

@@ -196,6 +196,8 @@ ROUTES = (
     "/metrics",
     "/resize",
     "/leave",
+    "/replace",
+    "/checkpoint",
     "/stop",
     "/",
     "/no",

@@ -10,6 +10,7 @@ from unisono.errors import JobError
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, Start, TurnedAway, WorkerEnded
 from unisono.membership.messages import (
     Arrived,
+    CheckpointDue,
     Finished,
     Formed,
     JobOver,
@@ -30,12 +31,14 @@ from unisono.membership.messages import (
 )
 from unisono.membership.state import (
     AgentHeard,
+    CheckpointAsked,
     Disconnected,
     ElasticConfig,
     Event,
     Heard,
     LeaveAsked,
     Note,
+    ReplaceAsked,
     Resized,
     Restarted,
     State,
@@ -726,6 +729,25 @@ def test_when_all_leave_the_job_is_preempted_and_over_when_they_have_ended() -> 
     assert job.heard(JobOver) == ["a"]
 
 
+def test_a_worker_that_is_to_be_replaced_leaves_and_another_one_is_started() -> None:
+    job = training(2).happen(ReplaceAsked("1"))
+    assert job.heard(RegroupDue) == ["w1", "w2"]
+    job.arrive("w1", "w2")
+    assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])
+    assert job.end("w2", 0).heard(Start) == ["a"]
+    assert job.state.size == 2
+
+
+def test_the_main_worker_alone_is_told_that_a_checkpoint_is_due() -> None:
+    job = training(2).happen(CheckpointAsked())
+    assert job.heard(CheckpointDue) == ["w1"]
+    assert job.roster == ["w1", "w2"]
+
+
+def test_nobody_is_asked_for_a_checkpoint_who_has_no_weights() -> None:
+    assert Job().enlist(2).connect("w1").happen(CheckpointAsked()).heard(CheckpointDue) == []
+
+
 def test_a_joiner_without_the_weights_is_not_asked_to_write_them() -> None:
     job = with_joiner(1).arrive("w1", acts=7).happen(StopAsked()).arrive("w1", acts=7).arrive("w2", acts=0)
     assert [(name, message.preempted) for name, message in job.told if isinstance(message, Removed)] == [
@@ -1051,6 +1073,8 @@ EVENTS = st.one_of(
     st.builds(Resized, st.integers(1, 5)),
     st.builds(LeaveAsked, WORKERS | AGENTS | st.just("0")),
     st.builds(StopAsked),
+    st.builds(CheckpointAsked),
+    st.builds(ReplaceAsked, st.sampled_from(["0", "w1", "w2", "a"])),
     st.builds(Restarted),
     st.builds(Tick),
 )  # fmt: skip

@@ -91,9 +91,9 @@ def _join(app: typer.Typer) -> None:
 
 def _of_running_jobs(app: typer.Typer) -> None:
     from unisono.cli.options import RemoteCommand
-    from unisono.cli.status import leave, resize, status, stop
+    from unisono.cli.status import checkpoint, leave, replace, resize, status, stop
 
-    for command in (status, resize, leave, stop):
+    for command in (status, resize, leave, replace, checkpoint, stop):
         app.command(command.__name__, cls=RemoteCommand)(command)
 
 
@@ -156,7 +156,7 @@ def _verify(app: typer.Typer) -> None:
 COMMANDS = {
     "run": _run,
     "join": _join,
-    **dict.fromkeys(("status", "resize", "leave", "stop"), _of_running_jobs),
+    **dict.fromkeys(("status", "resize", "leave", "replace", "checkpoint", "stop"), _of_running_jobs),
     "page": _page,
     "doctor": _doctor,
     "keys": _keys,

@@ -83,6 +83,27 @@ def resize(
     typer.echo(line(job.control.resize(workers)))
 
 
+# ``unisono replace``: another worker instead of one that is slow, say.
+
+
+@grouped
+def replace(
+    who: Annotated[str, typer.Argument(help="A worker's id or rank, as status shows them.")],
+    job: JobPlace,
+) -> None:
+    """Have a worker of an elastic job leave after the step that is under way, and start another in its place."""
+    typer.echo(line(job.control.replace(who)))
+
+
+# ``unisono checkpoint``: one now, besides those that the job writes by itself.
+
+
+@grouped
+def checkpoint(job: JobPlace) -> None:
+    """Have an elastic job write a checkpoint after the step that is under way."""
+    typer.echo(line(job.control.checkpoint()))
+
+
 # ``unisono stop``: the job ends with a checkpoint, from which it can be started again.
 
 

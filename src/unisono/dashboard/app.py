@@ -69,6 +69,8 @@ def _who(body: AskBody) -> str:
 VERBS: Mapping[str, Callable[[Control, AskBody], Mapping[str, Any]]] = {
     "resize": lambda control, body: control.resize(_workers(body)),
     "leave": lambda control, body: control.leave(_who(body)),
+    "replace": lambda control, body: control.replace(_who(body)),
+    "checkpoint": lambda control, body: control.checkpoint(),
     "stop": lambda control, body: control.stop(),
 }
 """What may be asked, as the commands of these names do."""

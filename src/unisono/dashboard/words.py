@@ -30,6 +30,7 @@ KIND_OF = {
     "agent left": "run",
     "agent lost": "lost",
     "asked to stop": "run",
+    "asked to checkpoint": "run",
     "checkpoint failed": "notice",
     "checkpoint damaged": "notice",
     "skipped": "notice",

@@ -261,6 +261,12 @@ class RegroupDue(Message):
     generation: Count
 
 
+class CheckpointDue(Message):
+    """A person asks for a checkpoint. The main worker is told, and tells the others in its next step."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+
+
 class Lost(Message):
     """The generation's work cannot go on: whoever waits for others in it stops waiting, and arrives.
 
@@ -420,7 +426,8 @@ FromWorker = Annotated[
     Field(discriminator="kind"),
 ]
 ToWorker = Annotated[
-    Welcome | RegroupDue | Lost | NewGeneration | Removed | Refused | JobOver | StoreReply, Field(discriminator="kind")
+    Welcome | RegroupDue | CheckpointDue | Lost | NewGeneration | Removed | Refused | JobOver | StoreReply,
+    Field(discriminator="kind"),
 ]
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)

@@ -136,6 +136,8 @@ class Service:
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/resize", self._resize, methods=["POST"]),
             Route("/leave", self._leave, methods=["POST"]),
+            Route("/replace", self._replace, methods=["POST"]),
+            Route("/checkpoint", self._checkpoint, methods=["POST"]),
             Route("/stop", self._stop, methods=["POST"]),
         ]
 
@@ -247,13 +249,24 @@ class Service:
         return self._done(machine.Resized(body.workers))
 
     async def _leave(self, request: Request) -> Response:
+        return await self._of_one(request, machine.LeaveAsked)
+
+    async def _replace(self, request: Request) -> Response:
+        return await self._of_one(request, machine.ReplaceAsked)
+
+    async def _of_one(self, request: Request, event: Callable[[str], machine.Event]) -> Response:
         try:
             body = parse(_leave, await request.body())
         except Unreadable as error:
             return _refused(400, error)
         if machine.find(self._coordinator.state, str(body.who)) is None:
             return _refused(404, JobError(f"{body.who} takes no part in this job"))
-        return self._done(machine.LeaveAsked(str(body.who)))
+        return self._done(event(str(body.who)))
+
+    async def _checkpoint(self, request: Request) -> Response:
+        if self._coordinator.state.minted is None:
+            return _refused(409, JobError("nobody trains now who could write a checkpoint"))
+        return self._done(machine.CheckpointAsked())
 
     async def _stop(self, request: Request) -> Response:
         return self._done(machine.StopAsked())

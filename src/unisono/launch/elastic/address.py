@@ -192,6 +192,14 @@ class Control:
         """One worker leaves, by its id or rank; or all of an agent, by its id."""
         return self._ask("POST", "/leave", {"who": who})
 
+    def replace(self, who: str) -> dict[str, Any]:
+        """One worker leaves, by its id or rank, and another one is started in its place."""
+        return self._ask("POST", "/replace", {"who": who})
+
+    def checkpoint(self) -> dict[str, Any]:
+        """All write a checkpoint after one of the next steps."""
+        return self._ask("POST", "/checkpoint", {})
+
     def stop(self) -> dict[str, Any]:
         """All leave, with a checkpoint: the job can be started again."""
         return self._ask("POST", "/stop", {})

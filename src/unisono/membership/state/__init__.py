@@ -11,6 +11,7 @@ from unisono.membership.state.event import (
     Action,
     AgentHeard,
     Changed,
+    CheckpointAsked,
     Disconnected,
     Event,
     Forget,
@@ -18,6 +19,7 @@ from unisono.membership.state.event import (
     Heard,
     LeaveAsked,
     Note,
+    ReplaceAsked,
     Resized,
     Restarted,
     StopAsked,
@@ -33,6 +35,7 @@ from unisono.membership.state.transitions import step
 __all__ = [
     "step", "next_deadline", "find", "status", "takes_part",
     "State", "ElasticConfig", "Worker", "Agent", "Signs",
-    "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "StopAsked", "Restarted", "Tick",
+    "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "ReplaceAsked", "CheckpointAsked",
+    "StopAsked", "Restarted", "Tick",
     "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget", "Changed",
 ]  # fmt: skip

@@ -99,6 +99,18 @@ class LeaveAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceAsked:
+    """Somebody asks for another worker in the place of one, named by its id or its rank in digits."""
+
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAsked:
+    """Somebody asks for a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """Somebody asks the whole job to stop, to go on later."""
 
@@ -113,4 +125,5 @@ class Tick:
     """Time has passed."""
 
 
-Event = Heard | AgentHeard | Disconnected | Resized | LeaveAsked | StopAsked | Restarted | Tick
+Asked = Resized | LeaveAsked | ReplaceAsked | CheckpointAsked | StopAsked
+Event = Heard | AgentHeard | Disconnected | Asked | Restarted | Tick

@@ -6,6 +6,7 @@ from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, WorkerEnded
 from unisono.membership.messages import (
     Arrived,
+    CheckpointDue,
     Finished,
     Formed,
     FromWorker,
@@ -22,11 +23,13 @@ from unisono.membership.messages import (
 from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, waited_since, worker_deadline
 from unisono.membership.state.event import (
     AgentHeard,
+    CheckpointAsked,
     Disconnected,
     Event,
     Forget,
     Heard,
     LeaveAsked,
+    ReplaceAsked,
     Resized,
     Restarted,
     StopAsked,
@@ -67,6 +70,10 @@ def hear(update: StateUpdate, event: Event) -> None:
             _resize(update, workers, "a person")
         case LeaveAsked(who):
             _leave_asked(update, who)
+        case ReplaceAsked(who):
+            _replace_asked(update, who)
+        case CheckpointAsked():
+            _checkpoint_asked(update)
         case StopAsked():
             _stop(update)
         case Tick():
@@ -338,6 +345,24 @@ def _leave_asked(update: StateUpdate, who: str) -> None:
     worker = None if name is None else update.state.workers.get(name)
     if worker is not None and worker.phase in (*MEMBER, *CANDIDATE):
         _leave(update, worker)
+
+
+def _replace_asked(update: StateUpdate, who: str) -> None:
+    """A worker leaves at the next boundary, and its place stays open for another one."""
+    worker = update.state.workers.get(find(update.state, who) or "")
+    if worker is not None and worker.phase in (*MEMBER, *CANDIDATE) and not worker.leaving:
+        if worker.phase in MEMBER:
+            update.depart(worker)
+        update.put(worker, leaving=True)
+        update.note("replaced", worker=worker.id, host=worker.host, rank=update.state.ranks.get(worker.id))
+
+
+def _checkpoint_asked(update: StateUpdate) -> None:
+    """The main worker alone is told: all who would hear of it at different steps would each write one."""
+    main = next((update.state.workers.get(worker) for worker, rank in update.state.ranks.items() if rank == 0), None)
+    if main is not None and main.phase in MEMBER:
+        update.tell(main, CheckpointDue())
+        update.note("asked to checkpoint")
 
 
 def _stop(update: StateUpdate) -> None:

@@ -22,8 +22,8 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _TIMES = tuple(one.name for one in fields(Timings))
-_FLAGS = 6
-_HEADER = f"{_FLAGS}?2x{len(_TIMES)}d4Q"  # flags; times; digests and balances, with which nothing computes
+_FLAGS = 7
+_HEADER = f"{_FLAGS}?{8 - _FLAGS}x{len(_TIMES)}d4Q"  # flags; times; digests and balances, with which nothing computes
 _FIXED = 4  # loss, weight, squared norm, which metrics
 _ROW = _FIXED + MAX_METRICS
 
@@ -63,6 +63,7 @@ class StepReport:
         again: whether the step has to be computed once more, since a gradient came in several parts.
         lost: whether any worker's update before was computed from a gradient that memory had not kept.
         written: whether any worker's script has written to weights that workers share, which it sees by itself alone.
+        checkpoint: whether any worker was asked for a checkpoint.
         is_balanced: whether all that was read of partial sums is what was written.
     """
 
@@ -76,6 +77,7 @@ class StepReport:
     again: bool
     lost: bool = False
     written: bool = False
+    checkpoint: bool = False
     is_balanced: bool = True
 
 
@@ -97,6 +99,7 @@ class Flags:
         lost: an update of its own was computed from a gradient that memory had not kept.
         flipped: a bit of what it alone looks at is another one than the update before has left.
         written: its script has written to weights that workers share, which it sees by itself alone.
+        checkpoint: it was asked for a checkpoint.
         digest: a digest (64 bits) of the weights with which its shards were computed; 0 if nobody compares weights.
         own: a digest (64 bits) of the state that no other worker holds; 0 if nobody compares it.
         timings: the times that it measured.
@@ -109,6 +112,7 @@ class Flags:
     lost: bool = False
     flipped: bool = False
     written: bool = False
+    checkpoint: bool = False
     digest: int = 0
     own: int = 0
     timings: Timings = field(default_factory=Timings)
@@ -145,7 +149,7 @@ class ControlWord:
         rows = [number for report in reports for number in _row(report)]
         rows += [0.0] * (self.split.widest * _ROW - len(rows))
         numbers = form.pack(
-            *(flags.leave, flags.regroup, flags.again, flags.lost, flags.flipped, flags.written),
+            *(flags.leave, flags.regroup, flags.again, flags.lost, flags.flipped, flags.written, flags.checkpoint),
             *_times_of(flags.timings),
             *(flags.digest, flags.own, balance % MODULUS, copies % PRIME),
             *rows,
@@ -172,10 +176,10 @@ _SHARDS = _TOLD + 4
 
 
 def _flags(told: Sequence[Any]) -> Flags:
-    leave, regroup, again, lost, flipped, written = told[:_FLAGS]
+    leave, regroup, again, lost, flipped, written, checkpoint = told[:_FLAGS]
     digest, own, *balance = told[_TOLD:_SHARDS]
     timings = Timings(*told[_FLAGS:_TOLD])
-    return Flags(leave, regroup, again, lost, flipped, written, digest, own, timings, Balance(*balance))
+    return Flags(leave, regroup, again, lost, flipped, written, checkpoint, digest, own, timings, Balance(*balance))
 
 
 @cache
@@ -229,7 +233,7 @@ class ControlWords:
             self.used,
             **{
                 flag: any(map(attrgetter(flag), self.flags))
-                for flag in ("leave", "regroup", "again", "lost", "written")
+                for flag in ("leave", "regroup", "again", "lost", "written", "checkpoint")
             },
             is_balanced=is_balanced(*zip(*(each.balance for each in self.flags), strict=True)),
         )

@@ -112,7 +112,7 @@ class Elastic(Membership):
         self._workers = Workers(self._generation, Solo(hello.shards), devices=self._devices)
         self._due = self._lost = self._left = 0
         self._listener_lock = threading.Lock()
-        self._is_leaving = False
+        self._is_leaving = self._wants_checkpoint = False
         self._forming = Forming()
         self._hosts = OtherHosts()
         self._listener = PeerListener(timeout_s)
@@ -139,6 +139,15 @@ class Elastic(Membership):
     def is_due(self) -> bool:
         """Whether the coordinator has announced the next one."""
         return self._due == self._generation.number
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the coordinator has passed on such a request."""
+        return self._wants_checkpoint
+
+    def checkpoint_begins(self) -> None:
+        """It is fulfilled."""
+        self._wants_checkpoint = False
 
     def leave(self) -> bool:
         """Tell the coordinator, once."""
@@ -276,6 +285,8 @@ class Elastic(Membership):
     def _hear(self, message: ToDevice) -> None:
         if isinstance(message, messages.RegroupDue):
             self._due = message.generation
+        elif isinstance(message, messages.CheckpointDue):
+            self._wants_checkpoint = True
         elif isinstance(message, messages.Lost):
             self._lost = max(self._lost, message.generation)
             self._hang_up_if_lost()

@@ -81,6 +81,14 @@ class Membership(ABC):
     def is_due(self) -> bool:
         """Whether a new generation waits for this one to reach a boundary."""
 
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether somebody outside has asked this worker for one, and none was begun since."""
+        return False
+
+    def checkpoint_begins(self) -> None:  # noqa: B027 (where nobody can ask there is nothing to do)
+        """One is written: whoever has asked for one by now gets it."""
+
     @abstractmethod
     def leave(self) -> bool:
         """This worker was asked to leave. Returns whether the others may go on without it."""

@@ -77,6 +77,7 @@ class Boundary:
 
     def _keep_state(self, *, is_end: bool) -> None:
         step = self.trained.progress.position.step
+        self.checkpoints.requested |= self.requests.checkpoint
         wants = self.requests.leave or self.requests.regroup
         is_due = wants or self.integrity.due(step) or self.checkpoints.due(step)
         verified = self.verification.verify() if is_due or is_end else None
@@ -85,3 +86,4 @@ class Boundary:
         if self.requests.leave and not self.trained.is_doubted:
             self.recovery.depart_together(verified)
         self.snapshots.save_if_due(verified)
+        self.requests.checkpoint = False

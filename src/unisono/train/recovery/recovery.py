@@ -119,6 +119,7 @@ class Snapshots:
 
     def _save(self, verified: Digests | None, *, wait: bool = False) -> bool:
         found, prepared = self.take(), self._trained.require_prepared()
+        self._membership.checkpoint_begins()
         prepared.require_forms()
         devices = self._membership.workers.devices
         if devices.count == 1 or self._checkpoints.store is None:
@@ -139,8 +140,9 @@ class Snapshots:
             self._listeners.tell(lambda one: one.unregistered_scheduler(prepared))
 
 
-GIVEN = tuple[list[Any], dict[str, Any], bool]
-"""The form of what is handed over: the state, what is known of older ones, and whether the workers are to leave."""
+GIVEN = tuple[list[Any], dict[str, Any], bool, bool]
+"""The form of what is handed over: the state, what is known of older ones, whether the workers are to leave, and
+whether they have been asked for a checkpoint."""
 
 
 class Recovery(Recovers):
@@ -184,7 +186,7 @@ class Recovery(Recovers):
 
     def give(self) -> list[Any]:
         """The state, for a worker that lacks it, and all else that decides what comes next."""
-        return [self._trained.give(), self._integrity.known.tree(), self._requests.leave]
+        return [self._trained.give(), self._integrity.known.tree(), self._requests.leave, self._requests.checkpoint]
 
     def digests(self) -> list[int] | None:
         """Of what an update changes, where all who have made the same updates hold the same."""
@@ -211,7 +213,8 @@ class Recovery(Recovers):
 
     def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set the state that another worker has given."""
-        state, known, self._requests.leave = value_of(GIVEN, given, "what another worker gave")
+        state, known, leave, checkpoint = value_of(GIVEN, given, "what another worker gave")
+        self._requests.leave, self._requests.checkpoint = leave, checkpoint
         self._steps.forget()
         self._trained.take(state, joins=joins, follow=follow)
         self._integrity.take(known)

@@ -86,14 +86,16 @@ class Requests:
     Attributes:
         leave: a worker was asked to leave, and the job with it.
         regroup: a new generation is due.
+        checkpoint: a checkpoint was asked for from outside.
     """
 
     def __init__(self) -> None:
-        self.leave = self.regroup = False
+        self.leave = self.regroup = self.checkpoint = False
 
-    def note(self, *, leave: bool = False, regroup: bool = False) -> None:
+    def note(self, *, leave: bool = False, regroup: bool = False, checkpoint: bool = False) -> None:
         """Workers want this, too. In a change."""
         self.leave, self.regroup = self.leave or leave, self.regroup or regroup
+        self.checkpoint |= checkpoint
 
 
 class Ending:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _TOLD = tuple[list[ShardReport], list[bool], Flags, tuple[int, int]]
 
-_ANY = ("leave", "regroup", "again", "lost", "flipped", "written")
+_ANY = ("leave", "regroup", "again", "lost", "flipped", "written", "checkpoint")
 """Flags that hold for a worker if they hold for one of its devices."""
 
 

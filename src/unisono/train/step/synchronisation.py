@@ -107,6 +107,7 @@ class WorkerReport:
             leaves,
             self._membership.is_due,
             flipped=seen.has_flipped,
+            checkpoint=self._membership.wants_checkpoint,
             digest=seen.common,
             own=seen.own,
             timings=self._timer.timings(formed_s, self._checkpoints.seconds),
@@ -115,7 +116,8 @@ class WorkerReport:
     def told(self, formed_s: float) -> dict[str, Any]:
         """The same as JSON, where workers synchronise."""
         flags = self.flags(formed_s, Seen())
-        return {"leave": flags.leave, "regroup": flags.regroup, "timings": astuple(flags.timings)}
+        wants = {"leave": flags.leave, "regroup": flags.regroup, "checkpoint": flags.checkpoint}
+        return {**wants, "timings": astuple(flags.timings)}
 
 
 class Synchronisation:
@@ -197,6 +199,6 @@ class Synchronisation:
 
     def _heard(self, told: Told) -> None:
         """What every worker says. In the change with which they synchronise."""
-        self._requests.note(leave=any(one["leave"] for one in told), regroup=any(one["regroup"] for one in told))
+        self._requests.note(**{name: any(one[name] for one in told) for name in ("leave", "regroup", "checkpoint")})
         setting = self._trained.setting(self._membership.workers)
         self._trained.monitors.time(setting, [Timings(*one["timings"]) for one in told])

@@ -270,7 +270,7 @@ class ExactSteps:
         if update is not None:
             update()
         report = attempt.report
-        self.requests.note(leave=report.leave, regroup=report.regroup)
+        self.requests.note(leave=report.leave, regroup=report.regroup, checkpoint=report.checkpoint)
         if not step.calls:
             self.trained.monitors.time(setting, [flags.timings for flags in attempt.flags])
         figures = {} if update is None else self._figures(step, attempt)
