@@ -19,6 +19,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 PROCESSES ?= 5
 SLURM := slurmctld slurmd slurm-client munge iproute2
 SSH := openssh-server openssh-client iproute2
+BROWSER := chromium fonts-dejavu-core
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
 	tests/unit/test_frameworks.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
 
@@ -58,20 +59,20 @@ unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m "unit and not slow" -n auto --dist loadgroup
 
-procs: $(READY) slurm ssh prometheus  ## tests of whole jobs, on threads and with processes of their own
+procs: $(READY) slurm ssh prometheus browser  ## tests of whole jobs, on threads and with processes of their own
 	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
-slow: $(READY) slurm ssh prometheus  ## more of them, which take longer than a change can wait
+slow: $(READY) slurm ssh prometheus browser  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow -n $(PROCESSES) --dist loadgroup
 
-alone: $(READY)  ## tests of what is promised to happen in time
+alone: $(READY) browser  ## tests of what is promised to happen in time
 	@echo "==> tests of what is promised to happen in time"
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 
 # Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
-unit-and-procs: $(READY) slurm ssh prometheus
+unit-and-procs: $(READY) slurm ssh prometheus browser
 	@echo "==> layers, unit tests, and tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
@@ -105,6 +106,15 @@ prometheus:  ## install Prometheus and promtool for the tests of /metrics and of
 			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install prometheus >/dev/null; } \
 		|| echo "==> NO PROMETHEUS: its tests are left out (on Debian: apt-get install prometheus)"
 
+# The page is tested in Debian's own browser; Playwright, which drives it, would download another one.
+.PHONY: browser bench-page pictures
+browser:  ## install Chromium for the tests of the page, likewise
+	@command -v chromium >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ] \
+			&& echo "==> installing Chromium (half a minute)" && apt-get -qq -o Acquire::Retries=1 update \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(BROWSER) >/dev/null; } \
+		|| echo "==> NO CHROMIUM: the tests of the page in a browser are left out (on Debian: apt-get install $(BROWSER))"
+
 hosts: $(READY) slurm ssh  ## what happens to jobs on several hosts, on each engine, as a table: some minutes; needs root
 	@$(BIN)/python -m pytest -m hosts $(OPTIONS)
 
@@ -129,6 +139,12 @@ bench-growth: $(READY)  ## workers come and go: how long the others stand still,
 
 bench-elastic: $(READY)  ## what it costs to be elastic while nobody comes or goes
 	@$(BIN)/python -m benchmarks elastic $(OPTIONS)
+
+bench-page: $(READY)  ## what it costs training that somebody looks at its page
+	@$(BIN)/python -m benchmarks page $(OPTIONS)
+
+pictures: $(READY) browser  ## the pictures of the page in the guide, of a job that is trained for them
+	@$(BIN)/python -m benchmarks pictures $(OPTIONS)
 
 bench-guests: $(READY)  ## a step of a framework that trains on a run, beside the same framework alone
 	@$(BIN)/python -m benchmarks guests $(OPTIONS)

@@ -23,6 +23,7 @@ from benchmarks import (
     guests,
     network,
     pairs,
+    pictures,
     recovery,
     sampling,
     second_order,
@@ -325,6 +326,30 @@ def elastic_command(
     """What it costs to be elastic while nothing happens: beside a job whose workers stay the same."""
     choice = _side_by_side("elastic", model, workers, step_ms, quick=quick)
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+@app.command("page")
+def page_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "narrow",
+    workers: Workers = 2,
+    step_ms: StepMs = 30.0,
+    rounds: Rounds = None,
+    turns: Turns = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What it costs training that somebody looks at its page: beside a job that has none."""
+    choice = _side_by_side("page", model, workers, step_ms, quick=quick)
+    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
+@app.command("pictures")
+def pictures_command(
+    output: Annotated[Path, typer.Option(help="folder of the pictures")] = Path("docs/guide/pictures"),
+) -> None:
+    """Train digits for a minute while workers come and go, and take the pictures of the page that the guide shows."""
+    pictures.take(output)
 
 
 @app.command("guests")

@@ -3,13 +3,14 @@
 import random
 import statistics
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.elastic_job import PROGRAM, Job, running
 from benchmarks.figures import times_as_long
+from benchmarks.looking import looking
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.side_by_side import batch_for, names, one_round, turn_seconds
@@ -42,6 +43,7 @@ PAIRS = {
         "all": Kind(variables={"UNISONO_CHECKS": "all"}),
     },
     "timeline": {"off": Kind(), "on": Kind(variables={"UNISONO_TIMELINE": "1"})},
+    "page": {"alone": Kind(("--max-restarts", "3")), "looked at": Kind(("--max-restarts", "3", "--page"))},
     "audit": {"none": Kind(), "audited": Kind(variables={"UNISONO_AUDIT": "0.01"})},
 }
 """What is compared; of each pair the second beside the first."""
@@ -104,7 +106,8 @@ def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
     one = PAIRS[choice.pair][kind]
     with running(["-n", str(choice.workers), *one.options], script, one.variables) as job:
         job.until(lambda: len(names(job)) == choice.workers, "all workers train")
-        yield job
+        with looking(job) if "--page" in one.options else nullcontext():
+            yield job
 
 
 def grid(choice: Choice, batch: int, found: dict[str, list[list[float]]]) -> Grid:

@@ -63,12 +63,19 @@ class Trained:
 class Training(Trained):
     """A job that trains in a folder of its own."""
 
-    def __init__(self, folder: Path, *options: str, faults: Sequence[Mapping[str, Any]] = (), **settings: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        faults: Sequence[Mapping[str, Any]] = (),
+        script: Path = SCRIPT,
+        **settings: str,
+    ) -> None:
         super().__init__(folder)
         self._hurry = folder.with_suffix(".hurry")
         own = {"FAULTS": json.dumps(list(faults)), "HURRY": str(self._hurry)}
         environment = {**os.environ, **own, **settings}
-        words = ("run", *options, "--run-dir", str(folder), str(SCRIPT))
+        words = ("run", *options, "--run-dir", str(folder), str(script))
         with self.output.open("wb") as output:
             self.process = start(*words, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
