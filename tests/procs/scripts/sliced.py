@@ -245,6 +245,31 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     with torch.device("meta"):
         hollow = Scalar()
     yield lambda: run.fully_shard(hollow)
+    for ways in (("first", "second"), ("first", "")):  # the devices' shards call other layers, or one of them none
+        yield partial(choose, run, ways)
+
+
+class Choosing(nn.Module):
+    """Two layers, of which each shard calls one, or none: whatever its samples say."""
+
+    def __init__(self, run: unisono.Run, ways: tuple[str, str]) -> None:
+        super().__init__()
+        self.first, self.second = run.fully_shard(nn.Linear(4, 4)), run.fully_shard(nn.Linear(4, 4))
+        self.last, self.ways = nn.Linear(4, 1), ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        way = self.ways[int(x[0, 0])]
+        out: Tensor = self.last(getattr(self, way)(x) if way else x)
+        return out
+
+
+def choose(run: unisono.Run, ways: tuple[str, str]) -> None:
+    """Shards of which every other one takes another way through layers that are in slices for themselves."""
+    layers = run.fully_shard(Choosing(run, ways))
+    run.prepare(layers, SGD(layers.parameters()))
+    samples = TensorDataset(torch.arange(8.0).remainder(2)[:, None].expand(8, 4))
+    for step in run.steps(samples, shuffle=False):
+        step.run(lambda model, batch: model(batch[0]).mean())
 
 
 class Scalar(nn.Module):
@@ -256,7 +281,7 @@ class Scalar(nn.Module):
 
 
 def refuse() -> None:
-    with unisono.init(batch_size=8) as run:
+    with unisono.init(batch_size=8, shards=8) as run:
         for attempt in refused(run):
             try:
                 attempt()

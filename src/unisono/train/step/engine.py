@@ -483,6 +483,7 @@ class StepEngine:
             if shard.samples or self._devices.count > 1:
                 self._buffers.open(first=shard is shards[0])
                 self._forward.compute(call, shard, batch)
+                gradients.computed()
             if shard.samples and shard.counts:
                 self._buffers.take(shard.number)
             shared_buffers(self._devices, turn, self._buffers)

@@ -128,6 +128,9 @@ class Gradients:
         for sums in self._sums:
             sums.open()
 
+    def computed(self) -> None:
+        """The forward pass of the shard is done."""
+
     def leave_out(self) -> None:
         """What comes of the passes under way does not count: the shard is empty, or another device computes it."""
 

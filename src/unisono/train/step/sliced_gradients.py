@@ -67,7 +67,11 @@ class SlicedGradients(Gradients):
         self._round = -1
         self._counts = False
         self._has_come: list[bool] = []
+        self._is_passing = False
+        self._names = [unit.name for unit in units]
         super().__init__(parameters, reducer, fusion, norms)
+        for number, unit in enumerate(units):  # before the unit is gathered
+            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._enter, number), prepend=True))
         scratch, self._received = _Scratch(), _Scratch()
         # Passes of other calls train other units: theirs have gradients as well.
         self._exchanges = [(unit, _Exchange(_leave_out, scratch)) for unit, trained in found if not trained]
@@ -83,7 +87,7 @@ class SlicedGradients(Gradients):
         super().begin(step)
         for unit, exchange in self._exchanges:
             unit.module.set_custom_reduce_scatter(exchange)
-        self._round = -1
+        self._round, self._is_passing = -1, False
         self._clear()
 
     def open(self, *, last: bool) -> None:
@@ -91,9 +95,35 @@ class SlicedGradients(Gradients):
         self._round += 1
         self._sends, self._counts = last, self._rounds[self._round].counts
         self._has_come = [False] * len(self._units)
+        self._is_passing = True
         for _, trained in self._units:
             for one in trained:
                 one.is_used = False
+
+    def computed(self) -> None:
+        """All devices have come to the end of their forward passes."""
+        self._require_together(len(self._names))
+        self._is_passing = False
+
+    def _enter(self, number: int, *about: Any) -> None:
+        if self._is_passing:
+            self._require_together(number)
+
+    def _require_together(self, number: int) -> None:
+        """Refuse shards that call other units than those of other devices: all devices gather one unit at a time.
+
+        Raises:
+            ModelError: names the units, and says what to do.
+        """
+        said = self._devices.inside.gather_rows(torch.tensor([number]), [1] * self._devices.count).tolist()
+        if len(set(said)) > 1:
+            names = [repr(name) for name in self._names] + ["nothing more"]
+            ways = ", another one ".join(dict.fromkeys(names[each] for each in said))
+            raise ModelError(
+                f"shards that the devices compute at the same time take different ways through the model: one calls "
+                f"{ways}; but the devices gather each module of run.fully_shard together. Call it for the module that "
+                f"chooses among these, and not for each of them"
+            )
 
     def leave_out(self) -> None:
         """What comes of the passes under way does not count."""
