@@ -185,6 +185,15 @@ class PlayedJobSet:
         (found,) = (pod for pod in self.pods if pod.job == "coordinator")
         return found
 
+    def processes(self) -> list[str]:
+        """The command lines of all processes in all pods."""
+        found = []
+        for pod in self.pods:
+            for process in psutil.Process(pod.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    found.append(" ".join(process.cmdline()))
+        return found
+
     def until(self, is_so: Callable[[], bool], words: str) -> None:
         """Do what the controllers do, until something is so."""
 

@@ -87,6 +87,9 @@ def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes
 ) -> None:
     job = start("-n", "1:2", pace_s=1)
     job.until(2)
+    running = job.played.processes()
+    assert [line for line in running if "unisono join" in line], running
+    assert not [line for line in running if job.played.secret["token"] in line]
     killed, evicted = job.played.nodes()
     killed.kill()
     assert killed.wait() == 137
@@ -120,6 +123,24 @@ def test_a_job_whose_coordinator_is_lost_is_started_again_and_goes_on(
     assert job.end() == small_serial
     assert job.played.restarts == 1
     assert ("coordinator", 75 if number == signal.SIGTERM else 137) in job.played.ended
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("Kubernetes", "requeue")
+def test_a_job_that_is_suspended_leaves_with_a_checkpoint_and_goes_on(
+    start: Callable[..., OnPods], small_serial: str
+) -> None:
+    job = start("-n", "1:2", pace_s=1)
+    job.until(2)
+    job.played.until(lambda: len(job.steps) > 3, "some steps")
+    pods = job.played.pods
+    job.played.close()  # all are told at once
+    assert {pod.wait() for pod in pods} == {75}, job.played.text
+    assert len(job.steps) < 40
+    job.played.start()
+    assert job.until_over() == "Completed", job.played.text
+    assert job.end() == small_serial
+    assert job.steps == list(range(40)), "it has not begun anew"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.cli import app as cli
+from unisono.cli.join import once_it_answers
 from unisono.cli.status import line, table
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Address, Control, address_of, find_run
@@ -111,6 +112,32 @@ def unisono(*args: str) -> int:
         with pytest.raises(SystemExit) as ended:
             cli.main()
     return int(ended.value.code or 0)
+
+
+class Late:
+    """A coordinator that answers the third question, or refuses it."""
+
+    def __init__(self, answer: Exception | dict[str, Any]) -> None:
+        self.answer, self.asked = answer, 0
+
+    def status(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked < 3:
+            raise LaunchError("nobody answers")
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_who_joins_waits_for_a_coordinator_that_does_not_answer_yet_if_told_to() -> None:
+    late: Any = Late(STATUS)
+    with pytest.raises(LaunchError, match="nobody answers"):
+        once_it_answers(late, 0)
+    assert once_it_answers(late, 60, 0) == STATUS
+    refusing: Any = Late(JobError("the token is wrong"))
+    with pytest.raises(JobError, match="the token is wrong"):
+        once_it_answers(refusing, 60, 0)
+    assert refusing.asked == 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,11 @@
 """What unisono k8s writes: valid for the APIs it is for, readable as what was meant, and without secrets."""
 
+import json
+import re
+import shlex
+import shutil
 import stat
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +46,9 @@ FULL = replace(
 )
 
 
+MODELS = (models.JobsetV1alpha2JobSet, models.TrainerV1alpha1TrainingRuntime, models.TrainerV1alpha1TrainJob)
+
+
 def unisono(*args: str) -> int:
     """Call the console entry in this process; its exit code."""
     with pytest.MonkeyPatch.context() as patch:
@@ -65,12 +73,7 @@ def containers(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("job", [JOB, FULL])
 def test_the_published_models_know_all_that_is_written(job: ClusterJob) -> None:
-    written = (
-        (models.JobsetV1alpha2JobSet, job_set(job)),
-        (models.TrainerV1alpha1TrainingRuntime, training_runtime(job)),
-        (models.TrainerV1alpha1TrainJob, train_job(job)),
-    )
-    for model, manifest in written:
+    for model, manifest in zip(MODELS, (job_set(job), training_runtime(job), train_job(job)), strict=True):
         text = yaml.safe_load(text_of([manifest], "unisono k8s"))
         assert model.from_dict(text).to_dict() == text, "a field that the API does not know, or of another type"
 
@@ -85,6 +88,20 @@ def test_the_secret_is_one_of_the_core_api_and_its_token_is_a_token(tmp_path: Pa
     assert read_token(tmp_path / "token") == entries["token"] != new_secret("train-keys", None)["stringData"]["token"]
     assert "BEGIN CERTIFICATE" in entries["certificate.pem"]
     assert "PRIVATE KEY" in entries["certificate.key"]
+
+
+def test_the_commands_of_the_page_write_what_the_models_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "k8s.md").read_text()
+    commands = re.findall(r"^    unisono k8s (.+)$", page, re.MULTILINE)
+    assert [unisono(*shlex.split(command)) for command in commands] == [0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "keys.yaml", "train.yaml"]
+    written = [
+        *yaml.safe_load_all((tmp_path / "job.yaml").read_text() + "---\n" + (tmp_path / "train.yaml").read_text())
+    ]
+    assert [manifest["kind"] for manifest in written] == ["JobSet", "TrainingRuntime", "TrainJob"]
+    for model, manifest in zip(MODELS, written, strict=True):
+        assert model.from_dict(manifest).to_dict() == manifest
 
 
 # --- what becomes of ends
@@ -188,6 +205,43 @@ def test_words_are_what_they_were_after_yaml_and_kubernetes_have_read_them(words
 def test_what_another_reader_of_yaml_could_take_for_a_number_is_quoted(word: str) -> None:
     quoted = text_of([{"key": word}], "").partition("key: ")[2].strip()
     assert quoted in (f'"{word}"', f"'{word}'")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="NO KUBECTL: it would read what is written")
+def test_kubectl_reads_what_was_written_as_it_was_meant(tmp_path: Path) -> None:
+    odd = (
+        "1e-3",
+        "0x1f",
+        "0o17",
+        "017",
+        "1_000",
+        "12:30:00",
+        "2026-01-01",
+        "y",
+        "on",
+        "~",
+        ".inf",
+        "+1",
+        "",
+        "<<",
+        "a\nb",
+    )
+    job = replace(FULL, variables={f"V{number}": text for number, text in enumerate(odd)})
+    for manifest in (job_set(job), training_runtime(job), new_secret("keys", "ml")):
+        (tmp_path / "file.yaml").write_text(text_of([manifest], ""))
+        command = [
+            "kubectl",
+            "label",
+            "--local",
+            "-f",
+            str(tmp_path / "file.yaml"),
+            "app.kubernetes.io/managed-by=unisono",
+        ]
+        done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        assert found["metadata"].pop("labels") == {"app.kubernetes.io/managed-by": "unisono"}
+        manifest["metadata"].pop("labels", None)
+        assert found == manifest
 
 
 def test_text_that_is_no_unicode_is_refused_before_anything_is_written() -> None:

@@ -90,7 +90,7 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
 
     joined = Joined(where.address(), where.token, agent or new_agent())
     if settings.launch.devices_per_worker is None or where.url is not None:
-        found = _once_it_answers(Control(joined.address), wait_s if where.url is not None else 0)
+        found = once_it_answers(Control(joined.address), wait_s if where.url is not None else 0)
         settings = settings.with_devices(settings.launch.devices_per_worker or found["devices_per_worker"])
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
@@ -100,8 +100,18 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
     return outcome.exit_code
 
 
-def _once_it_answers(control: Control, wait_s: float) -> dict[str, Any]:
-    """The status of the job; what the person has mistyped is said at once."""
+def once_it_answers(control: Control, wait_s: float, pause_s: float = AGAIN_S) -> dict[str, Any]:
+    """The status of the job, once its coordinator answers.
+
+    Args:
+        control: what asks it.
+        wait_s: the seconds for which it may not answer yet.
+        pause_s: the seconds between two questions.
+
+    Raises:
+        JobError: what the person has mistyped; at once.
+        LaunchError: it did not answer in that time.
+    """
     begun = monotonic()
     while True:
         try:
@@ -109,7 +119,7 @@ def _once_it_answers(control: Control, wait_s: float) -> dict[str, Any]:
         except LaunchError:
             if monotonic() - begun >= wait_s:
                 raise
-        sleep(AGAIN_S)
+        sleep(pause_s)
 
 
 def _folder(settings: ElasticSettings, where: Whereabouts) -> RunFolder:

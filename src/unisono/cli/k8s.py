@@ -205,11 +205,11 @@ def _write(job: ClusterJob, objects: ObjectOptions) -> None:
     text = text_of(manifests, words)
     if objects.output is not None and objects.output == objects.new_secret:
         raise JobError(f"--output and --new-secret {objects.output}: keys go into a file of their own")
+    if objects.output is not None:
+        write(text, objects.output)
+        typer.echo(f"written: {objects.output}", err=True)
     if objects.new_secret is not None:
         write(text_of([new_secret(job.secret, job.namespace)], words), objects.new_secret, secret=True)
         typer.echo(f"written: {objects.new_secret} (who can read it can take part in the job)", err=True)
     if objects.output is None:
         typer.echo(text, nl=False)
-    else:
-        write(text, objects.output)
-        typer.echo(f"written: {objects.output}", err=True)
