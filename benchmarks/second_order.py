@@ -1,16 +1,24 @@
-"""The update of whole matrices by Muon: every worker makes all of it, or each matrix has one owner."""
+"""The update of whole matrices by Muon, by everybody or by owners; and what it costs to measure curvature."""
 
 import json
 import random
 import statistics
+import tempfile
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import process_time
 from typing import Any
 
+import torch
+
+import unisono
 from benchmarks.elastic_job import PROGRAM, running, shared_fork_server
 from benchmarks.figures import times_as_fast
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
+from benchmarks.workloads import WORKLOADS
+from unisono.errors import UnisonoWarning
 
 WARM_UP = 4
 """Steps that are not counted."""
@@ -55,13 +63,14 @@ def run(choice: Choice) -> Report:
     """Measure, model by model."""
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     found = {model: one_model(choice, model, order) for model in choice.models}
+    costs = {model: cost_of_curvature(model, choice.steps) for model in choice.models}
     meter.calibrate()
     return Report(
         name="second-order",
         settings=asdict(choice),
         noise=meter.read(),
-        grids=[table(choice.workers, found)],
-        figures={"models": {name: asdict(one) for name, one in found.items()}},
+        grids=[table(choice.workers, found), table_of_costs(costs)],
+        figures={"models": {name: asdict(one) for name, one in found.items()}, "curvature": costs},
     )
 
 
@@ -114,3 +123,46 @@ def ratio_of(found: Found) -> str:
     """How many times as fast the update is with owners, and the interval."""
     ratio = times_as_fast(found.updates["owners"], found.updates["everybody"])
     return f"{ratio.value:.2f} ({ratio.low:.2f} … {ratio.high:.2f})"
+
+
+MEASURED: dict[str, dict[str, Any]] = {
+    "step": {},
+    "critical sharpness": {},
+    "one product with the Hessian": {"critical": False, "vectors": 1},
+}
+"""Arguments of ``run.curvature``; none of a step."""
+
+
+def cost_of_curvature(model: str, turns: int) -> dict[str, float]:
+    """Median processor-seconds of a step of one worker, and of each figure, in turns."""
+    workload, seconds = WORKLOADS[model], {name: list[float]() for name in MEASURED}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnisonoWarning)
+        with unisono.init(batch_size=workload.batch_size, shards=2, seed=0, run_dir=folder, threads=1) as run:
+            built = workload.build()
+            run.prepare(built, torch.optim.AdamW(built.parameters(), lr=1e-3))
+            start = 1.0
+            for step in run.steps(workload.data(workload.batch_size * turns), epochs=1, shuffle=False):
+                begun = process_time()
+                step.run(workload.loss)
+                seconds["step"].append(process_time() - begun)
+                begun = process_time()
+                start = run.curvature(workload.loss, start=start).critical_step
+                seconds["critical sharpness"].append(process_time() - begun)
+                begun = process_time()
+                run.curvature(workload.loss, **MEASURED["one product with the Hessian"])
+                seconds["one product with the Hessian"].append(process_time() - begun)
+            run.finish()
+    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
+
+
+def table_of_costs(costs: dict[str, dict[str, float]]) -> Grid:
+    """One row per model and figure."""
+    rows = [
+        (model, name, f"{1e3 * seconds:.1f} ms", f"{seconds / one['step']:.2f}", f"{seconds / one['step']:.1f} %")
+        for model, one in costs.items()
+        for name, seconds in one.items()
+        if name != "step"
+    ]
+    columns = ("", "figure", "processor time", "of a step, times", "every 100 steps")
+    return Grid("Curvature, one worker of one thread", columns, rows)

@@ -30,6 +30,7 @@ class Stream(IntEnum):
     BLOCKS = 13  # the order of blocks in one epoch: (epoch,)
     WINDOW = 14  # the order of samples in some of these blocks: (epoch, window)
     BATCH = 15  # a batch that a data set makes: (training, epoch, batch), or what it does between: (training, time)
+    CURVATURE = 17  # vectors by which curvature is measured: (step, vector)
     QUIET = 10  # what samples find that draw nothing: (epoch,), or (loop, epoch)
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from unisono.adapt.curvature import Curvature
 from unisono.data.feed import Shuffle
 from unisono.data.shards import Collate
 from unisono.data.streams import generators_kept
@@ -22,6 +23,7 @@ from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
 from unisono.train.run_on_devices import RunOnDevices
+from unisono.train.step.call import LossFunction
 from unisono.train.step.step import Step
 
 M = TypeVar("M")
@@ -134,6 +136,20 @@ class Run(RunOnDevices):
         return self.inside.loop.over(
             dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps, batch_size, begin
         )
+
+    def curvature(self, loss_fn: LossFunction, **question: Any) -> Curvature:
+        """Measure the curvature of the mean loss over the present step's batch, in a loop's body. Changes nothing.
+
+        Args:
+            loss_fn: the loss function, as for ``step.run``.
+            question: what to measure, see :class:`~unisono.adapt.curvature.CurvatureQuestion`.
+
+        Raises:
+            JobError: no step is under way, a setting is wrong, or workers have no whole weights.
+            LossError: the loss is not finite, or the loss function goes backward by itself.
+            ModelError: an operation of the model has no second derivative.
+        """
+        return self.inside.loop.measure(loss_fn, question)
 
     def enter(self) -> LoopPlace:
         """Enter the loop that :meth:`steps` has made, before its first step: for a loop that somebody else controls.

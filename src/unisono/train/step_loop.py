@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.adapt.view import BatchShape
 from unisono.data.feed import Asked, Feed, Shuffle
 from unisono.data.loop_feeds import LoopFeeds
@@ -21,7 +22,7 @@ from unisono.errors import JobError, ModelError
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
-from unisono.train.config.arguments import require_kinds
+from unisono.train.config.arguments import require_kinds, require_known
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
@@ -257,6 +258,24 @@ class StepLoop:
         self.steps.is_computing = True
         return self.steps.compute(
             StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self.source), self.collectives
+        )
+
+    def measure(self, loss_fn: LossFunction, said: Mapping[str, Any]) -> Curvature:
+        """Measure curvature on the batch of the step under way; see :meth:`Run.curvature`. Collective."""
+        require_known(CurvatureQuestion, said)
+        require_kinds(CurvatureQuestion, said)
+        question = CurvatureQuestion(**said)
+        self.ending.require_open()
+        step, prepared = self.steps.under_way, self.trained.prepared
+        if step is None or prepared is None or self.source is None:
+            raise JobError(
+                "run.curvature measures on the batch of a step: call it in the body of a loop over run.steps"
+            )
+        if self.trained.is_doubted:
+            return Curvature()
+        prepared.check_unchanged()
+        return self.steps.measure(
+            StepCall(step, loss_fn, prepared.optimizers, Clip(), None, self.source), question, self.collectives
         )
 
     def end(self, after: RunProgress | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
+from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.data.shards import Source
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
@@ -93,6 +94,9 @@ class StepComputer(Protocol):
         Raises:
             UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
         """
+
+    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
+        """Measure curvature on the batch of a call. Collective; changes nothing."""
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """A step is over on this worker.

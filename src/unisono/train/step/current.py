@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.sync.parameter_server import ParameterServer
@@ -145,6 +146,10 @@ class CurrentSteps:
         if not self._trained.is_doubted:
             self._listeners.tell(lambda one: one.call_done(call.step, call.optimizers, done))
         return done.loss
+
+    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
+        """Measure curvature on the batch of a call. Collective; changes nothing."""
+        return self.computer.measure(call, question, collectives)
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -21,6 +21,7 @@ from unisono.errors import LossError, MemoryFault, ModelError, NonFiniteLoss
 from unisono.job import Job
 from unisono.plan.audits import AuditResult
 from unisono.plan.split import Split
+from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
 from unisono.spans import Spans
@@ -190,6 +191,58 @@ class StepEngine:
     def discard(self) -> None:
         """An attempt is not to be committed: buffers are again as they were before it."""
         self._buffers.rewind()
+
+    @torch.no_grad()
+    def mean_gradient(self, call: Call) -> tuple[float, list[Tensor]]:
+        """The mean loss of a call, and its gradient for each parameter; zero where no shard used one. Collective.
+
+        Changes neither weights nor buffers.
+
+        Raises:
+            NonFiniteLoss: names step, shard and rank.
+        """
+        with torch.enable_grad():
+            attempt = self.attempt(call)
+        self._buffers.rewind()
+        if trouble := self._trouble(call, attempt.report):
+            self._prepared.clear_gradients()
+            raise NonFiniteLoss(f"step {call.step}: {trouble}")
+        gradients, report = attempt.gradients, attempt.report
+        gradients.assign(attempt.totals, report.weight, report.used[: len(gradients.names)], writable=True)
+        trained = self._prepared.trained_by(call.optimizers).values()
+        found = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in trained]
+        self._prepared.clear_gradients()
+        return report.loss, found
+
+    def mean_loss(self, call: Call, elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext) -> float:
+        """The mean loss of a call, by forward passes alone. Collective; changes neither weights nor buffers.
+
+        Args:
+            call: the call.
+            elsewhere: a function that returns a context in which the shards' losses are computed.
+        """
+        self._buffers.begin()
+        told = list[tuple[float, float]]()
+        try:
+            with generators_kept():
+                for turn, batch in zip(self._rounds, call.shards, strict=True):
+                    shard = Shard.of(call, turn.own, is_audited=False)
+                    if shard.samples:
+                        self._buffers.open(first=not told)
+                        with self._told(f"step {call.step}, shard {shard.number}"), elsewhere():
+                            self._forward.compute(call, shard, batch)
+                    report = shard.read()
+                    told.append((report.loss * report.weight, report.weight))
+        finally:
+            self._buffers.rewind()
+        self._workers.tick()
+        rows = [row for one in self._workers.gather_json(told) for row in one]
+        tree = SummationTree(call.batch.shards)
+        loss, weight = (
+            tree.finish({Node(n, n + 1): row[place] for n, row in enumerate(rows)}, lambda one, other: one + other)
+            for place in (0, 1)
+        )
+        return float(loss / weight) if weight else math.nan
 
     def work_out(self, call: Call, attempt: Attempt) -> Callable[[], None] | None:
         """Work out the update of an attempt, on every worker alike. Collective; changes neither weights nor buffers.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.adapt.view import Setting
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
@@ -28,6 +29,7 @@ from unisono.train.state.ending import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
+from unisono.train.step.curvature_probe import CurvatureProbe
 from unisono.train.step.engine import Attempt, StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
 from unisono.train.step.owned_update import own_update_of
@@ -140,6 +142,23 @@ class ExactSteps:
             partial(self._train, call, collectives), partial(self._follow, call)
         )
         return Computed(loss, metrics, figures, self._seconds, call.step.size)
+
+    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
+        """Measure curvature on the batch of a call. Collective; changes nothing.
+
+        Raises:
+            JobError: a worker has several devices.
+        """
+        if self.membership.workers.devices.count > 1:
+            raise JobError("run.curvature needs whole weights, and this worker has several devices: use one")
+
+        def found(workers: Workers) -> dict[str, Any]:
+            mine = workers.split(call.step.batch.shards).of(workers.rank)
+            made = self._call(call, mine, call.source.mark(call.step.batch))
+            probe = CurvatureProbe(self.require_engine(), self.trained.require_prepared(), made, self.config.job.seed)
+            return asdict(probe.measure(question))
+
+        return Curvature(**collectives.together(found))
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """All have the same weights anyway."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
@@ -131,6 +132,17 @@ class LocalTraining:
         self._with_others(collectives, lambda rounds: self._parts(rounds, call, own))
         self._loss = own.mean_loss(self._loss)
         return Computed(self._loss, own.mean_metrics, {}, own.seconds, own.samples)
+
+    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
+        """There is no model of all workers to measure at.
+
+        Raises:
+            JobError: says so.
+        """
+        raise JobError(
+            f"run.curvature: with strategy={str(self._trained.policy_state.strategy)!r} each worker has weights of its "
+            f"own, so that there are no weights to measure at: use strategy='all-reduce'"
+        )
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """A step is over on this worker."""

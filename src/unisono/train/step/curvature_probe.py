@@ -1,0 +1,164 @@
+"""What a step's engine computes to measure curvature: gradients, products with the Hessian, and losses elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.stateless import _reparametrize_module
+
+from unisono.adapt.curvature import Curvature, CurvatureQuestion, Vector, critical_step, largest_eigenvalue, trace_of
+from unisono.errors import LossError, ModelError
+from unisono.plan.order import Stream, stream_seed
+from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.step.call import Call
+from unisono.train.step.engine import StepEngine
+from unisono.train.step.loss import BackwardDone
+from unisono.train.step.trial_step import Held, try_step
+
+
+class CurvatureProbe:
+    """Measures the curvature of the mean loss over a call's batch, with all workers. It changes nothing.
+
+    A product with the Hessian H is a gradient: Hv = ∇(∇L·v). So shards are computed, weighted and added up as in a
+    step, along the summation tree, and all workers come to the same bits on any number of them.
+
+    Args:
+        engine: the engine of this generation.
+        prepared: models and optimizers.
+        call: the call whose loss and batch are meant.
+        seed: the job's seed.
+    """
+
+    def __init__(self, engine: StepEngine, prepared: Prepared, call: Call, seed: int) -> None:
+        self._engine, self._prepared, self._call, self._seed = engine, prepared, call, seed
+        self._parameters = prepared.trained_by(call.optimizers)
+        self._products = 0
+
+    def measure(self, question: CurvatureQuestion) -> Curvature:
+        """Measure it. Collective.
+
+        Raises:
+            LossError: the loss function goes backward by itself, or its loss is not finite.
+            ModelError: an operation of the model has no second derivative.
+        """
+        found = Curvature()
+        if question.critical:
+            found = self._critical(question.start)
+        if question.iterations:
+            start = self._drawn(0, torch.randn)
+            largest, _ = largest_eigenvalue(self._product, start, question.iterations)
+            found = replace(found, largest=largest)
+        if question.vectors:
+            draws = _Draws(lambda number: self._drawn(1 + number, _signs), question.vectors)
+            trace, error = trace_of(self._product, draws)
+            found = replace(found, trace=trace, trace_error=error)
+        return replace(found, products=self._products)
+
+    def _critical(self, start: float) -> Curvature:
+        _, gradient = self._engine.mean_gradient(self._call)
+        update, rate = self._update(gradient)
+
+        def loss_at(multiple: float) -> float:
+            moved = {
+                name: (parameter.detach() + multiple * step).requires_grad_()
+                for (name, parameter), step in zip(self._parameters.items(), update, strict=True)
+            }
+            return self._engine.mean_loss(self._call, lambda: _moved(self._prepared, moved))
+
+        loss = loss_at(0.0)
+        if not math.isfinite(loss):
+            raise LossError(f"step {self._call.step}: the loss is {loss}, which has no curvature")
+        step, passes = critical_step(loss_at, loss, start)
+        sharpness = 2 / (step * rate) if rate else math.nan
+        return Curvature(loss, critical_step=step, critical_sharpness=sharpness, passes=passes + 1)
+
+    @torch.no_grad()
+    def _update(self, gradient: Sequence[Tensor]) -> tuple[Vector, float]:
+        """What the optimizers would add to the parameters, and the learning rate of the first group."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters.values())}
+        found = [torch.zeros_like(parameter) for parameter in self._parameters.values()]
+        for optimizer in self._call.optimizers:
+            held, places = list[Held](), list[int]()
+            for group, settings in enumerate(optimizer.param_groups):
+                for parameter in settings["params"]:
+                    if (number := numbers.get(id(parameter))) is not None:
+                        parameter.grad = gradient[number].clone()
+                        held.append(Held.copied(group, parameter, optimizer.state.get(parameter, {})))
+                        parameter.grad = None
+                        places.append(number)
+            try_step(optimizer, held, {})
+            for number, one in zip(places, held, strict=True):
+                found[number] = one.value - list(self._parameters.values())[number]
+        return found, float(self._call.optimizers[0].param_groups[0]["lr"])
+
+    def _product(self, vector: Vector) -> Vector:
+        """The Hessian times a vector. Collective."""
+        parameters, loss_fn = list(self._parameters.values()), self._call.loss_fn
+
+        def along(model: Any, batch: Any) -> Any:
+            with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+                returned = loss_fn(model, batch)
+            if isinstance(returned, BackwardDone):
+                raise LossError(
+                    "run.curvature(iterations=…, vectors=…): the loss function goes backward by itself, and the second "
+                    "derivative needs its loss: return that, or measure the critical step alone"
+                )
+            loss, *weight = returned if isinstance(returned, tuple) else (returned,)
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, parameters, create_graph=True, allow_unused=True
+            )
+            parts = [(one * other).sum() for one, other in zip(gradients, vector, strict=True) if one is not None]
+            product = torch.stack(parts).sum() + 0.0 * loss  # which has a gradient, even if that is zero
+            return (product, *weight) if weight else product
+
+        self._products += 1
+        try:
+            _, found = self._engine.mean_gradient(replace(self._call, loss_fn=along))
+        except RuntimeError as error:
+            raise ModelError(
+                f"run.curvature: an operation of the model has no second derivative. torch says: {error}"
+            ) from error
+        return found
+
+    def _drawn(self, number: int, draw: Callable[..., Tensor]) -> Vector:
+        """A drawn vector, the same on all workers."""
+        generator = torch.Generator().manual_seed(stream_seed(self._seed, Stream.CURVATURE, self._call.step, number))
+        return [draw(parameter.shape, generator=generator).to(parameter) for parameter in self._parameters.values()]
+
+
+class _Draws(Sequence[Vector]):
+    """Vectors that are drawn when they are asked for: one at a time takes memory."""
+
+    def __init__(self, draw: Callable[[int], Vector], count: int) -> None:
+        self._draw, self._count = draw, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        return self._draw(number)
+
+
+def _signs(shape: torch.Size, *, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, shape, generator=generator, dtype=torch.float32) * 2 - 1
+
+
+@contextmanager
+def _moved(prepared: Prepared, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Have the modules compute with other tensors in the places of parameters, which stay as they are."""
+    with ExitStack() as swapped:
+        for prefix, module in prefixed(prepared.modules):
+            own = {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+            known = {name for name, _ in module.named_parameters()}
+            chosen = {name: value for name, value in own.items() if name in known}
+            swapped.enter_context(_reparametrize_module(module, chosen, tie_weights=True))
+        yield
