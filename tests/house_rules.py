@@ -44,7 +44,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "launch": (
         ("hosts", "ray", "k8s"),
         ("verify", "doctor", "slurm", "elastic"),
-        ("local",),
+        ("local", "command_process"),
         ("worker_group",),
         ("worker_start",),
         ("forkserver",),

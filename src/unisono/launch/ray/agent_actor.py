@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.entrance import certificate_file
-from unisono.launch.ray.process import ActorProcess
 from unisono.launch.ray.request import RayRequest
 from unisono.membership.token import token_file
 
@@ -52,7 +52,7 @@ class AgentActor:
 
     def __init__(self, request: RayRequest) -> None:
         self._request = request
-        self._process: ActorProcess | None = None
+        self._process: CommandProcess | None = None
         self._leaves = False
 
     def run(self, access: AgentAccess) -> int:
@@ -67,7 +67,7 @@ class AgentActor:
             if access.certificate:
                 _write(certificate_file(files), access.certificate)
             words = self._request.agent(access.url, files, access.shared_folder)
-            self._process = ActorProcess(words, self._request.variables, working_folder(self._request))
+            self._process = CommandProcess(words, self._request.variables, working_folder(self._request))
             try:
                 if self._leaves:
                     self._process.leave()

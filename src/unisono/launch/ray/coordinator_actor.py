@@ -12,11 +12,11 @@ from ray.util.metrics import Gauge
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import JobError, LaunchError
+from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.address import Address, Control, address_of
 from unisono.launch.ending.result import RUNS
 from unisono.launch.ray.agent_actor import AgentAccess, working_folder
 from unisono.launch.ray.agents import Agents
-from unisono.launch.ray.process import ActorProcess
 from unisono.launch.ray.request import RayEnd, RayRequest
 
 LOOK_S = 0.5
@@ -36,7 +36,7 @@ class CoordinatorActor:
 
     def __init__(self, request: RayRequest) -> None:
         self._request = request
-        self._process: ActorProcess | None = None
+        self._process: CommandProcess | None = None
         self._leaves = False
 
     def run(self) -> RayEnd:
@@ -51,7 +51,7 @@ class CoordinatorActor:
         run_dir = Path(folder, launch.run_dir or new_run_folder(Path(folder, RUNS), launch.script.stem))
         (run_dir / "coordinator.json").unlink(missing_ok=True)  # of a start before this one
         words = self._request.coordinator(get_node_ip_address(), run_dir)
-        self._process = ActorProcess(words, self._request.variables, folder)
+        self._process = CommandProcess(words, self._request.variables, folder)
         try:
             if self._leaves:
                 self._process.leave()
@@ -68,7 +68,7 @@ class CoordinatorActor:
         if self._process is not None:
             self._process.leave()
 
-    def _attend(self, process: ActorProcess, run_dir: Path) -> str:
+    def _attend(self, process: CommandProcess, run_dir: Path) -> str:
         """Have agents run as long as there is a coordinator; why it was ended, if it was."""
         address = _address(process, run_dir)
         if address is None:
@@ -123,7 +123,7 @@ class Gauges:
                 self._gauges[name].set(value)
 
 
-def _address(process: ActorProcess, run_dir: Path) -> Address | None:
+def _address(process: CommandProcess, run_dir: Path) -> Address | None:
     """Where the coordinator listens; None if it ends first.
 
     Raises:

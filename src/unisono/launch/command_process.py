@@ -1,4 +1,4 @@
-"""A command of Unisono that an actor runs, and which ends with it."""
+"""A command of Unisono that a program runs, and which ends with it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import IO
 
 from unisono.errors import FIRST_SIGNAL
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.command import PER_WORKER
 
 
-class ActorProcess:
-    """The process. What it prints goes where the actor's own output goes: into Ray's logs, and to the driver.
+class CommandProcess:
+    """The process. A guard kills it, and it takes its workers along, when the program that runs it is gone.
 
     Args:
         words: the words behind ``unisono``.
-        variables: environment variables besides the actor's.
+        variables: environment variables besides the program's.
         folder: the working folder.
+        output: the file for what it prints; None for where the program's own output goes.
 
     Raises:
         OSError: it cannot be started: the folder is not there, say.
     """
 
-    def __init__(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
+    def __init__(
+        self, words: Sequence[str], variables: Mapping[str, str], folder: str, output: IO[bytes] | None = None
+    ) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in PER_WORKER}
         self._guard = Guard()
         try:
@@ -35,6 +39,8 @@ class ActorProcess:
                 cwd=folder,
                 env=inherited | dict(variables),
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         except BaseException:
