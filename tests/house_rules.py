@@ -42,7 +42,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
     ),
     "launch": (
-        ("hosts", "ray", "k8s"),
+        ("hosts", "ray", "k8s", "notebook"),
         ("verify", "doctor", "slurm", "elastic"),
         ("local", "command_process"),
         ("worker_group",),

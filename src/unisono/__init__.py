@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import unisono.integrations.lightning as lightning
     import unisono.integrations.torchmetrics as torchmetrics
     import unisono.integrations.transformers as transformers
+    import unisono.launch.notebook as notebook
     import unisono.launch.ray as ray
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
@@ -84,6 +85,7 @@ __all__ = [
     "keras",
     "lightning",
     "load",
+    "notebook",
     "ray",
     "torchmetrics",
     "transformers",
@@ -133,11 +135,12 @@ _GUESTS = {
     "accelerate": "unisono.integrations.accelerate",
     "keras": "unisono.integrations.keras",
     "lightning": "unisono.integrations.lightning",
+    "notebook": "unisono.launch.notebook",
     "ray": "unisono.launch.ray",
     "torchmetrics": "unisono.integrations.torchmetrics",
     "transformers": "unisono.integrations.transformers",
 }
-"""Modules that need packages of their own."""
+"""Modules that load what few scripts need."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,194 @@
+"""A job that a cell of a notebook starts, shows, and waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.checkpoint.folder import RunFolder, new_run_folder
+from unisono.errors import PREEMPTED, JobError, LaunchError, Unreadable
+from unisono.jsonl import read_lines
+from unisono.launch.command_process import CommandProcess
+from unisono.launch.elastic.coordinator_process import wishes
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.ending.result import RUNS, last_lines
+from unisono.launch.notebook.cell_script import script_of
+from unisono.launch.notebook.live import JobDisplay, Tail, cell_here, figures_of, in_a_line
+from unisono.launch.settings import GRACE_S, LaunchSettings, Script
+from unisono.received import read_object
+
+SCRIPT, OUTPUT, RETURNED = "cell.py", "cell.log", "returned.json"
+"""In the run folder: what the workers run, what they print, and what the function returned."""
+
+LOOK_S = 0.2
+"""Between two looks at the job."""
+
+CHECKPOINT_EVERY = 100
+"""Steps, unless somebody says otherwise: the weights of a cell's job are in its last checkpoint."""
+
+ENDS_S = 15.0
+"""Seconds besides ``grace_s`` after which a job that was interrupted is killed."""
+
+
+@dataclass(frozen=True)
+class NotebookEnd:
+    """The end of a job that a cell has started.
+
+    Attributes:
+        exit_code: 0 for a training that is complete, 75 for one that has left with a checkpoint.
+        run_dir: the run folder.
+        result: what ``result.json`` says.
+        returned: the value that the function returned on the main worker.
+    """
+
+    exit_code: int
+    run_dir: Path
+    result: dict[str, Any] = field(repr=False)
+    returned: Any = None
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``: one per step."""
+        return read_lines(self.run_dir / "metrics.jsonl")
+
+    def load(self, model: Any) -> Any:
+        """Put the trained weights into a model that is built as in the function; see :func:`unisono.load`."""
+        from unisono.train.state.first_weights import load  # loads torch
+
+        return load(model, self.run_dir)
+
+
+def run(
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    workers: int | tuple[int, int] = 1,
+    run_dir: str | Path | None = None,
+    checkpoint_every: int | None = CHECKPOINT_EVERY,
+    policies: Sequence[str] = (),
+    strategy: str | None = None,
+    timeline: bool = False,
+    grace_s: float = GRACE_S,
+    variables: Mapping[str, str] | None = None,
+) -> NotebookEnd:
+    """Train what a function says on workers of this host, show how it goes in the cell, and wait for the end.
+
+    The function does what a script would: it imports what it needs, calls ``unisono.init``, and ends with
+    ``run.finish``. A function that a notebook defines reaches the workers by its source alone, one of a module by an
+    import. Nothing is pickled: what it needs of the notebook, it gets as an argument.
+
+    An interrupt has the workers leave with a checkpoint, and is raised again when they have; a second one kills them.
+
+    Args:
+        function: the function.
+        arguments: the function's arguments by name: JSON values.
+        workers: the number of workers, or the smallest and the largest.
+        run_dir: the run folder; by default a new one below ``runs``. One with checkpoints is gone on from.
+        checkpoint_every: steps between checkpoints, unless the function sets them; None for none.
+        policies: policies by name, besides the function's own.
+        strategy: the strategy by which workers synchronise, unless the function sets it.
+        timeline: whether to write down what each worker does when, for ``unisono timeline``.
+        grace_s: the seconds that workers get to leave after an interrupt.
+        variables: environment variables for the job's processes.
+
+    Returns:
+        the end of the job: ``exit_code``, ``run_dir``, ``result``, ``returned``, ``metrics``, and ``load(model)``.
+
+    Raises:
+        JobError: the function cannot be sent to workers, or an argument is wrong; says what to do.
+        LaunchError: the job has failed; quotes the last lines.
+        KeyboardInterrupt: the cell was interrupted; the job has ended.
+    """
+    sizes = Range(workers, workers) if isinstance(workers, int) else Range(*workers)
+    text = script_of(function, arguments or {}, Path.cwd())
+    folder = (Path(run_dir) if run_dir is not None else new_run_folder(RUNS, function.__name__)).absolute()
+    launch = LaunchSettings(
+        Script(str(folder / SCRIPT)),
+        workers=sizes.largest,
+        run_dir=folder,
+        checkpoint_every=checkpoint_every,
+        policies=tuple(policies),
+        strategy=strategy,
+        timeline=timeline,
+        grace_s=grace_s,
+        extra_environment=dict(variables or {}),
+    )
+    _prepare(folder, text)
+    settings = ElasticSettings(launch, sizes)
+    settings.check()
+    return _Job(settings, folder, cell_here()).run()
+
+
+def _prepare(folder: Path, text: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SCRIPT).write_text(text, encoding="utf-8")
+        (folder / RETURNED).unlink(missing_ok=True)
+    except OSError as error:
+        raise JobError(f"the run folder {folder} cannot be used: {error}; name another with run_dir=") from error
+
+
+class _Job:
+    """The job of one call."""
+
+    def __init__(self, settings: ElasticSettings, folder: Path, cell: JobDisplay) -> None:
+        self._settings, self._folder, self._cell = settings, folder, cell
+        self._printed, self._metrics = Tail(folder / OUTPUT), Tail(folder / "metrics.jsonl")
+
+    def run(self) -> NotebookEnd:
+        """From its start to its end."""
+        launch = self._settings.launch
+        words = ["run", "-n", str(self._settings.workers), "--run-dir", str(self._folder), *wishes(self._settings)]
+        words += ["--grace-s", f"{launch.grace_s:g}", *launch.script.argv]
+        with (self._folder / OUTPUT).open("wb") as output:
+            process = CommandProcess(words, launch.extra_environment, str(Path.cwd()), output)
+        try:
+            code = self._until_it_ends(process)
+        finally:
+            process.close()
+        return self._end(code)
+
+    def _until_it_ends(self, process: CommandProcess) -> int:
+        try:
+            return self._follow(process)
+        except KeyboardInterrupt:
+            self._cell.show("interrupted: the workers leave with a checkpoint (once more kills them)", [])
+            process.leave()
+            self._follow(process, time.monotonic() + self._settings.launch.grace_s + ENDS_S)
+            self._cell.show(f"left; run_dir={str(self._folder)!r} goes on from the checkpoint", [])
+            raise
+
+    def _follow(self, process: CommandProcess, until: float = float("inf")) -> int:
+        """Show what happens until the job has ended, or the time is over.
+
+        Returns:
+            its exit code; 1 if it has not ended.
+        """
+        while (code := process.wait(LOOK_S)) is None and time.monotonic() < until:
+            self._show()
+        self._show()
+        return 1 if code is None else code
+
+    def _show(self) -> None:
+        lines = [line.decode(errors="replace") for line in self._printed.new()]
+        figures = in_a_line(figures_of(self._metrics.new()))
+        if lines or figures:
+            self._cell.show(figures, lines)
+
+    def _end(self, code: int) -> NotebookEnd:
+        result = RunFolder(self._folder).read_result() or {}
+        if code not in (0, PREEMPTED):
+            said = "\n".join(last_lines(self._folder / OUTPUT))
+            raise LaunchError(f"the job has failed (exit code {code}, run folder {self._folder}):\n{said}")
+        return NotebookEnd(code, self._folder, result, self._returned())
+
+    def _returned(self) -> Any:
+        try:
+            return read_object(self._folder / RETURNED).get("value")
+        except FileNotFoundError:
+            return None
+        except (OSError, Unreadable) as error:
+            raise LaunchError(f"{self._folder / RETURNED} cannot be read: {error}") from error
