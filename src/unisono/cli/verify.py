@@ -40,7 +40,7 @@ def verify(
     shards: Shards = None,
     threads: Threads = None,
     devices_per_worker: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker, for models in slices.")
+        str, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker, for models in slices or stages.")
     ] = DEVICES,
     tuned: Tuned = True,
     keep: Annotated[

@@ -118,7 +118,7 @@ class _Wholes:
 # Stages: each device has some tensors, and all of each.
 
 
-SMALL = 2**14
+SMALL = 2**10
 """Bytes of a tensor that all devices are told, and the first one writes."""
 
 
