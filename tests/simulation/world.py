@@ -1,8 +1,6 @@
 """Everything there is, and the order in which it happens."""
 
-import heapq
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 from simulation import faults
@@ -17,16 +15,15 @@ from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
 from unisono.membership import state as machine
 from unisono.membership.messages import JobOver, NewGeneration
 from unisono.membership.state.roster import MintedGeneration
+from unisono.study.simulation.agenda import Agenda
 
 
-class World:
+class World(Agenda):
     """Everything there is, and the order in which it happens."""
 
     def __init__(self, seed: int, folder: Path) -> None:
+        super().__init__()
         self.chance = random.Random(seed)
-        self.now = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         steps = (self.chance.randint(1, 8), self.chance.randint(1, 8))
         self.script = Script(tuple(self.chance.randint(0, 2) for _ in range(3)), steps)
         self.checkpoint = 0  # steps that it holds
@@ -48,13 +45,6 @@ class World:
         self.folder = folder
         self.service = Service(self, folder)
 
-    def at(self, moment: float, what: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._queue, (moment, self._count, what))
-
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        self.at(self.now + seconds, what)
-
     def soon(self, most: float = 0.3) -> float:
         return self.chance.uniform(0.001, most)
 
@@ -65,11 +55,8 @@ class World:
         for _ in range(self.chance.randint(0, 4)):
             self.later(self.chance.uniform(0.0, FAULTS_END_S / 2), self.go_wrong)
         self.later(FAULTS_END_S + 1, self.mend)
-        while self._queue:
-            self.now, _, what = heapq.heappop(self._queue)
-            what()
-            if self.now > OVER_BY_S:
-                break
+        while self.now <= OVER_BY_S and self.go_on():
+            pass
         over = self.service.state.over
         assert over is not None, f"not over: {machine.status(self.service.state)}"
         assert not any(worker.alive for worker in self.workers.values()), "a worker was left behind"
