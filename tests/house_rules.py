@@ -55,7 +55,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("settings",),
         ("tuning", "notices"),
     ),
-    "study": (("report",), ("measure",), ("analysis",), ("replay", "spans")),
+    "study": (("report",), ("measure", "simulation"), ("analysis",), ("replay", "spans")),
 }
 SUB_DEPTHS = {
     room: {inner: depth for depth, row in enumerate(rows) for inner in row} for room, rows in SUB_ROWS.items()

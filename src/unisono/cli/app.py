@@ -135,6 +135,12 @@ def _studies(app: typer.Typer) -> None:
     app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
 
 
+def _simulate(app: typer.Typer) -> None:
+    from unisono.cli.simulate import simulate
+
+    app.command("simulate", no_args_is_help=True)(simulate)
+
+
 def _slurm(app: typer.Typer) -> None:
     from unisono.cli.slurm import slurm
 
@@ -164,6 +170,7 @@ COMMANDS = {
     "timeline": _timeline,
     "chaos": _chaos,
     **dict.fromkeys(("batch-size", "study"), _studies),
+    "simulate": _simulate,
     "slurm": _slurm,
     "k8s": _k8s,
     "verify": _verify,

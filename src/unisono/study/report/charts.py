@@ -79,8 +79,8 @@ def _epochs(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         alone = curve.usable[0].epoch_s if curve.usable and curve.usable[0].workers == 1 else None
         if alone is not None:
             _ideal(axis, curve.usable[-1].workers, alone.value, power=-1)
-    _from_zero(axis)
-    _explain(figure, axis)
+    from_zero(axis)
+    explain(figure, axis)
     words = (
         "Median seconds of an epoch, with 95 % intervals. Dotted: ideal, those of one worker divided by the workers."
     )
@@ -95,8 +95,8 @@ def _throughputs(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         if curve.usable and curve.usable[0].workers == 1:
             _ideal(axis, curve.usable[-1].workers, curve.usable[0].samples_per_s.value, power=1)
     _plain_loops(axis, curves)
-    _from_zero(axis)
-    _explain(figure, axis)
+    from_zero(axis)
+    explain(figure, axis)
     words = "Samples per second: medians with 95 % intervals, and each run as a faint dot. Dotted: ideal."
     return Chart(f"throughput-{mode}", f"Throughput, {mode} scaling", words, figure)
 
@@ -132,8 +132,8 @@ def _speedups(curves: Sequence[Curve], mode: Mode) -> Chart | None:
             look = {**open_marks, "color": _colour(place), "linestyle": "none"}
             axis.plot(beyond, [fit.speedup(workers) for workers in beyond], label="prediction", **look)
     if far <= LINEAR:
-        _from_zero(axis)
-    _explain(figure, axis)
+        from_zero(axis)
+    explain(figure, axis)
     words = "Against one worker. Dotted: ideal, S = W. Dashed: the law that fits best; open marks are its predictions."
     return Chart(f"speedup-{mode}", f"Speedup, {mode} scaling", words, figure)
 
@@ -146,7 +146,7 @@ def _efficiencies(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         _plot(axis, curve, _efficiency, _Look(place, _names(curves)))
     axis.axhline(100, color=INK, linewidth=1, linestyle=":", label="ideal")
     axis.set_ylim(0, max(110.0, axis.get_ylim()[1]))
-    _explain(figure, axis)
+    explain(figure, axis)
     return Chart(
         f"efficiency-{mode}", f"Efficiency, {mode} scaling", "Speedup per worker. Dotted: ideal, 100 %.", figure
     )
@@ -170,7 +170,7 @@ def _breakdown(curves: Sequence[Curve], mode: Mode) -> Chart | None:
     figure = Figure(figsize=(max(WIDTH, 2.5 * len(panels)), HEIGHT), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, curve in zip(axes, panels, strict=True):
-        _style(axis)
+        style(axis)
         rows = [row for row in curve.rows if row.parts]
         bottoms = [0.0] * len(rows)
         for part, name in PARTS.items():
@@ -181,7 +181,7 @@ def _breakdown(curves: Sequence[Curve], mode: Mode) -> Chart | None:
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
         axis.set_xticks(range(len(rows)), [f"{row.workers}{'*' if row.oversubscribed else ''}" for row in rows])
         axis.set_xlabel("workers")
-        axis.set_title(_plain(curve.label), fontsize="medium", color=INK)
+        axis.set_title(plain_label(curve.label), fontsize="medium", color=INK)
     axes[0].set_ylabel("ms of a step")
     handles = {name: handle for axis in axes for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(
@@ -203,16 +203,16 @@ def _batches(curves: Mapping[str, BatchCurve]) -> list[Chart]:
     figure = Figure(figsize=(WIDTH, 1.4 * HEIGHT), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     for axis in (above, below):
-        _style(axis)
+        style(axis)
     for place, (label, curve) in enumerate(found.items()):
         timed = [row for row in curve.fitting if row.samples_per_s]
         weighed = [row for row in curve.fitting if row.peak_mib]
         look = {"color": _colour(place), "marker": SHAPES[place % len(SHAPES)], "linewidth": 1.4, "markersize": 5}
         above.plot(
-            [row.batch for row in timed], [row.samples_per_s for row in timed], label=_plain(label) or None, **look
+            [row.batch for row in timed], [row.samples_per_s for row in timed], label=plain_label(label) or None, **look
         )
         below.plot(
-            [row.batch for row in weighed], [row.peak_mib for row in weighed], label=_plain(label) or None, **look
+            [row.batch for row in weighed], [row.peak_mib for row in weighed], label=plain_label(label) or None, **look
         )
         _mark_batches(above, curve, place)
     above.set_xscale("log", base=2)
@@ -221,8 +221,8 @@ def _batches(curves: Mapping[str, BatchCurve]) -> list[Chart]:
     below.set_ylabel("peak memory, MiB")
     below.set_xlabel("batch per worker")
     for axis in (above, below):
-        _from_zero(axis)
-    _explain(figure, above)
+        from_zero(axis)
+    explain(figure, above)
     words = (
         "Throughput and memory against the batch per worker. Beyond the largest batch a step does not fit into memory."
     )
@@ -244,7 +244,7 @@ def _canvas(curves: Sequence[Curve], what: str, *, predicted: bool = False) -> t
 
     figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     axis = figure.subplots()
-    _style(axis)
+    style(axis)
     seen = {row.workers for curve in curves for row in curve.rows}
     far = _farthest(curves) if predicted else max(seen)
     if far > LINEAR:
@@ -267,7 +267,8 @@ def _farthest(curves: Sequence[Curve]) -> int:
     return min((workers for curve in curves for workers in curve.predict if workers > most), default=most)
 
 
-def _style(axis: Any) -> None:
+def style(axis: Any) -> None:
+    """Make an axis look like all others."""
     axis.spines[["top", "right"]].set_visible(False)
     for spine in axis.spines.values():
         spine.set_color(INK)
@@ -279,7 +280,7 @@ def _style(axis: Any) -> None:
     axis.patch.set_visible(False)
 
 
-def _from_zero(axis: Any) -> None:
+def from_zero(axis: Any) -> None:
     """With room for the marks above the topmost point."""
     axis.set_ylim(0, ROOM * axis.get_ylim()[1])
 
@@ -301,7 +302,7 @@ def _plot(axis: Any, curve: Curve, value: Value, look: _Look) -> None:
         below = [0.0 if one.low is None else one.value - one.low for _, one in found]
         above = [0.0 if one.high is None else one.high - one.value for _, one in found]
         style = {"marker": SHAPES[look.place % len(SHAPES)], "markersize": 5.5, "capsize": 3, "linewidth": 1.4}
-        label = _plain(curve.label) if look.named else "measured"
+        label = plain_label(curve.label) if look.named else "measured"
         workers, values = [workers for workers, _ in found], [one.value for _, one in found]
         axis.errorbar(
             workers, values, [below, above], color=colour, linestyle=look.line, label=label, zorder=3, **style
@@ -329,7 +330,7 @@ def _grid(most: int) -> list[float]:
     return [1 + (most - 1) * part / 60 for part in range(61)]
 
 
-def _explain(figure: Any, axis: Any) -> None:
+def explain(figure: Any, axis: Any) -> None:
     """A legend above the axes, each name once, what was measured first."""
     handles, labels = axis.get_legend_handles_labels()
     measured = [(label, handle) for label, handle in zip(labels, handles, strict=True) if hasattr(handle, "has_yerr")]
@@ -350,7 +351,7 @@ def _names(curves: Sequence[Curve]) -> bool:
     return len(curves) > 1 or bool(curves[0].label)
 
 
-def _plain(label: str) -> str:
+def plain_label(label: str) -> str:
     """A label that matplotlib takes as it is: no formulas, and none that it would hide."""
     words = shown(label, 28).replace("$", r"\$")
     return f" {words}" if words.startswith("_") else words

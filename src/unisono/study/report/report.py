@@ -11,7 +11,7 @@ from unisono.study.analysis.analysis import Wanted, analyzed
 from unisono.study.analysis.batch_curve import BatchCurve
 from unisono.study.analysis.results import Results
 from unisono.study.analysis.timed_steps import TimedStep
-from unisono.study.report.charts import charts
+from unisono.study.report.charts import Chart, charts
 from unisono.study.report.document import Document, document
 from unisono.study.report.drawing import drawn, page
 from unisono.study.report.pdf import pdf
@@ -60,17 +60,32 @@ def write_report(
     analysis = analyzed(results, wanted, batches)
     pictures = [*charts(analysis), *step_charts(steps)]
     found = document(analysis, pictures)
+    write_document(found, pictures, folder)
+    return found
+
+
+def write_document(found: Document, pictures: Sequence[Chart], folder: Path) -> None:
+    """Write ``report.html``, ``report.pdf``, and each plot as PNG and as SVG.
+
+    Args:
+        found: the document.
+        pictures: its plots.
+        folder: the report's folder, made if it is missing.
+
+    Raises:
+        JobError: something is not installed, or cannot be written.
+    """
+    require_reports()
     drawings = {chart.name: drawn(chart) for chart in pictures}
     plots = folder / "plots"
     try:
-        plots.mkdir(exist_ok=True)
+        plots.mkdir(parents=True, exist_ok=True)
         for name, drawing in drawings.items():
             drawing.save(plots, name)
         _replace(folder / HTML_NAME, page(found, drawings).encode())
         _replace(folder / PDF_NAME, pdf(found, drawings))
     except OSError as error:
         raise JobError(f"the report cannot be written into {folder}: {error}") from error
-    return found
 
 
 def _replace(path: Path, data: bytes) -> None:

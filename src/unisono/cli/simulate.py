@@ -1,0 +1,123 @@
+"""``unisono simulate``: how long a job takes and what it costs, before it is paid for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from unisono.errors import JobError
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def simulate(
+    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO", help="A TOML file: the work, the hosts, the job.")],
+    measured: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="A run folder or a study's, from which times are taken; repeat for more.",
+            show_default=False,
+        ),
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help="The time that it may take, such as 8h or 90m.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="What it may cost, in the scenario's currency.")] = None,
+    minimise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cost|time", help="Search for the hosts, checkpoints and policies with the least cost or time."
+        ),
+    ] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policies",
+            metavar="NAMES",
+            help="Policies to put side by side on the same seeds: names with commas, or none; repeat for more.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=100_000, help="The number of simulated jobs.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="The first seed.")] = 0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=512, help="Processes that simulate; by default one for each core.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write a report and its plots there.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Simulate a job on hosts that come, go and cost: how long, how dear, how likely by the deadline.
+
+        unisono simulate job.toml --from studies/train --deadline 8h
+
+        unisono simulate job.toml --from runs/mine --deadline 8h --budget 200 --minimise cost
+
+    The coordinator's decisions and the policies are the real ones; time is virtual. The same seeds give the same
+    answers.
+    """
+    from unisono.host.cgroup import usable_cores
+    from unisono.study.simulation.calibration import measured as read_measured
+    from unisono.study.simulation.scenario import read_scenario
+    from unisono.study.simulation.search import Goal
+    from unisono.study.simulation.simulation import SimulationSettings, simulation
+    from unisono.study.simulation.simulation import as_json as written
+
+    if minimise not in (None, "cost", "time"):
+        raise JobError(f"--minimise {minimise}: cost or time")
+    if budget is not None and not 0 <= budget < float("inf"):
+        raise JobError(f"--budget {budget}: a number from 0")
+    given = read_scenario(scenario, read_measured(measured or ()))
+    wish = Goal("time" if minimise == "time" else "cost", None if deadline is None else seconds_of(deadline), budget)
+    sets = [_names(each) for each in policies or ()]
+    asked = SimulationSettings(wish, sets, seeds, seed, processes or usable_cores(), searches=minimise is not None)
+    found = simulation(given, asked)
+    if as_json:
+        typer.echo(json.dumps(written(found), indent=1))
+    if not as_json or out is not None:
+        _report(found, scenario.stem, out, quiet=as_json)
+
+
+def seconds_of(text: str) -> float:
+    """A time with its unit: ``90m``, ``8h``, ``1.5d``, ``3600``.
+
+    Raises:
+        JobError: it is none, or not above 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?", text.strip(), re.ASCII)
+    if found is None or not (seconds := float(found[1]) * UNITS[found[2] or ""]) > 0:
+        raise JobError(f"--deadline {text[:40]}: a number with its unit, such as 8h, 90m or 2d")
+    return seconds
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _report(found: object, title: str, out: Path | None, quiet: bool) -> None:
+    from unisono.cli.study_report import show
+    from unisono.study.report.report import HTML_NAME, require_reports, write_document
+    from unisono.study.report.simulated import simulated_document
+    from unisono.study.report.simulated_charts import simulated_charts
+    from unisono.study.simulation.simulation import Simulation
+
+    assert isinstance(found, Simulation)
+    console = Console(highlight=False, emoji=False)
+    if out is not None:
+        require_reports()
+    pictures = [] if out is None else simulated_charts(found)
+    document = simulated_document(found, pictures, f"Simulation: {title}")
+    if not quiet:
+        show(document, console)
+    if out is not None:
+        write_document(document, pictures, out)
+        Console(highlight=False, emoji=False, stderr=quiet).print(Text(f"report: {out / HTML_NAME}", "dim"))

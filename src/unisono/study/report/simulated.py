@@ -1,0 +1,186 @@
+"""The report of a simulation as a document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from unisono.study.analysis.estimate import NOTHING, counted, duration, number, percent
+from unisono.study.report.charts import Chart
+from unisono.study.report.document import Block, Document, Section
+from unisono.study.report.written_table import Field, WrittenTable
+from unisono.study.simulation.answers import Expectation, enough
+from unisono.study.simulation.search import command
+from unisono.study.simulation.simulation import Simulation
+
+ASSUMED: tuple[str, ...] = (
+    "Decisions about membership are those of the real coordinator's state machine, and decisions about batches, sizes "
+    "and checkpoints those of the real policies; hosts, processes, networks and steps are simulated.",
+    "A step takes what the fitted model says, times a log-normal factor of each worker; the slowest counts.",
+    "A host that is taken away without a notice falls silent; the coordinator gives its workers up as it does in a "
+    "job, by --failure-timeout-s.",
+    "The coordinator's own host is not lost.",
+    "Each host is paid from the moment at which it is there until it is taken away or the job is done, also while its "
+    "workers start, wait, or are not wanted by a policy.",
+    "A job that all have left is started again as soon as there is room, from its newest checkpoint.",
+    "What policies do to strategies, topologies and the learning rate changes no time.",
+)
+
+TERMS: tuple[tuple[str, str], ...] = (
+    ("p50, p95", "The median over all seeds, and what 95 % of them do not exceed."),
+    ("seed", "One course of events: when hosts go and come, and how long each step takes."),
+    ("in time", "The share of the seeds done by the deadline; in brackets its 95 % interval (Wilson, JASA 1927)."),
+    ("regroup", "A generation ends or forms; losses that nobody has noticed yet are a part of it."),
+    ("repeated", "Steps that were computed again, since nobody was left who had their result, and broken-off steps."),
+    ("waiting", "Too few workers, or a job that all had left."),
+)
+
+
+def simulated_document(found: Simulation, pictures: Sequence[Chart], title: str) -> Document:
+    """What the report of a simulation says."""
+    sections = [
+        Section("Figures: time and cost", [Block("table", table=_answers(found))]),
+        Section("Figures: where the time goes", [Block("table", table=_lost(found))]),
+        *_candidates(found),
+        Section("Plots", [Block("pictures", pictures=pictures)]),
+        Section("Figures: workers", [Block("table", table=_rates(found))]),
+        Section("What the figures are from", [Block("table", table=_sources(found))]),
+        *_guesses(found),
+        Section("What is assumed", [Block("bullets", ASSUMED)]),
+        Section("Glossary", [Block("terms", terms=TERMS)]),
+    ]
+    return Document(title, _verdict(found), _advice(found), sections)
+
+
+def _verdict(found: Simulation) -> list[str]:
+    one = found.variants[0].answer
+    said = [
+        f"The job takes {_long(one.seconds.p50)} in the median, and {_long(one.seconds.p95)} at most in 95 % of "
+        f"{one.seeds} seeds; it costs {number(one.cost.p50)} and {number(one.cost.p95)}."
+    ]
+    if found.wish.deadline_s is not None:
+        said.append(f"It is done within {_long(found.wish.deadline_s)} with a probability of {_likely(one)}.")
+    if found.is_extrapolation:
+        measured = found.scenario.measured_to
+        known = f"no more than {counted(measured, 'worker')} were measured" if measured else "nothing was measured"
+        said.append(f"This is an extrapolation: {known}, and {found.scenario.room} are simulated.")
+    return said
+
+
+def _advice(found: Simulation) -> list[str]:
+    most = enough(found.rates)
+    said = [f"More than {counted(most, 'worker')} no longer pay: twice as many are faster by less than 10 %."]
+    if most == found.rates[-1].workers:
+        said = [f"All {counted(most, 'worker')} pay: half as many are slower by 10 % or more."]
+    if not found.candidates:
+        return said
+    best = found.candidates[0]
+    if not found.wish.holds(best.answer):
+        return [*said, f"No candidate is within the limits. The nearest: {best.hosts}."]
+    return [*said, f"Take {best.hosts}{_margin(found)}: {command(best.scenario)}"]
+
+
+def _margin(found: Simulation) -> str:
+    """Beside the next best that has other hosts."""
+    best = found.candidates[0]
+    others = [one for one in found.candidates[1:] if one.hosts != best.hosts]
+    if not others:
+        return ""
+    cost = found.wish.aim == "cost"
+    mine, theirs = (one.answer.cost.p50 if cost else one.answer.seconds.p50 for one in (best, others[0]))
+    what = "dearer" if cost else "slower"
+    return f" (the next best, {others[0].hosts}, is {percent(theirs / mine - 1)} {what})" if mine else ""
+
+
+def _answers(found: Simulation) -> WrittenTable:
+    rows = [[Field(one.name), *_fields(one.answer)] for one in found.variants]
+    return WrittenTable(["policies", *HEAD], rows, text_columns=1)
+
+
+HEAD = ("time p50", "time p95", "cost p50", "cost p95", "in time", "workers lost")
+
+
+def _fields(one: Expectation) -> list[Field]:
+    low, high = percent(one.in_time_low), percent(one.in_time_high)
+    return [
+        Field(_long(one.seconds.p50)),
+        Field(_long(one.seconds.p95)),
+        Field(number(one.cost.p50)),
+        Field(number(one.cost.p95)),
+        Field(percent(one.in_time), f"{low} … {high}"),
+        Field(number(one.losses)),
+    ]
+
+
+def _lost(found: Simulation) -> WrittenTable:
+    parts = list(found.variants[0].answer.lost)
+    rows = [[Field(one.name), *(Field(_long(one.answer.lost[part])) for part in parts)] for one in found.variants]
+    return WrittenTable(["policies", *parts], rows, text_columns=1, note="Means over all seeds.")
+
+
+def _candidates(found: Simulation) -> list[Section]:
+    if not found.candidates:
+        return []
+    rows = [
+        [
+            Field(one.hosts),
+            Field(", ".join(one.scenario.job.policies) or "none"),
+            Field(str(one.scenario.job.checkpoint_every or "none")),
+            *_fields(one.answer),
+        ]
+        for one in found.candidates
+    ]
+    table = WrittenTable(["hosts", "policies", "checkpoint every", *HEAD], rows, text_columns=2)
+    said = [command(one.scenario) for one in found.candidates[:1]]
+    return [Section("Figures: the best candidates", [Block("table", table=table), Block("code", said)])]
+
+
+def _rates(found: Simulation) -> WrittenTable:
+    rows = [
+        [
+            Field(str(rate.workers)),
+            Field(number(rate.samples_per_s)),
+            Field(number(rate.samples_per_s / found.rates[0].samples_per_s)),
+            Field("extrapolated" if rate.extrapolated else "measured"),
+        ]
+        for rate in found.rates
+    ]
+    return WrittenTable(["workers", "samples/s", "speedup", ""], rows)
+
+
+def _sources(found: Simulation) -> WrittenTable:
+    figures = found.scenario.figures()
+    rows = [
+        [Field(name), Field(found.scenario.sources.get(name, "default")), Field(number(value))]
+        for name, value in figures.items()
+    ]
+    return WrittenTable(["figure", "from", "value"], rows, text_columns=2, note="Seconds, but for gamma and jitter.")
+
+
+def _guesses(found: Simulation) -> list[Section]:
+    rows = [
+        [
+            Field(one.name),
+            Field(f"{number(one.value)} × {number(one.factor)}"),
+            Field(_change(one.seconds)),
+            Field(_change(one.cost)),
+        ]
+        for one in found.guesses
+    ]
+    if not rows:
+        return []
+    note = "Figures that nobody measured, at half and at double their values; those that matter by 0.5 % or more."
+    table = WrittenTable(["figure", "value", "time", "cost"], rows, text_columns=2, note=note)
+    return [Section("Figures: what guesses matter", [Block("table", table=table)])]
+
+
+def _change(factor: float) -> str:
+    return f"{100 * (factor - 1):+.1f} %"
+
+
+def _likely(one: Expectation) -> str:
+    return f"{percent(one.in_time)} ({percent(one.in_time_low)} … {percent(one.in_time_high)})"
+
+
+def _long(seconds: float) -> str:
+    return duration(seconds) if math.isfinite(seconds) else NOTHING

@@ -1,0 +1,117 @@
+"""What studies and runs say of the figures of a simulation."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from unisono.adapt.layout_trials import Layout
+from unisono.adapt.step_time import fit
+from unisono.errors import JobError
+from unisono.study.replay.record import Record
+from unisono.study.simulation.scenario import MeasuredFigures
+
+WARM_UP = 3
+"""Steps of a generation in which memory is still made, and that are left out."""
+
+NORMAL = 1.4826
+"""Of a normal distribution, the standard deviation as a multiple of the median absolute deviation."""
+
+
+def measured(folders: Sequence[Path]) -> MeasuredFigures:
+    """What run folders, and the run folders of studies, say.
+
+    The time of a step is fitted to the medians of its layouts; its jitter is how far single steps are from these.
+
+    Args:
+        folders: folders of runs or of studies.
+
+    Raises:
+        JobError: one is neither, or there are no steps in any.
+    """
+    runs = [Record.read(folder) for given in folders for folder in _run_folders(given)]
+    by_layout: dict[Layout, list[float]] = defaultdict(list)
+    for run in runs:
+        for layout, seconds in _steps(run):
+            by_layout[layout].append(seconds)
+    if folders and not by_layout:
+        raise JobError(f"{', '.join(map(str, folders))}: no step behind the first {WARM_UP} is recorded there")
+    medians = {layout: median(found) for layout, found in by_layout.items()}
+    durations = _durations(runs)
+    if (jitter := _jitter(by_layout, medians)) is not None:
+        durations["jitter"] = jitter
+    return MeasuredFigures(
+        step=fit(medians) if medians else None,
+        seconds=durations,
+        measured_to=max((layout.workers for layout in medians), default=0),
+    )
+
+
+def _run_folders(given: Path) -> list[Path]:
+    """The folder itself, or those of a study's measurements."""
+    cells = sorted(path.parent for path in given.glob("cells/*/run/job.json"))
+    return cells or [given]
+
+
+def _steps(run: Record) -> Iterable[tuple[Layout, float]]:
+    """The seconds of each step, with its layout, behind the first ones of each generation."""
+    seen: dict[Any, int] = defaultdict(int)
+    for line in run.steps:
+        total = (line.get("seconds") or {}).get("total")
+        generation, workers, batch = line.get("generation", 0), line.get("world_size"), line.get("batch_size")
+        seen[generation] += 1
+        if seen[generation] <= WARM_UP or not isinstance(workers, int) or not isinstance(batch, int):
+            continue
+        if min(workers, batch) > 0 and isinstance(total, float) and 0 < total < math.inf:
+            yield Layout(workers, batch, run.job.shards), total
+
+
+def _jitter(by_layout: Mapping[Layout, Sequence[float]], medians: Mapping[Layout, float]) -> float | None:
+    """How far single steps are from the median of their layout: robustly, in logarithms.
+
+    The step of W workers is the slowest one's, which varies less than one worker does; so it is taken of the fewest.
+    """
+    several = {layout: found for layout, found in by_layout.items() if len(found) >= 10}
+    if not several:
+        return None
+    fewest = min(several, key=lambda layout: layout.workers)
+    return min(2.0, NORMAL * median(abs(math.log(each / medians[fewest])) for each in several[fewest]))
+
+
+def _durations(runs: Sequence[Record]) -> dict[str, float]:
+    """Medians over all events of the journals."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        asked: dict[str, float] = {}
+        for line in run.journal:
+            _note(line, asked, found)
+    return {name: median(values) for name, values in found.items() if values}
+
+
+def _note(line: Mapping[str, Any], asked: dict[str, float], found: dict[str, list[float]]) -> None:
+    at, took = _moment(line), line.get("seconds")
+    match line.get("event"):
+        case "asked for" if at is not None:
+            asked |= dict.fromkeys(map(str, line.get("workers") or ()), at)
+        case "minted" if at is not None:
+            waited = [at - asked.pop(name) for name in map(str, line.get("joined") or ()) if name in asked]
+            found["start_s"] += [max(waited)] if waited else []
+        case "formed" if isinstance(took, Mapping):
+            parts = {name: float(value) for name, value in took.items() if isinstance(value, int | float)}
+            found["form_s"] += [parts.get("regroup", 0.0) + parts.get("form", 0.0)]
+            found["copy_s"] += [parts["copy"]] if parts.get("copy") else []
+            found["detect_s"] += [parts["detect"]] if parts.get("detect") else []
+        case "checkpoint" if isinstance(took, int | float):
+            found["checkpoint_s"] += [float(took)]
+
+
+def _moment(line: Mapping[str, Any]) -> float | None:
+    try:
+        return datetime.fromisoformat(str(line.get("time"))).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,309 @@
+"""What is simulated, as a value: the work, what things take, the hosts, and how the job is run."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from unisono.adapt.step_time import StepTime
+from unisono.errors import JobError
+
+LARGEST_FILE = 2**20
+"""Bytes of a scenario's file."""
+
+MOST_HOSTS = 20_000
+
+Source = Literal["given", "measured", "fitted", "default"]
+"""Where a figure is from: the scenario's file or the command line, a run, a fit to runs, or this module."""
+
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Part(BaseModel):
+    """A table of the file: closed, and its numbers are numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Workload(_Part):
+    """The work to do.
+
+    Attributes:
+        samples: the samples to train on in all; in terms of the first batch, if policies change it.
+        batch_size: samples in a global batch.
+        shards: the job's number of shards: the most workers that can take part.
+        noise_scale: the gradient noise scale in samples, by which larger batches are worth less; None if they are not.
+    """
+
+    samples: Annotated[int, Field(ge=1, le=2**53)]
+    batch_size: Annotated[int, Field(ge=1, le=2**31)]
+    shards: Annotated[int, Field(ge=1, le=65536)]
+    noise_scale: Annotated[float, Field(gt=0, le=1e15)] | None = None
+
+    @model_validator(mode="after")
+    def _shards_fit(self) -> Workload:
+        if self.shards > self.batch_size:
+            raise ValueError(f"shards={self.shards} is more than batch_size={self.batch_size}")
+        return self
+
+
+class HostKind(_Part):
+    """Hosts that are alike.
+
+    Attributes:
+        name: what they are called.
+        count: the number of hosts to ask for.
+        workers: the number of workers that each runs.
+        price: the price of an hour of one host, in any one currency; prices of a trace go before it.
+        speed: the speed of its workers, as a multiple of that of the measured ones.
+        boot_s: seconds from the moment at which a host is there until its agent is connected.
+        notice_s: seconds before a host is taken away at which it is told; 0 for no notice.
+        between_losses_s: mean seconds between two moments at which the market takes hosts of a zone away; None if it
+            never does.
+        away_s: mean seconds until hosts that were taken away are there again.
+        whole_zone: the share of such moments at which all hosts of the zone go at once.
+        zones: the number of zones over which the hosts are spread.
+        trace: a CSV file that says how many hosts there were, and at which price; in place of ``between_losses_s``.
+        trace_from_s: seconds of the trace at which the job begins; None for another place with each seed.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=60, pattern=r"\A[A-Za-z0-9._-]+\z")]
+    count: Annotated[int, Field(ge=0, le=MOST_HOSTS)]
+    workers: Annotated[int, Field(ge=1, le=4096)]
+    price: Amount = 0.0
+    speed: Annotated[float, Field(gt=0, le=1e3)] = 1.0
+    boot_s: Seconds = 60.0
+    notice_s: Seconds = 0.0
+    between_losses_s: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    away_s: Seconds = 1200.0
+    whole_zone: Share = 0.58  # of the drops in the traces of Wu et al. (SkyPilot), NSDI 2024
+    zones: Annotated[int, Field(ge=1, le=1000)] = 1
+    trace: Path | None = None
+    trace_from_s: Seconds | None = None
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether hosts may be taken away."""
+        return self.between_losses_s is not None or self.trace is not None
+
+
+class Durations(_Part):
+    """What things take, in seconds.
+
+    Attributes:
+        start_s: from the moment at which a worker is asked for until it is ready.
+        form_s: what it takes to form a generation, once all have arrived.
+        copy_s: what joiners' copy of the state takes besides.
+        detect_s: from the closing of a connection until all have noticed.
+        checkpoint_s: from the step at which a checkpoint is written until it is whole on disk.
+        stall_s: what training stands still for a checkpoint.
+        again_s: from the moment at which there is room again until a job that had ended is started again.
+        jitter: the standard deviation of the logarithm of a worker's time for a step.
+    """
+
+    start_s: Seconds = 30.0
+    form_s: Seconds = 0.5
+    copy_s: Seconds = 1.0
+    detect_s: Seconds = 0.1
+    checkpoint_s: Seconds = 2.0
+    stall_s: Seconds = 0.1
+    again_s: Seconds = 30.0
+    jitter: Annotated[float, Field(ge=0, le=2)] = 0.03
+
+
+class How(_Part):
+    """How the job is run.
+
+    Attributes:
+        fewest: the fewest workers with which training begins.
+        most: the most workers; None for as many as the hosts run, or there are shards.
+        failure_timeout_s: ``--failure-timeout-s`` of the job.
+        checkpoint_every: steps from one checkpoint to the next; 0 for none but those that policies ask for.
+        policies: the policies, by their names; ``spot`` reads the simulated market.
+        ask_every_s: virtual seconds from one question to the policies to the next; 0 for after each step, which takes
+            longer to simulate.
+        spot_budget: what the workers of the policy ``spot`` may cost together in an hour; None if it pays any price.
+    """
+
+    fewest: Annotated[int, Field(ge=1, le=65536)] = 1
+    most: Annotated[int, Field(ge=1, le=65536)] | None = None
+    failure_timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 300.0
+    checkpoint_every: Annotated[int, Field(ge=0, le=2**40)] = 0
+    policies: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    ask_every_s: Seconds = 10.0
+    spot_budget: Annotated[float, Field(gt=0, le=1e12)] | None = None
+
+
+class Incident(_Part):
+    """Something that happens to the job at a given moment, in every seed.
+
+    Attributes:
+        at_s: seconds after the start of the job.
+        kill: the rank of a worker whose process is killed.
+        resize: the number of workers that somebody asks for.
+    """
+
+    at_s: Seconds
+    kill: Annotated[int, Field(ge=0, le=65536)] | None = None
+    resize: Annotated[int, Field(ge=1, le=65536)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Incident:
+        if (self.kill is None) == (self.resize is None):
+            raise ValueError("kill or resize, one of both")
+        return self
+
+
+class _File(_Part):
+    """A scenario's file."""
+
+    work: Workload
+    hosts: Annotated[tuple[HostKind, ...], Field(min_length=1, max_length=64)]
+    step: dict[str, float] = Field(default_factory=dict, max_length=5)
+    seconds: Durations = Durations()
+    job: How = How()
+    incidents: Annotated[tuple[Incident, ...], Field(max_length=10_000)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        work: the work to do.
+        step: the time of a step on workers of speed 1.
+        seconds: what things take.
+        hosts: the kinds of hosts.
+        job: the settings of the job.
+        incidents: what happens in every seed.
+        sources: the sources of the figures of ``step`` and ``seconds``, by name.
+        measured_to: the largest number of workers that was measured; 0 if none was. What is beyond is extrapolation.
+    """
+
+    work: Workload
+    step: StepTime
+    seconds: Durations
+    hosts: Sequence[HostKind]
+    job: How
+    incidents: Sequence[Incident] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    measured_to: int = 0
+
+    @property
+    def room(self) -> int:
+        """The number of workers that all hosts run, as far as the job uses them."""
+        there = sum(kind.count * kind.workers for kind in self.hosts)
+        return min(there, self.work.shards, self.job.most or there)
+
+    def scaled(self, name: str, factor: float) -> Scenario:
+        """The same with one figure of ``step`` or ``seconds`` multiplied, to see what a guess costs."""
+        if name in STEP:
+            return replace(self, step=replace(self.step, **{name: getattr(self.step, name) * factor}))
+        return replace(self, seconds=self.seconds.model_copy(update={name: getattr(self.seconds, name) * factor}))
+
+    def figures(self) -> dict[str, float]:
+        """All figures of ``step`` and ``seconds``, by name."""
+        return {**asdict(self.step), **self.seconds.model_dump()}
+
+
+STEP = tuple(StepTime.__dataclass_fields__)
+"""The figures of a step's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredFigures:
+    """What studies and runs say.
+
+    Attributes:
+        step: the fitted time of a step; None if nothing was measured of it.
+        seconds: measured durations, by name.
+        measured_to: the largest number of workers among them.
+    """
+
+    step: StepTime | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    measured_to: int = 0
+
+
+def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenario:
+    """Read a scenario from a TOML file. What it does not say is what was measured, or else a default.
+
+    Args:
+        path: the file.
+        measured: what studies and runs say; what the file says goes before it.
+
+    Raises:
+        JobError: it cannot be read, or holds what makes no sense; names the place.
+    """
+    found, measured = _file(path), measured or MeasuredFigures()
+    known = {} if measured.step is None else asdict(measured.step)
+    sources: dict[str, Source] = dict.fromkeys(known, "fitted")
+    _require_step(path, found.step, known)
+    sources |= dict.fromkeys(found.step, "given")
+    step = StepTime(**{"a_r": 0.0, "b_r": 0.0, "gamma": 1.0, "b_c": 0.0, **known, **found.step})
+    sources = {**dict.fromkeys(STEP, "default"), **sources}
+    given = found.seconds.model_dump(exclude_unset=True)
+    seconds = Durations.model_validate({**measured.seconds, **given})
+    for name in Durations.model_fields:
+        sources[name] = "given" if name in given else "measured" if name in measured.seconds else "default"
+    hosts = [_with_trace_beside(kind, path.parent) for kind in found.hosts]
+    incidents = found.incidents
+    scenario = Scenario(found.work, step, seconds, hosts, found.job, incidents, sources, measured.measured_to)
+    _require_room(path, scenario)
+    return scenario
+
+
+def _file(path: Path) -> _File:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise JobError(f"{path} is larger than {LARGEST_FILE} bytes: a scenario is a short text")
+        return _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"the scenario {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path} is no TOML: {error}") from error
+    except ValidationError as error:
+        raise JobError(f"{path}: {problems(error)}") from error
+
+
+def problems(error: ValidationError) -> str:
+    """What is wrong with values from a file, each with its place; the first ten."""
+    found = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors()]
+    return "; ".join(found[:10]) + (f"; and {len(found) - 10} more" if len(found) > 10 else "")
+
+
+def _require_step(path: Path, given: Mapping[str, float], known: Mapping[str, float]) -> None:
+    for name, value in given.items():
+        if name not in STEP or not (1.0 if name == "gamma" else 0.0) <= value <= 1e9:
+            raise JobError(f"{path}: step.{name} = {value}: {', '.join(STEP)}, in seconds from 0; gamma from 1")
+    if "a_c" not in given and "a_c" not in known:
+        raise JobError(
+            f"{path} does not say what a step takes, and nothing was measured: --from with the folder of a study or a "
+            f"run, or a table [step] with a_c (seconds of a shard) and so on"
+        )
+
+
+def _with_trace_beside(kind: HostKind, folder: Path) -> HostKind:
+    if kind.trace is None:
+        return kind
+    if kind.between_losses_s is not None:
+        raise JobError(f"hosts {kind.name}: trace and between_losses_s are two ways to say the same; leave one out")
+    return kind.model_copy(update={"trace": folder / kind.trace})
+
+
+def _require_room(path: Path, scenario: Scenario) -> None:
+    names = [kind.name for kind in scenario.hosts]
+    if len(set(names)) < len(names):
+        raise JobError(f"{path}: two kinds of hosts have one name: {', '.join(names)}")
+    if scenario.room < scenario.job.fewest:
+        raise JobError(
+            f"{path}: job.fewest is {scenario.job.fewest}, and all hosts together have room for {scenario.room} "
+            f"workers of a job with {scenario.work.shards} shards"
+        )

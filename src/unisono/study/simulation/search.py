@@ -1,0 +1,152 @@
+"""The cheapest, or the fastest, way to run a job, among those that are simulated."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from unisono.study.simulation.answers import Expectation
+from unisono.study.simulation.scenario import Scenario
+
+Aim = Literal["cost", "time"]
+
+FEW_SEEDS = 8
+"""Of candidates in the first rounds."""
+
+KEPT = 4
+"""Candidates that go on into the next round."""
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the hosts of a kind that are tried."""
+
+MOST_MIXES = 60
+
+INTERVALS_S = (60.0, 300.0, 1200.0)
+"""Seconds between checkpoints that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a job should be like.
+
+    Attributes:
+        aim: what is as small as can be.
+        deadline_s: the seconds that it may take; None for any.
+        budget: what it may cost, in 95 % of the seeds; None for any.
+        certainty: the share of the seeds that have to be in time.
+    """
+
+    aim: Aim = "cost"
+    deadline_s: float | None = None
+    budget: float | None = None
+    certainty: float = 0.95
+
+    def holds(self, answer: Expectation) -> bool:
+        """Whether an answer is within the limits."""
+        return answer.in_time >= self.certainty and answer.cost.p95 <= (
+            math.inf if self.budget is None else self.budget
+        )
+
+    def key(self, answer: Expectation) -> tuple[bool, float, float]:
+        """By which answers are ordered, the best first."""
+        is_short = not self.holds(answer)
+        aim = answer.cost.p50 if self.aim == "cost" else answer.seconds.p50
+        return is_short, 1 - answer.in_time if is_short else 0.0, aim
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to run the job, with what it comes to.
+
+    Attributes:
+        scenario: the scenario with it.
+        answer: what it comes to.
+    """
+
+    scenario: Scenario
+    answer: Expectation
+
+    @property
+    def hosts(self) -> str:
+        """Its hosts, for people: ``2 on-demand, 14 spot``."""
+        return ", ".join(f"{kind.count} {kind.name}" for kind in self.scenario.hosts if kind.count)
+
+
+Simulate = Callable[[Sequence[Scenario], int], list[Expectation]]
+"""From scenarios and a number of seeds to the answer for each of them; seeds are the same for all."""
+
+
+def search(
+    scenario: Scenario, wish: Goal, simulate: Simulate, seeds: int, step_s: float
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Look for the best way to run a job: first the mix of hosts, then checkpoints and policies.
+
+    Args:
+        scenario: the scenario with all hosts that can be had.
+        wish: what is wanted.
+        simulate: simulates.
+        seeds: the number of seeds for the last candidates.
+        step_s: seconds of a typical step.
+
+    Returns:
+        the last candidates, the best first; and all mixes of hosts, with few seeds.
+    """
+    few = min(FEW_SEEDS, seeds)
+    tried = _ordered(mixes(scenario), wish, simulate, few)
+    ways = [way for one in tried[:KEPT] for way in _ways(one.scenario, step_s)]
+    best = _ordered(ways, wish, simulate, few)[:KEPT]
+    return _ordered([one.scenario for one in best], wish, simulate, seeds), tried
+
+
+def _ordered(scenarios: Sequence[Scenario], wish: Goal, simulate: Simulate, seeds: int) -> list[Candidate]:
+    found = map(Candidate, scenarios, simulate(scenarios, seeds))
+    return sorted(found, key=lambda one: wish.key(one.answer))
+
+
+def frontier(tried: Sequence[Candidate]) -> list[Candidate]:
+    """Those to which none of the others is better in time and in cost, the fastest first."""
+    found: list[Candidate] = []
+    for one in sorted(tried, key=lambda one: (one.answer.seconds.p50, one.answer.cost.p50)):
+        if math.isfinite(one.answer.seconds.p50) and (not found or one.answer.cost.p50 < found[-1].answer.cost.p50):
+            found.append(one)
+    return found
+
+
+def mixes(scenario: Scenario) -> list[Scenario]:
+    """All mixes of hosts that are tried: of each kind none, a quarter, half, three quarters or all of them."""
+    kinds = len(scenario.hosts)
+    shares = next(
+        each for each in (SHARES, SHARES[::2], SHARES[::4]) if len(each) ** kinds <= MOST_MIXES or len(each) == 2
+    )
+    counts = [sorted({round(share * kind.count) for share in shares}) for kind in scenario.hosts]
+    found = []
+    for chosen in product(*counts):
+        counted = zip(scenario.hosts, chosen, strict=True)
+        mix = replace(scenario, hosts=[kind.model_copy(update={"count": count}) for kind, count in counted])
+        if mix.room >= scenario.job.fewest:
+            found.append(mix)
+    return found
+
+
+def _ways(scenario: Scenario, step_s: float) -> list[Scenario]:
+    """The same hosts with other checkpoints, and without policies."""
+    every = {scenario.job.checkpoint_every, *(max(1, round(seconds / step_s)) for seconds in INTERVALS_S)}
+    policies = {scenario.job.policies, ()}
+    return [
+        replace(scenario, job=scenario.job.model_copy(update={"checkpoint_every": steps, "policies": names}))
+        for steps, names in product(sorted(every), sorted(policies))
+    ]
+
+
+def command(scenario: Scenario) -> str:
+    """The ``unisono run`` command of the first host. Each other host joins, as it prints."""
+    job = scenario.job
+    words = ["unisono", "run", "-n", f"{job.fewest}:{scenario.room}", "--coordinator", ":7777"]
+    words += ["--failure-timeout-s", f"{job.failure_timeout_s:g}", "--shards", str(scenario.work.shards)]
+    words += ["--checkpoint-every", str(job.checkpoint_every)] if job.checkpoint_every else []
+    words += [word for name in job.policies if name != "spot" for word in ("--policy", name)]
+    return shlex.join([*words, "train.py"])

@@ -1,0 +1,122 @@
+"""Many seeds of one scenario, on all cores: ``python -m unisono.study.simulation.seeds`` computes some of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from pydantic import TypeAdapter, ValidationError
+
+from unisono.errors import JobError, UnisonoError
+from unisono.study.simulation.ledger import SimulatedOutcome
+from unisono.study.simulation.market import MarketTrace
+from unisono.study.simulation.scenario import Scenario
+from unisono.study.simulation.simulated_run import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Scenarios to simulate, each with every seed.
+
+    Attributes:
+        scenarios: the scenarios.
+        seeds: the seeds.
+        until_s: the virtual seconds after which a job is given up.
+    """
+
+    scenarios: tuple[Scenario, ...]
+    seeds: tuple[int, ...]
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeedOutcomes:
+    """Outcomes of each scenario, in the order of seeds; or why there are none."""
+
+    outcomes: tuple[tuple[SimulatedOutcome, ...], ...] = ()
+    error: str = ""
+
+
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+ANSWER: TypeAdapter[SeedOutcomes] = TypeAdapter(SeedOutcomes)
+
+
+def outcomes(request: Request, processes: int) -> list[list[SimulatedOutcome]]:
+    """What becomes of each scenario, seed by seed: the same whatever the number of processes is.
+
+    Args:
+        request: the scenarios and the seeds.
+        processes: the number of processes that share the seeds out.
+
+    Raises:
+        JobError: a trace cannot be read, or a simulated job has failed.
+    """
+    shares = [request.seeds[place::processes] for place in range(processes) if request.seeds[place::processes]]
+    if len(shares) == 1:
+        return [list(found) for found in _computed(request)]
+    answers = _in_processes([Request(request.scenarios, share, request.until_s) for share in shares])
+    found = [list(chain.from_iterable(answer.outcomes[place] for answer in answers)) for place in _places(request)]
+    return [sorted(each, key=lambda outcome: outcome.seed) for each in found]
+
+
+def _places(request: Request) -> range:
+    return range(len(request.scenarios))
+
+
+def _in_processes(requests: Sequence[Request]) -> list[SeedOutcomes]:
+    command = [sys.executable, "-m", __name__]
+    running = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True) for _ in requests
+    ]
+    try:
+        for process, request in zip(running, requests, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(REQUEST.dump_json(request))
+            process.stdin.close()
+        return [_answer(process) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> SeedOutcomes:
+    assert process.stdout is not None
+    told = process.stdout.read()
+    try:
+        answer = ANSWER.validate_json(told)
+    except ValidationError as error:
+        raise JobError(f"a process of the simulation ended with code {process.wait()}, without an answer") from error
+    if answer.error:
+        raise JobError(answer.error)
+    return answer
+
+
+def _computed(request: Request) -> tuple[tuple[SimulatedOutcome, ...], ...]:
+    traces = [
+        {kind.name: MarketTrace.read(kind.trace) for kind in scenario.hosts if kind.trace}
+        for scenario in request.scenarios
+    ]
+    return tuple(
+        tuple(simulate(scenario, seed, request.until_s, found) for seed in request.seeds)
+        for scenario, found in zip(request.scenarios, traces, strict=True)
+    )
+
+
+def main() -> None:
+    """Read a request, and write the answer."""
+    try:
+        answer = SeedOutcomes(_computed(REQUEST.validate_json(sys.stdin.buffer.read())))
+    except UnisonoError as error:
+        answer = SeedOutcomes(error=str(error))
+    sys.stdout.buffer.write(ANSWER.dump_json(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""One job, from its first host to its end, drawn by one seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from unisono.errors import JobError
+from unisono.study.simulation.agenda import Agenda
+from unisono.study.simulation.coordination import Coordination, Host
+from unisono.study.simulation.ledger import Ledger, SimulatedOutcome, SizeChange
+from unisono.study.simulation.market import HostPrices, MarketTrace, Supply, supply
+from unisono.study.simulation.scenario import Incident, Scenario
+from unisono.study.simulation.step_clock import StepClock
+from unisono.study.simulation.training import SimulatedTraining
+
+MOST_MARKS = 2000
+"""Changes of the number of workers that are kept for pictures."""
+
+
+def simulate(
+    scenario: Scenario, seed: int, until_s: float, traces: Mapping[str, MarketTrace] | None = None
+) -> SimulatedOutcome:
+    """Simulate a job. The same scenario and seed have the same outcome.
+
+    Args:
+        scenario: the scenario.
+        seed: the seed of all that is drawn.
+        until_s: the virtual seconds after which it is given up.
+        traces: the traces of kinds of hosts, by their names.
+    """
+    return _SimulatedRun(scenario, seed, until_s, traces or {}).play()
+
+
+class _SimulatedRun(Agenda):
+    def __init__(self, scenario: Scenario, seed: int, until_s: float, traces: Mapping[str, MarketTrace]) -> None:
+        super().__init__()
+        self._scenario, self._seed, self._until_s = scenario, seed, until_s
+        self._ledger = Ledger()
+        clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(seed))
+        self._training = SimulatedTraining(scenario, clock, self._market)
+        self._supplies = [supply(kind, str(seed), until_s, traces.get(kind.name)) for kind in scenario.hosts]
+        self._there: dict[str, Host] = {}
+        self._billed: list[tuple[HostPrices, float, float]] = []
+        self._since: dict[str, tuple[HostPrices, float]] = {}
+        self._marks: list[SizeChange] = []
+        self._starts = self._losses = self._generations = 0
+        self._coordination = self._started()
+
+    def play(self) -> SimulatedOutcome:
+        for given in self._supplies:
+            for number in range(len(given.stays)):
+                self._expect(given, number)
+        for incident in self._scenario.incidents:
+            self.at(incident.at_s, partial(self._befalls, incident))
+        while self.now <= self._until_s and self.go_on():
+            if (over := self._coordination.over) is None:
+                continue
+            if over.digest:
+                break
+            if not over.preempted:
+                raise JobError(f"the simulated job has failed after {self.now:.0f} s: {over.reason}")
+            self._end_of_start()
+        return self._outcome()
+
+    # -- hosts
+
+    def _expect(self, given: Supply, number: int, turn: int = 0) -> None:
+        """Plan the next time for which a host is there."""
+        if turn >= len(given.stays[number]):
+            return
+        stay = given.stays[number][turn]
+        host = Host(f"{given.kind.name}-{number}.{turn}", given.kind)
+        self.at(stay.start, partial(self._comes, host, given.prices))
+        if math.isfinite(stay.end):
+            self.at(max(stay.start, stay.end - given.kind.notice_s), partial(self._is_warned, host))
+            self.at(stay.end, partial(self._goes, host))
+            self.at(stay.end, partial(self._expect, given, number, turn + 1))
+
+    def _comes(self, host: Host, prices: HostPrices) -> None:
+        self._there[host.agent] = host
+        self._since[host.agent] = prices, self.now
+        self.later(host.kind.boot_s, partial(self._joins, host))
+
+    def _joins(self, host: Host) -> None:
+        if host.alive and not host.noticed and self._coordination.over is None:
+            self._coordination.join(host)
+
+    def _is_warned(self, host: Host) -> None:
+        if host.kind.notice_s and host.alive:
+            host.noticed = True
+            self._coordination.warn(host)
+
+    def _goes(self, host: Host) -> None:
+        host.alive = False
+        self._there.pop(host.agent, None)
+        if (found := self._since.pop(host.agent, None)) is not None:
+            self._billed.append((*found, self.now))
+        self._coordination.vanish(host)
+
+    def _befalls(self, incident: Incident) -> None:
+        self._coordination.befall(incident)
+
+    def _market(self) -> Mapping[str, float | int | None]:
+        return {"price": self._price(), "notices": sum(host.noticed for host in self._there.values())}
+
+    def _price(self) -> float:
+        """Of a worker, on the dearest host that may be taken away; of any host if none may."""
+        spot = [one for one in self._supplies if one.kind.is_spot] or self._supplies
+        return max(one.prices.at(self.now) / one.kind.workers for one in spot)
+
+    # -- starts of the job
+
+    def _started(self) -> Coordination:
+        self._starts += 1
+        return Coordination(self._scenario, self, self._training, self._ledger, self._mark)
+
+    def _end_of_start(self) -> None:
+        """All have left: the job is started again once there is room."""
+        self._note_start()
+        self._ledger.turn("waiting", self.now)
+        self._mark(0)
+        self._coordination = self._started()
+        self.later(self._scenario.seconds.again_s, self._join_again)
+
+    def _join_again(self) -> None:
+        for host in list(self._there.values()):
+            if host.alive and not host.noticed:
+                host.workers.clear()
+                self._coordination.join(host)
+
+    def _note_start(self) -> None:
+        self._losses += self._coordination.state.departures
+        self._generations += self._coordination.state.generation
+
+    # -- what became of it
+
+    def _mark(self, workers: int) -> None:
+        self._marks.append(SizeChange(self.now, workers, self._price(), self._training.now.samples))
+
+    def _outcome(self) -> SimulatedOutcome:
+        self._note_start()
+        self._ledger.turn(self._ledger.part, self.now)
+        bills = [*self._billed, *((prices, since, self.now) for prices, since in self._since.values())]
+        self._mark(0)
+        every = -(-len(self._marks) // MOST_MARKS)
+        return SimulatedOutcome(
+            seed=self._seed,
+            done=self._training.is_done,
+            seconds=self.now,
+            cost=sum(prices.cost(since, until) for prices, since, until in bills),
+            lost=self._ledger.lost(),
+            steps=self._training.now.steps,
+            losses=self._losses,
+            generations=self._generations,
+            worker_seconds=self._ledger.worker_seconds,
+            marks=tuple(self._marks[::every]),
+        )

@@ -1,0 +1,81 @@
+"""How long steps take: the fitted model, slower hosts, and chance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.adapt.layout_trials import Layout
+from unisono.adapt.step_time import StepTime
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What workers that are alike have to compute.
+
+    Attributes:
+        speed: their speed, as a multiple of that of the measured workers.
+        shards: the shards of each.
+    """
+
+    speed: float
+    shards: int
+
+
+class StepClock:
+    """Draws the seconds of steps.
+
+    The slowest worker counts: of n workers alike, with times that are log-normal, the largest is drawn at once, by the
+    inverse of its distribution, Φ⁻¹(U^(1/n)). So a step costs the same however many workers there are.
+
+    Args:
+        model: the time of a step on workers of speed 1.
+        jitter: the standard deviation of the logarithm of a worker's time.
+        chance: the source of chance.
+    """
+
+    def __init__(self, model: StepTime, jitter: float, chance: np.random.Generator) -> None:
+        self._model, self._jitter, self._chance = model, jitter, chance
+
+    def draw(self, loads: Sequence[Load], batch_size: int, shards: int, steps: int) -> Array:
+        """Seconds of each of so many steps.
+
+        Args:
+            loads: what each worker has to compute, by rank.
+            batch_size: samples in a global batch.
+            shards: the number of shards of it.
+            steps: the number of steps.
+        """
+        groups = Counter(load for load in loads if load.shards)
+        times = [self._of(load, count, len(loads), batch_size / shards, steps) for load, count in groups.items()]
+        found: Array = np.maximum.reduce(times)
+        return found
+
+    def typical(self, loads: Sequence[Load], batch_size: int, shards: int) -> Mapping[Load, float]:
+        """Seconds of a step without chance, by what a worker has to compute."""
+        samples = batch_size / shards
+        return {load: self._seconds(load, len(loads), samples) for load in set(loads) if load.shards}
+
+    def _of(self, load: Load, count: int, workers: int, samples: float, steps: int) -> Array:
+        seconds = self._seconds(load, workers, samples)
+        if not self._jitter:
+            return np.full(steps, seconds)
+        from scipy.special import ndtri  # takes a moment to load
+
+        slowest = ndtri(self._chance.random(steps) ** (1 / count))
+        # The median of the jitter is 1: what was fitted are medians of whole steps of few workers.
+        found: Array = seconds * np.exp(self._jitter * slowest)
+        return found
+
+    def _seconds(self, load: Load, workers: int, samples: float) -> float:
+        model = self._model
+        if load.speed != 1.0:
+            model = StepTime(model.a_c / load.speed, model.b_c / load.speed, model.a_r, model.b_r, model.gamma)
+        # A layout in which the widest worker has this many shards of this size.
+        return model.seconds(Layout(workers, round(samples * workers * load.shards), workers * load.shards))

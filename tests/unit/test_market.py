@@ -1,0 +1,99 @@
+"""What the simulated market gives: hosts that come and go, prices, and traces that are wrong."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import JobError
+from unisono.study.simulation.market import HostPrices, MarketTrace, supply
+from unisono.study.simulation.scenario import HostKind
+
+pytestmark = pytest.mark.unit
+
+HEAD = "start,end,available,price_per_hour,zone\n"
+SPOT = HostKind(name="spot", count=4, workers=2, price=1.0, between_losses_s=1000.0, zones=2)
+
+
+def read(folder: Path, text: str) -> MarketTrace:
+    path = folder / "trace.csv"
+    path.write_text(text)
+    return MarketTrace.read(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("begin,end,available\n", "line 1: the columns are begin, end, available"),
+        ("start,end,available,price_per_second\n", "line 1: the columns are"),
+        (HEAD, "has no rows"),
+        (HEAD + "0,60,2,1.0\n", "line 2: it has another number of fields"),
+        (HEAD + "0,60,2,-1.0,a\n", "line 2, column price_per_hour: '-1.0' is no price"),
+        (HEAD + "0,60,2,nan,a\n", "line 2, column price_per_hour"),
+        (HEAD + "0,60,2.5,1.0,a\n", "line 2, column available"),
+        (HEAD + "0,60,2,1.0,a\n60,50,2,1.0,a\n", "line 3, column end: '50' is not after its start"),
+        (HEAD + "0,60,2,1.0,a\n70,90,2,1.0,a\n", "line 3, column start: it leaves a gap .* in zone a, by 10 s"),
+        (HEAD + "0,60,2,1.0,a\n50,90,2,1.0,a\n", "line 3, column start: it overlaps .* in zone a, by 10 s"),
+        (HEAD + "2026-01-31T12:00:00,90,2,1.0,a\n", "line 2, column start: .* has no offset from UTC"),
+        (HEAD + "2026-01-31T12:00:00+00:00,90,2,1.0,a\n", "line 2, column end: .* times of the other kind"),
+        (HEAD + "noon,90,2,1.0,a\n", "line 2, column start: 'noon' is neither"),
+        (HEAD + "inf,90,2,1.0,a\n", "line 2, column start"),
+    ],
+)
+def test_a_wrong_trace_is_refused_by_line_and_column(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        read(tmp_path, text)
+
+
+def test_a_trace_gives_as_many_hosts_as_it_says_and_goes_on_at_its_beginning(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD + "0,60,2,1.0,a\n60,100,0,3.0,a\n")
+    kind = HostKind(name="spot", count=3, workers=1, trace=tmp_path / "trace.csv")
+    found = trace.supply(kind, 0.0, 150.0)
+    assert [[(stay.start, stay.end) for stay in host] for host in found.stays[:2]] == [
+        [(0, 60), (100, float("inf"))]
+    ] * 2
+    assert list(found.stays[2]) == []
+    assert [found.prices.at(moment) for moment in (0, 59, 60, 100)] == [1.0, 1.0, 3.0, 1.0]
+
+
+def test_times_with_offsets_from_utc_mean_one_moment_wherever_they_were_written(tmp_path: Path) -> None:
+    there = "2026-01-31T12:00:00+01:00,2026-01-31T13:00:00+01:00,2,1.0,a\n"
+    here = "2026-01-31T12:00:00+00:00,2026-01-31T14:00:00+00:00,1,1.0,a\n"
+    trace = read(tmp_path, HEAD + there + here)
+    assert [(row.start, row.end) for row in trace.rows] == [(0, 3600), (3600, 10800)]
+
+
+def test_hosts_of_several_zones_are_added_up(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD + "0,100,1,2.0,a\n0,100,2,1.0,b\n")
+    kind = HostKind(name="spot", count=9, workers=1, trace=tmp_path / "trace.csv")
+    found = trace.supply(kind, 0.0, 50.0)
+    assert sum(bool(host) for host in found.stays) == 3
+    assert found.prices.at(0) == 1.0
+
+
+def test_what_a_host_costs_follows_the_price() -> None:
+    prices = HostPrices((0.0, 3600.0), (2.0, 4.0))
+    assert prices.cost(0.0, 1800.0) == pytest.approx(1.0)
+    assert prices.cost(1800.0, 5400.0) == pytest.approx(1.0 + 2.0)
+
+
+def test_the_same_seed_draws_the_same_market_and_another_one_another() -> None:
+    assert supply(SPOT, "1", 1e5) == supply(SPOT, "1", 1e5)
+    assert supply(SPOT, "1", 1e5) != supply(SPOT, "2", 1e5)
+
+
+def test_a_whole_zone_goes_at_once_as_often_as_the_kind_says() -> None:
+    def together(kind: HostKind) -> set[int]:
+        """How many hosts go at one moment."""
+        ends = [stay.end for host in supply(kind, "0", 1e6).stays for stay in host if stay.end < 1e6]
+        return {ends.count(end) for end in ends}
+
+    always = SPOT.model_copy(update={"whole_zone": 1.0, "away_s": 0.0})
+    assert together(always) == {2}
+    assert together(always.model_copy(update={"whole_zone": 0.0})) == {1}
+
+
+def test_hosts_come_back_and_are_never_there_twice() -> None:
+    for host in supply(SPOT, "3", 1e6).stays:
+        assert len(host) > 10
+        assert all(before.end <= after.start for before, after in pairwise(host))

@@ -1,0 +1,196 @@
+"""Jobs in virtual time: their time adds up, and what the coordinator decides is what it decides in a job."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unisono.adapt.layout_trials import Layout
+from unisono.adapt.step_time import StepTime
+from unisono.errors import JobError
+from unisono.study.simulation.ledger import SimulatedOutcome
+from unisono.study.simulation.market import MarketTrace
+from unisono.study.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload, read_scenario
+from unisono.study.simulation.seeds import Request, outcomes
+from unisono.study.simulation.simulated_run import simulate
+
+pytestmark = pytest.mark.unit
+
+STEP = StepTime(a_c=0.5, b_c=0.0, a_r=0.1, b_r=0.0, gamma=1.0)
+TOOK = Durations(start_s=20.0, form_s=0.5, copy_s=2.0, detect_s=0.1, checkpoint_s=5.0, stall_s=0.0, jitter=0.0)
+STEADY = HostKind(name="steady", count=2, workers=2, price=3.6, boot_s=10.0)
+PLAIN = Scenario(Workload(samples=8000, batch_size=8, shards=4), STEP, TOOK, [STEADY], How())
+LONG_S = 50_000.0
+
+
+def alone(*stays: str) -> str:
+    return "start,end,available\n" + "".join(f"{stay}\n" for stay in stays)
+
+
+def played(scenario: Scenario, trace: str = "", folder: Path | None = None) -> SimulatedOutcome:
+    traces = {}
+    if folder is not None:
+        (folder / "trace.csv").write_text(trace)
+        traces = {"spot": MarketTrace.read(folder / "trace.csv")}
+    return simulate(scenario, 0, LONG_S, traces)
+
+
+def test_a_job_on_steady_hosts_takes_what_its_steps_take_and_costs_what_its_hosts_cost() -> None:
+    found = played(PLAIN)
+    step_s = STEP.seconds(Layout(4, 8, 4))
+    start_s = STEADY.boot_s + TOOK.start_s + TOOK.form_s
+    assert found.done
+    assert found.steps == 1000
+    assert found.seconds == pytest.approx(start_s + 1000 * step_s, rel=1e-3)
+    assert found.cost == pytest.approx(2 * 3.6 * found.seconds / 3600, rel=1e-6)
+    assert found.lost["start"] == pytest.approx(start_s, rel=1e-2)
+    assert found.generations == 1
+
+
+def test_all_time_is_training_or_lost_to_something() -> None:
+    spot = HostKind(name="spot", count=6, workers=2, price=1.0, between_losses_s=300.0, away_s=100.0, notice_s=30.0)
+    job, lone = How(checkpoint_every=50, failure_timeout_s=40.0), STEADY.model_copy(update={"count": 1, "workers": 1})
+    losses = 0
+    for seed in range(5):
+        found = simulate(replace(PLAIN, hosts=[lone, spot], job=job), seed, LONG_S)
+        trained_s = found.seconds - sum(found.lost[part] for part in ("regroup", "waiting", "start"))
+        assert found.done
+        losses += found.losses
+        assert 1000 * STEP.seconds(Layout(4, 8, 4)) <= trained_s + 1e-6
+        assert found.worker_seconds <= 4 * trained_s + 1e-6
+    assert losses > 0
+
+
+def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None:
+    spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
+    scenario = replace(PLAIN, hosts=[spot], seconds=TOOK.model_copy(update={"jitter": 0.1}))
+    request = Request((scenario, PLAIN), (0, 1, 2), LONG_S)
+    assert outcomes(request, 1) == outcomes(request, 2)
+    first = outcomes(request, 1)[0]
+    assert len({each.seconds for each in first}) == 3
+
+
+def test_hosts_that_are_warned_leave_before_they_go_and_nothing_is_computed_twice(tmp_path: Path) -> None:
+    spot = HostKind(
+        name="spot", count=1, workers=2, boot_s=0.0, notice_s=60.0, trace=tmp_path / "trace.csv", trace_from_s=0.0
+    )
+    found = played(replace(PLAIN, hosts=[STEADY, spot]), alone("0,300,1", "300,900000,0"), tmp_path)
+    assert found.done
+    assert found.lost["repeated"] == 0.0
+    assert found.lost["regroup"] < 10.0
+
+
+def test_hosts_that_vanish_are_given_up_after_the_failure_timeout(tmp_path: Path) -> None:
+    spot = HostKind(name="spot", count=1, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
+    three = HostKind(name="steady", count=1, workers=2, boot_s=0.0)
+    trace = alone("0,300,1", "300,900000,0")
+    short, long = (
+        played(replace(PLAIN, hosts=[three, spot], job=How(failure_timeout_s=seconds)), trace, tmp_path).lost["regroup"]
+        for seconds in (40.0, 400.0)
+    )
+    assert 20.0 < short < 80.0 + 10.0
+    assert 200.0 < long < 440.0 + 10.0
+
+
+def test_when_all_are_lost_the_job_goes_back_to_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
+    job = How(checkpoint_every=100, failure_timeout_s=40.0)
+    trace = alone("0,301,2", "301,600,0", "600,900000,2")
+    found = played(replace(PLAIN, hosts=[spot], job=job), trace, tmp_path)
+    step_s = STEP.seconds(Layout(4, 8, 4))
+    assert found.done
+    assert found.steps == 1000
+    assert 0 < found.lost["repeated"] < 101 * step_s + TOOK.checkpoint_s
+    assert found.lost["waiting"] > 200.0
+
+
+def test_a_job_that_all_leave_with_notice_goes_on_where_it_was(tmp_path: Path) -> None:
+    spot = HostKind(
+        name="spot", count=2, workers=2, boot_s=0.0, notice_s=60.0, trace=tmp_path / "trace.csv", trace_from_s=0.0
+    )
+    trace = alone("0,300,2", "300,600,0", "600,900000,2")
+    found = played(replace(PLAIN, hosts=[spot]), trace, tmp_path)
+    assert found.done
+    assert found.lost["repeated"] == 0.0
+    assert found.lost["waiting"] > 300.0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_a_killed_worker_costs_its_step_and_is_replaced(rank: int) -> None:
+    quiet, killed = played(PLAIN), played(replace(PLAIN, incidents=[Incident(at_s=200.0, kill=rank)]))
+    assert killed.done
+    assert killed.losses == 1
+    assert killed.generations == 3
+    assert 0 < killed.lost["repeated"] < STEP.seconds(Layout(3, 8, 4)) + 1e-9
+    assert quiet.seconds < killed.seconds < quiet.seconds + 30.0
+
+
+def test_a_resize_trains_with_the_new_number_of_workers() -> None:
+    halved = played(replace(PLAIN, incidents=[Incident(at_s=100.0, resize=2)]))
+    assert {mark.workers for mark in halved.marks} == {0, 2, 4}
+    assert halved.seconds > 1.5 * played(PLAIN).seconds
+
+
+def test_slower_hosts_hold_up_all_others() -> None:
+    slow = STEADY.model_copy(update={"name": "slow", "count": 1, "speed": 0.5})
+    mixed = replace(PLAIN, hosts=[STEADY.model_copy(update={"count": 1}), slow])
+    assert played(mixed).seconds > 1.7 * played(PLAIN).seconds
+
+
+def test_the_policies_of_the_job_decide_in_virtual_time() -> None:
+    spot = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
+    job = How(policies=("spot",), spot_budget=2.0, ask_every_s=0.0)
+    found = played(replace(PLAIN, hosts=[spot], job=job))
+    assert {2, 4} <= {mark.workers for mark in found.marks}, "two workers for 1.0 each are what the budget pays"
+
+
+def test_a_job_without_checkpoints_on_hosts_that_vanish_is_never_done(tmp_path: Path) -> None:
+    spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
+    job = How(failure_timeout_s=40.0)
+    (tmp_path / "trace.csv").write_text(alone("0,200,2", "200,300,0"))
+    found = simulate(
+        replace(PLAIN, hosts=[spot], job=job), 0, 20_000.0, {"spot": MarketTrace.read(tmp_path / "trace.csv")}
+    )
+    assert not found.done
+    assert found.steps < 1000
+
+
+SCENARIO = """
+[work]
+samples = 8000
+batch_size = 8
+shards = 4
+
+[step]
+a_c = 0.5
+
+[[hosts]]
+name = "steady"
+count = 2
+workers = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("a_c = 0.5", "a_d = 0.5"), "step.a_d"),
+        (("a_c = 0.5", "a_c = -0.5"), "step.a_c"),
+        (("a_c = 0.5", ""), "does not say what a step takes"),
+        (("shards = 4", "shards = 16"), "shards=16 is more than batch_size=8"),
+        (("count = 2", "count = -2"), "hosts.0.count"),
+        (("count = 2", "count = 2\nprice = nan"), "hosts.0.price"),
+        (("count = 2", "counts = 2"), "hosts.0.count"),
+        (("workers = 2", "workers = 2\n[job]\nfewest = 9"), "job.fewest is 9"),
+        (("workers = 2", "workers = 2\n[job]\npolicies = 3"), "job.policies"),
+        (("workers = 2", "workers = 2\n[[incidents]]\nat_s = 3.0"), "kill or resize"),
+        (("[work]", "[work"), "is no TOML"),
+    ],
+)
+def test_a_wrong_scenario_is_refused_by_its_place(tmp_path: Path, change: tuple[str, str], words: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(SCENARIO)
+    read_scenario(path)
+    path.write_text(SCENARIO.replace(*change, 1))
+    with pytest.raises(JobError, match=words):
+        read_scenario(path)

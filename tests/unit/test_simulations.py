@@ -1,0 +1,233 @@
+"""What simulated jobs say together: figures and where they are from, the search for the best way, and the report."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from unisono.adapt.layout_trials import Layout
+from unisono.adapt.step_time import StepTime
+from unisono.cli.app import application
+from unisono.cli.simulate import seconds_of
+from unisono.errors import JobError
+from unisono.job import Job
+from unisono.study.simulation.answers import Expectation, Spread, answer, enough, rates, wilson
+from unisono.study.simulation.calibration import measured
+from unisono.study.simulation.scenario import Durations, HostKind, How, Scenario, Workload, read_scenario
+from unisono.study.simulation.search import Goal, command, frontier, mixes, search
+from unisono.study.simulation.simulated_run import simulate
+
+pytestmark = pytest.mark.unit
+
+STEP = StepTime(a_c=0.5, b_c=0.0, a_r=0.1, b_r=0.0, gamma=1.0)
+SLOW = HostKind(name="steady", count=4, workers=1, price=10.0, boot_s=0.0)
+SPOT = HostKind(name="spot", count=4, workers=1, price=1.0, boot_s=0.0, between_losses_s=500.0, notice_s=60.0)
+SCENARIO = Scenario(Workload(samples=6400, batch_size=8, shards=8), STEP, Durations(jitter=0.05), [SLOW, SPOT], How())
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def simulated(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
+    return [answer([simulate(each, seed, 1e6) for seed in range(seeds)], 2000.0) for each in scenarios]
+
+
+# -- what was measured
+
+
+def run_folder(path: Path, workers: int, step_s: float) -> Path:
+    path.mkdir(parents=True)
+    (path / "job.json").write_text(Job(batch_size=64, shards=8).model_dump_json())
+    steps: list[dict[str, Any]] = [
+        {"step": step, "loss": 1.0, "batch_size": 64, "world_size": workers, "generation": 1, "position": 64 * step}
+        | {"seconds": {"total": 9.0 if step < 3 else step_s}, "epoch": 0, "lr": 0.1}
+        for step in range(30)
+    ]
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    events: list[tuple[float, dict[str, Any]]] = [
+        (0.0, {"event": "asked for", "workers": ["w1", "w2"]}),
+        (12.0, {"event": "minted", "generation": 1, "joined": ["w1", "w2"]}),
+        (12.5, {"event": "formed", "generation": 1, "seconds": {"regroup": 0.2, "form": 0.3, "copy": 1.5}}),
+        (20.0, {"event": "checkpoint", "step": 10, "seconds": 0.75}),
+    ]
+    lines = [json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) for at, line in events]
+    (path / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_times_are_taken_from_runs_without_their_first_steps(tmp_path: Path) -> None:
+    for workers in (1, 2, 4):
+        run_folder(tmp_path / f"cells/strong-{workers}-0/run", workers, 0.8 / workers + 0.01)
+    found = measured([tmp_path])
+    assert found.step is not None
+    assert found.step.seconds(Layout(2, 64, 8)) == pytest.approx(0.41, rel=0.03)
+    assert found.measured_to == 4
+    assert found.seconds == {"start_s": 12.0, "form_s": 0.5, "copy_s": 1.5, "checkpoint_s": 0.75, "jitter": 0.0}
+
+
+def test_what_the_file_says_goes_before_what_was_measured_and_all_figures_say_where_they_are_from(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        "[work]\nsamples = 6400\nbatch_size = 64\nshards = 8\n[seconds]\nstart_s = 99.0\n"
+        '[[hosts]]\nname = "a"\ncount = 1\nworkers = 8\n'
+    )
+    found = read_scenario(path, measured([run_folder(tmp_path / "run", 2, 0.4)]))
+    assert found.seconds.start_s == 99.0
+    assert found.seconds.copy_s == 1.5
+    assert [found.sources[name] for name in ("start_s", "copy_s", "again_s", "a_c")] == [
+        "given",
+        "measured",
+        "default",
+        "fitted",
+    ]
+
+
+def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", 2, 0.4)
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(JobError, match="no step behind the first"):
+        measured([folder])
+
+
+# -- answers
+
+
+def test_a_probability_has_the_interval_of_wilson() -> None:
+    # Wilson, 1927; as in Brown, Cai and DasGupta, Statistical Science 16(2), 2001.
+    assert wilson(8, 10) == pytest.approx((0.490, 0.943), abs=1e-3)
+    assert wilson(0, 10)[0] == 0.0
+    assert wilson(10, 10)[1] == 1.0
+
+
+def test_more_workers_no_longer_pay_where_twice_as_many_are_hardly_faster() -> None:
+    job = replace(SCENARIO, work=Workload(samples=6400, batch_size=64, shards=64))
+    slowed = replace(job, step=replace(STEP, a_r=0.1, b_r=0.2))
+    assert enough(rates(job, 64)) == 64
+    assert 1 < enough(rates(slowed, 64)) < 64
+    assert all(rate.extrapolated for rate in rates(job, 4))
+    assert [rate.extrapolated for rate in rates(replace(job, measured_to=2), 4)] == [False, False, True]
+
+
+# -- the search
+
+
+def test_the_cheapest_mix_within_the_deadline_is_found() -> None:
+    goal = Goal("cost", deadline_s=2000.0)
+    best, tried = search(SCENARIO, goal, simulated, seeds=4, step_s=0.6)
+    assert goal.holds(best[0].answer)
+    assert best[0].answer.cost.p50 <= min(one.answer.cost.p50 for one in tried if goal.holds(one.answer)) * 1.02
+    assert best[0].scenario.hosts[0].count < 4, "steady hosts are ten times as dear"
+    assert tried == sorted(tried, key=lambda one: goal.key(one.answer))
+
+
+def test_what_exceeds_the_budget_comes_behind_what_does_not() -> None:
+    dear = Expectation(Spread(1.0, 1.0), Spread(90.0, 120.0), 1.0, 0.9, 1.0, {}, 0.0, 10)
+    slow = replace(dear, seconds=Spread(5.0, 5.0), cost=Spread(40.0, 60.0))
+    late = replace(slow, in_time=0.5)
+    goal = Goal("time", budget=100.0)
+    assert sorted([late, dear, slow], key=goal.key) == [slow, dear, late]
+
+
+def test_the_frontier_has_what_none_beats_in_time_and_cost() -> None:
+    _, tried = search(SCENARIO, Goal(), simulated, seeds=2, step_s=0.6)
+    best = frontier(tried)
+    for one in best:
+        assert not any(
+            other.answer.seconds.p50 < one.answer.seconds.p50 and other.answer.cost.p50 < one.answer.cost.p50
+            for other in tried
+        )
+
+
+def test_mixes_have_enough_hosts_and_stay_few() -> None:
+    many = replace(SCENARIO, hosts=[SPOT.model_copy(update={"name": f"s{number}", "count": 8}) for number in range(4)])
+    assert 1 < len(mixes(many)) <= 60
+    assert all(mix.room >= mix.job.fewest for mix in mixes(many))
+
+
+def test_the_command_of_the_best_way_is_one_of_unisono_run() -> None:
+    job = How(fewest=2, checkpoint_every=50, policies=("spot", "straggler"))
+    words = command(replace(SCENARIO, job=job)).split()
+    assert words[:4] == ["unisono", "run", "-n", "2:8"]
+    assert words[-3:] == ["--policy", "straggler", "train.py"]
+    assert "spot" not in words, "it needs a market, which the script gives it"
+
+
+# -- the command line
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("8h", 28800), ("90m", 5400), ("1.5d", 129600), ("20", 20), ("3 s", 3)])
+def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0h", "-3h", "8 hours", "1e9h", "h"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(JobError, match="--deadline"):
+        seconds_of(text)
+
+
+JOB = """
+[work]
+samples = 6400
+batch_size = 8
+shards = 8
+
+[step]
+a_c = 0.5
+a_r = 0.1
+
+[[hosts]]
+name = "steady"
+count = 1
+workers = 2
+price = 3.0
+
+[[hosts]]
+name = "spot"
+count = 4
+workers = 1
+price = 0.5
+between_losses_s = 600
+notice_s = 30
+"""
+
+
+def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
+    scenario, out = tmp_path / "job.toml", tmp_path / "report"
+    scenario.write_text(JOB)
+    words = ["simulate", str(scenario), "--seeds", "3", "--processes", "1", "--deadline", "1h", "--minimise", "time"]
+    words += ["--policies", "none", "--policies", "spot", "--out", str(out), "--json"]
+    done = CliRunner().invoke(application(words), words)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [one["policies"] for one in found["variants"]] == ["no policies", "spot"]
+    assert found["extrapolation"] is True
+    assert found["figures"]["a_c"] == {"value": 0.5, "source": "given"}
+    assert {one["figure"] for one in found["guesses"]} <= set(found["figures"])
+    assert found["candidates"]
+    page = (out / "report.html").read_text()
+    assert "extrapolation" in page
+    assert "unisono run -n" in page
+    assert (out / "plots" / "candidates.png").stat().st_size > 5000
+
+
+def test_an_unknown_policy_is_refused_by_name(tmp_path: Path) -> None:
+    scenario = tmp_path / "job.toml"
+    scenario.write_text(JOB)
+    words = ["simulate", str(scenario), "--seeds", "1", "--processes", "1", "--policies", "nonsense"]
+    done = CliRunner().invoke(application(words), words)
+    assert isinstance(done.exception, JobError)
+    assert "nonsense" in str(done.exception)
+
+
+def test_the_scenario_of_the_guide_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "simulate.md").read_text()
+    (tmp_path / "job.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    found = read_scenario(tmp_path / "job.toml")
+    assert found.room == 56
+    assert found.job.policies == ("spot",)
