@@ -360,7 +360,7 @@ class TemporaryFiles:
         return {
             entry.name: str(entry)
             for entry in folder.iterdir()
-            if not entry.name.startswith(tuple(ALLOWED_TEMPORARY_FILES))
+            if not allowed(entry.name, ALLOWED_TEMPORARY_FILES)
         }
 
     def ours(self, leftover: Seen) -> Seen:

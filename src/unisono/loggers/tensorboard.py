@@ -33,7 +33,7 @@ class TensorBoardLogger(Logger):
 
         first = min(run.logged, run.steps)
         folder = run.folder / self._folder
-        if run.steps == 0 and folder.is_dir():
+        if first == 0 and folder.is_dir():  # what is there nobody has noted: a step 0 cannot be dropped otherwise
             shutil.rmtree(folder)
         self._writer = SummaryWriter(str(folder), purge_step=first or None)
         return first
