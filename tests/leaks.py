@@ -358,9 +358,7 @@ class TemporaryFiles:
         if not folder.is_dir():
             return {}
         return {
-            entry.name: str(entry)
-            for entry in folder.iterdir()
-            if not allowed(entry.name, ALLOWED_TEMPORARY_FILES)
+            entry.name: str(entry) for entry in folder.iterdir() if not allowed(entry.name, ALLOWED_TEMPORARY_FILES)
         }
 
     def ours(self, leftover: Seen) -> Seen:
