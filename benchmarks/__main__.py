@@ -21,6 +21,7 @@ from benchmarks import (
     flips,
     growth,
     guests,
+    looking,
     network,
     pairs,
     pictures,
@@ -341,7 +342,9 @@ def page_command(
 ) -> None:
     """What it costs training that somebody looks at its page: beside a job that has none."""
     choice = _side_by_side("page", model, workers, step_ms, quick=quick)
-    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+    report = pairs.run(_often(choice, rounds, turns, seed))
+    spent = looking.processor_time(model, workers, int(report.settings["batch"]), 2.0 if quick else 20.0)
+    _publish(replace(report, grids=[*report.grids, spent]), output)
 
 
 @app.command("pictures")

@@ -18,8 +18,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from unisono.errors import JobError, UnisonoWarning
+from unisono.dashboard.source import CoordinatorSource
+from unisono.errors import JobError, LaunchError, UnisonoWarning
 from unisono.jsonl import read_lines
+from unisono.launch.elastic.address import Address
 from unisono.membership import parser, service
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, WorkerEnded, to_agent
 from unisono.membership.auth import Rate, RequestLimits
@@ -828,3 +830,22 @@ def test_a_resize_a_leave_and_a_stop_are_taken(running: Running) -> None:
         assert running.ask("POST", "/leave", {"who": names[0]})[0] == 200
         assert running.ask("POST", "/leave", {"who": "w99"})[0] == 404
         assert running.ask("POST", "/stop")[0] == 200
+
+
+# -- what was written down, for a page on another host
+
+
+def test_a_page_on_another_host_reads_the_record_and_nothing_else(running: Running, tmp_path: Path) -> None:
+    source = CoordinatorSource(Address(running.url, running.token))
+    assert source.read("metrics.jsonl", 0, 100) == b""  # there is none yet
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n')
+    assert source.read("metrics.jsonl", 2, 4) == b"step"
+    assert source.control().status()["generation"] == 0
+    for name in ("token", "coordinator.jsonl", "../run/token", "journal.jsonl/"):
+        with pytest.raises((JobError, LaunchError)):
+            source.read(name, 0, 100)
+
+
+@pytest.mark.parametrize("query", ["", "?first=0", "?first=-1&most=5", "?first=0&most=0", "?first=0&most=99999999999"])
+def test_a_part_of_the_record_has_a_first_byte_and_a_size(shared: Running, query: str) -> None:
+    assert shared.ask("GET", f"/record/journal.jsonl{query}")[0] == 400

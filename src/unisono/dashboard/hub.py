@@ -11,8 +11,11 @@ from unisono.dashboard.source import JOB, JOURNAL, METRICS, RESULT, RunSource
 from unisono.errors import JobError, LaunchError, Unreadable
 from unisono.received import parse_object
 
-POLL_S = 0.1
-STATUS_S = 1.0
+POLL_S = 0.2
+"""How often the journal is looked at, in seconds: what happens is shown at once."""
+
+METRICS_S = 0.6
+STATUS_S = 2.0
 PACE_S = 0.2
 """Seconds between two messages to one viewer, at least."""
 
@@ -40,7 +43,7 @@ class Hub:
         self._journal, self._metrics = Follower(JOURNAL), Follower(METRICS)
         self._watched, self._changed = asyncio.Event(), asyncio.Condition()
         self._version = 0
-        self._asked_at = -STATUS_S
+        self._asked_at = self._measured_at = -STATUS_S
 
     async def follow(self) -> None:
         """Follow the run until it is cancelled."""
@@ -66,13 +69,16 @@ class Hub:
         """
         if not self.model.job:
             self.model.job = await asyncio.to_thread(self._object, JOB)
-        journal, metrics = await asyncio.to_thread(self._read)
+        now = asyncio.get_running_loop().time()
+        with_metrics = self.model.is_behind or now - self._measured_at >= METRICS_S
+        journal, metrics = await asyncio.to_thread(self._read, with_metrics)
+        self._measured_at = now if with_metrics else self._measured_at
         self.model.take_journal(journal.lines, anew=journal.anew)
         self.model.take_metrics(metrics.lines, anew=metrics.anew)
         is_behind = journal.more or metrics.more
         is_news = bool(journal.lines or metrics.lines or self.model.trouble or is_behind != self.model.is_behind)
         self.model.is_behind, self.model.trouble = is_behind, ""
-        if asyncio.get_running_loop().time() - self._asked_at >= STATUS_S or journal.lines:
+        if now - self._asked_at >= STATUS_S or journal.lines:
             is_news |= await self._ask()
         if is_news:
             await self._tell()
@@ -96,8 +102,9 @@ class Hub:
             if not self.viewers:
                 self._watched.clear()
 
-    def _read(self) -> tuple[NewLines, NewLines]:
-        return self._journal.news(self._source.read), self._metrics.news(self._source.read)
+    def _read(self, with_metrics: bool) -> tuple[NewLines, NewLines]:
+        read = self._source.read
+        return self._journal.news(read), self._metrics.news(read) if with_metrics else NewLines([])
 
     def _object(self, name: str) -> Mapping[str, Any]:
         data = self._source.read(name, 0, LARGEST_FILE)

@@ -48,8 +48,8 @@ function tiles(head) {
   const wanted = head.sizes ? ` of ${head.sizes.wanted}` : "";
   const found = [
     ["Step", figure(latest.step)], ["Epoch", figure(latest.epoch)], ["Loss", figure(latest.loss)],
-    ["Samples per second", figure(latest.samples_per_s, 3)], ["Workers", `${training}`, wanted], ["Generation", figure(head.generation)],
-    ["Step time", seconds(parts.total)], ["Exposed communication", exposed], ["Batch size", figure(latest.batch_size)],
+    ["Samples / s", figure(latest.samples_per_s, 3)], ["Workers", `${training}`, wanted], ["Generation", figure(head.generation)],
+    ["Step time", seconds(parts.total)], ["Exposed comm.", exposed], ["Batch size", figure(latest.batch_size)],
     ["Learning rate", figure(latest.learning_rate ?? latest.lr)], ["Noise scale", figure(last("noise_scale"))], ["Gradient norm", figure(last("gradient_norm"))],
   ].filter(([name, value]) => value !== "–" || ["Step", "Loss"].includes(name));
   const place = at("tiles");

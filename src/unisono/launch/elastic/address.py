@@ -213,7 +213,7 @@ class Control:
             most: the largest number of bytes; fewer are the file's end, or that there is none.
         """
         status, data = self._answer("GET", f"/record/{name}?first={first}&most={most}")
-        if status >= 400:
+        if status != http.client.OK:
             raise JobError(_refusal(status, _object(status, data)))
         return data
 
