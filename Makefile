@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -166,6 +166,9 @@ bench-second-order: $(READY)  ## Muon on two workers, by everybody or by owners;
 
 bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what policies get back of what that costs; needs root
 	@$(BIN)/python -m benchmarks disturbed $(OPTIONS)
+
+bench-pinning: $(READY)  ## workers pinned to cores beside such that are not; OPTIONS="--busy 1": beside a busy process
+	@$(BIN)/python -m benchmarks pinning $(OPTIONS)
 
 bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in every step
 	@$(BIN)/python -m benchmarks monitor $(OPTIONS)

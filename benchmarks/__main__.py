@@ -313,6 +313,23 @@ StepMs = Annotated[float, typer.Option(help="of a step, about: decides the batch
 Turns = Annotated[int | None, typer.Option(help="of each job in a round")]
 
 
+@app.command("pinning")
+def pinning_command(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "narrow",
+    workers: Workers = 2,
+    step_ms: StepMs = 50.0,
+    busy: Annotated[int, typer.Option(min=0, help="processes of others beside, each of which keeps a core busy")] = 0,
+    rounds: Rounds = None,
+    turns: Turns = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What it brings or costs to pin workers to cores of their own: beside a job whose workers run where they want."""
+    choice = replace(_side_by_side("pinning", model, workers, step_ms, quick=quick), busy=busy)
+    _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
+
+
 @app.command("elastic")
 def elastic_command(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(WORKLOADS)}")] = "narrow",

@@ -2,6 +2,8 @@
 
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -44,6 +46,7 @@ PAIRS = {
     },
     "timeline": {"off": Kind(), "on": Kind(variables={"UNISONO_TIMELINE": "1"})},
     "page": {"alone": Kind(("--max-restarts", "3")), "looked at": Kind(("--max-restarts", "3", "--page"))},
+    "pinning": {"not pinned": Kind(("--no-pin",)), "pinned": Kind(("--pin",))},
     "audit": {"none": Kind(), "audited": Kind(variables={"UNISONO_AUDIT": "0.01"})},
 }
 """What is compared; of each pair the second beside the first."""
@@ -62,6 +65,7 @@ class Choice:
         turns: of each job, in each round.
         turn_s: seconds of a turn.
         seed: of who comes first.
+        busy: processes of others, each of which keeps a core busy.
     """
 
     pair: str = "elastic"
@@ -72,6 +76,7 @@ class Choice:
     turns: int = 20
     turn_s: float = 1.5
     seed: int = 0
+    busy: int = 0
 
     @property
     def kinds(self) -> list[str]:
@@ -88,7 +93,9 @@ def run(choice: Choice) -> Report:
     for _ in range(choice.rounds):
         meter.calibrate()
         start = partial(starting, choice, batch=batch)
-        for kind, seconds in one_round(choice.kinds, start, choice.turns, choice.turn_s, order).items():
+        with others(choice.busy):
+            measured = one_round(choice.kinds, start, choice.turns, choice.turn_s, order)
+        for kind, seconds in measured.items():
             found[kind].append(seconds)
     return Report(
         name=choice.pair,
@@ -108,6 +115,22 @@ def starting(choice: Choice, kind: str, batch: int) -> "Iterator[Job]":
         job.until(lambda: len(names(job)) == choice.workers, "all workers train")
         with looking(job) if "--page" in one.options else nullcontext():
             yield job
+
+
+BUSY = (
+    "import sys, threading; threading.Thread(target=sys.stdin.read).start()\nwhile threading.active_count() > 1: pass"
+)
+
+
+@contextmanager
+def others(processes: int) -> "Iterator[None]":
+    """As long as the context lasts, so many processes use whatever core they get."""
+    started = [subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for one in started:
+            one.communicate()
 
 
 def grid(choice: Choice, batch: int, found: dict[str, list[list[float]]]) -> Grid:

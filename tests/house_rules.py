@@ -53,7 +53,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("terminal",),
         ("command",),
         ("settings",),
-        ("tuning", "notices"),
+        ("tuning", "notices", "pinning"),
     ),
     "study": (("report",), ("measure", "simulation"), ("analysis",), ("replay", "spans")),
 }

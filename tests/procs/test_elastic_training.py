@@ -55,7 +55,7 @@ def test_killing_workers_in_the_middle_of_an_update_that_they_split_changes_no_b
 
 
 def test_growing_and_shrinking_changes_no_bit(long: Trained, started: list[Training], tmp_path: Path) -> None:
-    started.append(Training(tmp_path / "run", "-n", "1:3", EPOCHS="12", PACE_S="0.02"))
+    started.append(Training(tmp_path / "run", "-n", "1:3", "--pin", EPOCHS="12", PACE_S="0.02"))
     training = started[0]
     training.until("minted", generation=1)
     training.ask("resize", "3")

@@ -174,6 +174,15 @@ Grace = Annotated[
     float,
     typer.Option(help="Seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM."),
 ]
+Pin = Annotated[
+    bool | None,
+    typer.Option(
+        "--pin/--no-pin",
+        envvar="UNISONO_PIN",
+        help="Pin workers to cores of their own; by default to NUMA nodes, if the host has several. It decides no bit.",
+        show_default=False,
+    ),
+]
 Notices = Annotated[
     Literal["aws", "gcp", "azure", "auto"] | None,
     typer.Option(help="Leave in time when the cloud says that it takes this machine away; auto finds out which cloud."),
@@ -413,6 +422,7 @@ class JobOptions(WorkerOptions):
     grace_s: Grace = GRACE_S
     notices: Notices = None
     warm_start: WarmStart = True
+    pin: Pin = None
 
 
 @dataclass(frozen=True, slots=True)

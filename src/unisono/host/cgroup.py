@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,15 @@ def _words(path: Path) -> list[str]:
 # Processors: how many cores this process may use, and what they are.
 
 
+CORES = "UNISONO_CORES"
+"""The variable by which a launcher that pins its workers tells them how many cores they share."""
+
+
 def usable_cores() -> int:
-    """Those it may run on, and no more than its control groups allow; at least 1."""
+    """Those it may run on, or shares with others that are pinned as it is; no more than its control groups allow."""
+    told = os.environ.get(CORES, "")
+    if re.fullmatch("[1-9][0-9]{0,5}", told):
+        return cores_within(read_limits(), int(told))
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores_within(read_limits(), mine)
 
@@ -96,6 +104,12 @@ def usable_cores() -> int:
 def cores_within(limits: CgroupLimits, cores: int) -> int:
     """How many of these cores limits allow; at least 1."""
     return cores if limits.cpus is None else max(1, min(cores, math.floor(limits.cpus)))
+
+
+def leave_too_few_cores(threads: int) -> None:
+    """Run on all cores, if a launcher that did not know of so many threads has pinned this process to fewer."""
+    if CORES in os.environ and threads > len(os.sched_getaffinity(0)):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def processor() -> str:

@@ -24,6 +24,7 @@ PER_WORKER = (
     "UNISONO_TERM",
     "UNISONO_FAILURE_TIMEOUT_S",
     "UNISONO_TERMINAL",
+    "UNISONO_CORES",
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 

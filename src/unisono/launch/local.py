@@ -117,13 +117,15 @@ class _FixedWorkers:
     """All workers of one launch."""
 
     def __init__(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal, warm: Warm) -> None:
-        self._settings, self._folder = settings, folder
+        self._folder = folder
         self._running: dict[int, _Worker] = {}
         self._exits: list[WorkerExit] = []
         self._interrupted: int | None = None
         self._told = asyncio.Event()
         self._ending = False
-        self._group = WorkerGroup(folder, terminal)
+        pinning = settings.pinning
+        self._settings = settings.told(pinning.variables)
+        self._group = WorkerGroup(folder, terminal, pinning)
         self._begins = WorkerStart(warm, self._group.say)
 
     async def run(self) -> Outcome:
@@ -171,7 +173,10 @@ class _FixedWorkers:
     async def _start(self, rank: int, rendezvous: RendezvousSocket | None) -> _Worker:
         command = worker_command(self._settings, self._folder.path, rank, rendezvous)
         meets = int(rendezvous.fd) if rendezvous is not None and rank == 0 else None
-        process, output = await self._group.begin(rank, lambda output: self._begins.start(command, output, meets))
+        worker = rank // (self._settings.devices_per_worker or 1)
+        process, output = await self._group.begin(
+            rank, lambda output: self._begins.start(command, output, meets), worker
+        )
         return _Worker(rank, process, output)
 
     async def _see_off(self, worker: _Worker) -> None:

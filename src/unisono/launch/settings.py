@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unisono.errors import JobError
 from unisono.launch.notices.source import NoticeSource
+from unisono.launch.pinning.pins import Pinning
 from unisono.launch.tuning import Tuning
 from unisono.received import LONGEST_S
 from unisono.sync.named import strategy_of
@@ -131,6 +132,7 @@ class LaunchSettings:
         grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
         notices: the cloud that says when it takes this machine away, by its name; None for none.
         tuning: the settings of the workers' memory allocator.
+        pin: whether workers are pinned to cores; None pins them to NUMA nodes, where there are several.
         warm_start: whether several workers are forked from a process that has torch loaded, where that is possible.
         extra_environment: further variables for every worker.
         memory_limit_mib: the most memory of the host that each worker may need, with its loader processes, in MiB; a
@@ -155,6 +157,7 @@ class LaunchSettings:
     grace_s: float = GRACE_S
     notices: str | None = None
     tuning: Tuning = field(default_factory=Tuning)
+    pin: bool | None = None
     warm_start: bool = True
     extra_environment: dict[str, str] = field(default_factory=dict)
     memory_limit_mib: float | None = None
@@ -163,6 +166,11 @@ class LaunchSettings:
     def processes(self) -> int:
         """The number of processes on this host: one for each device of each worker."""
         return self.workers * (self.devices_per_worker or 1)
+
+    @property
+    def pinning(self) -> Pinning:
+        """Whether and how the workers are pinned on this host."""
+        return Pinning.of_this_host(self.pin, self.threads or 1)
 
     @property
     def notice_source(self) -> NoticeSource | None:

@@ -12,9 +12,12 @@ from unisono.errors import LaunchError
 from unisono.host.guard import Guard, kill_group
 from unisono.host.signals import NOTICES
 from unisono.launch.ending.failure import Failure, end_of, noted_end
+from unisono.launch.pinning.pins import Pinning, Pins
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal, WorkerName
 from unisono.launch.worker_start import WorkerProcess
+
+NOBODY = Pinning()
 
 SECOND_TERM_S = 0.2
 KILL_S = 0.7
@@ -44,10 +47,12 @@ class WorkerGroup:
     Args:
         folder: the run folder.
         terminal: the terminal that shows the workers' output.
+        pinning: the decision whether workers are pinned to cores.
     """
 
-    def __init__(self, folder: RunFolder, terminal: Terminal) -> None:
+    def __init__(self, folder: RunFolder, terminal: Terminal, pinning: Pinning = NOBODY) -> None:
         self._folder, self._terminal = folder, terminal
+        self._pins = Pins(pinning, self.say)
         self._said: set[asyncio.Task[None]] = set()
         self.guard: Guard
 
@@ -58,17 +63,18 @@ class WorkerGroup:
         Raises:
             LaunchError: the guard cannot be started.
         """
-        with _hearing_signals(signalled), _guarding() as self.guard:
+        with _hearing_signals(signalled), _guarding() as self.guard, self._pins.opened():
             yield
 
     async def begin(
-        self, name: WorkerName, start: Callable[[WorkerOutput], Awaitable[WorkerProcess]]
+        self, name: WorkerName, start: Callable[[WorkerOutput], Awaitable[WorkerProcess]], worker: WorkerName
     ) -> tuple[WorkerProcess, WorkerOutput]:
         """Start a worker, and show what it writes.
 
         Args:
             name: the worker's name.
             start: a function that starts its process, which leads a process group of the same number.
+            worker: the worker of which it is a device, or the same name.
 
         Raises:
             OSError: it cannot be started.
@@ -81,6 +87,7 @@ class WorkerGroup:
             raise
         output.worker_started()
         self.guard.watch(process.pid)
+        self._pins.began(str(worker), process.pid)
         return process, output
 
     async def end(self, name: WorkerName, process: WorkerProcess) -> Ended:
@@ -88,6 +95,7 @@ class WorkerGroup:
         code, at = end_of(self._folder, name, await process.wait())
         kill_group(process.pid)
         self.guard.forget(process.pid)
+        self._pins.ended(process.pid)
         noted = noted_end(self._folder, name)
         return Ended(code, at, self._failure_of(name), noted is not None and noted[0] == code)
 

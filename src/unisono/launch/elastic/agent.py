@@ -149,13 +149,15 @@ class ElasticAgent:
         joined: Joined | None = None,
         others: StartedAgents | None = None,
     ) -> None:
+        pinning = settings.launch.pinning
         told = {
+            **pinning.variables,
             "UNISONO_TERM": str(folder.term or ""),
             "UNISONO_FAILURE_TIMEOUT_S": str(settings.failure_timeout_s),
         }
         self._settings = replace(settings, launch=settings.launch.told(told))
         self._folder, self._terminal, self._joined, self._others = folder, terminal, joined, others
-        self._group = WorkerGroup(folder, terminal)
+        self._group = WorkerGroup(folder, terminal, pinning)
         self._id = new_agent() if joined is None else joined.agent
         self._workers = HostWorkers(self._group, self._worker_gone)
         self._over: JobOver | None = None

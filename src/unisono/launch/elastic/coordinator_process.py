@@ -77,6 +77,7 @@ def job_words(settings: ElasticSettings) -> list[str]:
     return [
         *("--grace-s", f"{launch.grace_s:g}"),
         *([] if launch.notices is None else ["--notices", launch.notices]),
+        *([] if launch.pin is None else ["--pin" if launch.pin else "--no-pin"]),
         *([] if launch.warm_start else ["--no-warm-start"]),
         *([] if launch.tuning.is_wanted else ["--no-tuning"]),
         *wishes(settings),

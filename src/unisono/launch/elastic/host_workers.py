@@ -157,7 +157,7 @@ class HostWorkers:
     ) -> tuple[str, WorkerProcess, WorkerOutput]:
         name = device_name(worker.name, device)
         process, output = await self._group.begin(
-            name, lambda output: self._starter.start(worker.name, worker.place, output, device, meeting)
+            name, lambda output: self._starter.start(worker.name, worker.place, output, device, meeting), worker.name
         )
         worker.processes.append(process)
         worker.pid = worker.pid or process.pid

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unisono.errors import JobError
+from unisono.host.cgroup import leave_too_few_cores
 from unisono.job import Job
 from unisono.received import LONGEST_SHOWN, short
 
@@ -86,6 +87,7 @@ def apply_numerics(job: Job, device: torch.device) -> Numerics:
         if job.deterministic:
             # cuBLAS reads it when it is first used; without it, deterministic matrix products are refused.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    leave_too_few_cores(job.threads)
     Numerics.of(job).apply()
     return before
 

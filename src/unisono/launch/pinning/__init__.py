@@ -1,0 +1,1 @@
+"""Which cores of a host its workers run on."""
