@@ -12,7 +12,8 @@ from studies import MadeUp
 from unisono.cli.study_report import compare, report_from
 from unisono.errors import JobError
 from unisono.study.analysis.analysis import Wanted
-from unisono.study.measure.cell_runner import commands, plain_workers
+from unisono.study.measure.cell_runner import CellRunner, commands, plain_workers
+from unisono.study.measure.engines import BySlurm, OnThisHost
 from unisono.study.measure.measurement import Measurement
 
 pytestmark = pytest.mark.unit
@@ -45,19 +46,42 @@ def test_a_report_shows_the_commands_that_were_started() -> None:
     )
     told = "UNISONO_STUDY=1 UNISONO_TIMELINE=1 UNISONO_STOP_AFTER=20"
     weak = f"{told} UNISONO_BATCH_SCALE=2 UNISONO_BATCH_SCALE_WARMUP=4 UNISONO_SHARDS=4"
-    assert commands(study) == [
+    assert commands(CellRunner(study, OnThisHost())) == [
         "unisono run -n 1 --threads 3 --no-tuning plain.py 'a b'",
         "unisono run -n 1 --threads 6 --no-tuning plain.py 'a b'",
         f"{told} unisono run -n 1 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
         f"{told} unisono run -n 2 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
         f"{weak} unisono run -n 2 --threads 3 --no-tuning train.py --lr 0.1",
     ]
-    assert commands(replace(study, tuned=True, modes=("strong",), shards=None, threads=None)) == [
+    plainer = replace(study, tuned=True, modes=("strong",), shards=None, threads=None)
+    assert commands(CellRunner(plainer, OnThisHost())) == [
         "unisono run -n 1 --threads 1 plain.py 'a b'",
         "unisono run -n 1 --threads 2 plain.py 'a b'",
         f"{told} unisono run -n 1 train.py --lr 0.1",
         f"{told} unisono run -n 2 train.py --lr 0.1",
     ]
+
+
+def test_on_slurm_runs_are_job_steps_on_as_few_nodes_as_there_is_room_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    study = Measurement(script=("train.py",), workers=(1, 4, 5), shards=8, threads=2)
+    told = "UNISONO_STUDY=1 UNISONO_TIMELINE=1 UNISONO_SHARDS=8 UNISONO_THREADS=2 srun --kill-on-bad-exit=1"
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    assert commands(CellRunner(study, BySlurm()))[1] == f"{told} --ntasks=4 python train.py"
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2(x3)")
+    assert commands(CellRunner(study, BySlurm())) == [
+        f"{told} --ntasks=1 --nodes=1 --ntasks-per-node=1 python train.py",
+        f"{told} --ntasks=4 --nodes=2 --ntasks-per-node=2 python train.py",
+        f"{told} --ntasks=5 --nodes=3 --ntasks-per-node=2 python train.py",
+    ]
+
+
+@pytest.mark.parametrize(("text", "cores"), [("2(x3)", 6), ("4,8(x2)", 20), ("16", 16)])
+def test_the_cores_of_an_allocation_are_those_of_all_of_its_nodes(
+    text: str, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", text)
+    assert BySlurm().cores() == cores
 
 
 @pytest.fixture

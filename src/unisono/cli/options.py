@@ -84,6 +84,10 @@ Stages = Annotated[
         help="Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of workers.",
     ),
 ]
+StudyOn = Annotated[
+    Literal["ray", "slurm"] | None,
+    typer.Option("--on", help="Start the workers on the nodes of a Ray cluster, or as tasks of Slurm (srun)."),
+]
 Baseline = Annotated[
     str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
 ]
@@ -376,7 +380,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     found = list[Parameter]()
     for name, one in signature(command).parameters.items():
         own = [one.replace(annotation=hints[name])]
-        found += signature(groups[name]).parameters.values() if name in groups else own
+        found += signature(groups[name], eval_str=True).parameters.values() if name in groups else own
     in_order = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
     expanded.__signature__ = Signature(in_order)  # type: ignore[attr-defined]  # typer reads it
     return expanded

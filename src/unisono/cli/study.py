@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,18 +30,21 @@ from unisono.cli.options import (
     Predict,
     Price,
     Repeats,
+    Resources,
     ScalingMode,
     ScriptArgs,
     Seed,
     Shards,
     Stages,
     Steps,
+    StudyOn,
     StudyScript,
     Threads,
     Tuned,
     Waiting,
     Warmup,
     Workers,
+    grouped,
     read_workers,
 )
 from unisono.cli.study_stages import study_stages
@@ -50,6 +54,7 @@ from unisono.launch.settings import Script
 
 if TYPE_CHECKING:
     from unisono.study.analysis.analysis import Wanted
+    from unisono.study.measure.engines import StudyEngine
     from unisono.study.measure.measurement import Measurement
 
 COMPARE = "compare"
@@ -69,7 +74,40 @@ class StudyCommand(TyperCommand):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class StudyPlace:
+    """The options that say where the workers of a study are started."""
+
+    engine: StudyOn = None
+    resources: Resources = None
+
+    def engine_for(self, baseline: str | None) -> StudyEngine:
+        """What starts the runs.
+
+        Args:
+            baseline: the plain loop to compare with, if there is one.
+
+        Raises:
+            JobError: the options do not go together.
+        """
+        from unisono.launch.ray.request import read_resources
+        from unisono.study.measure.engines import ENGINES, OnRay
+
+        if self.resources is not None and self.engine != "ray":
+            raise JobError("--resources-per-worker is for --on ray")
+        if self.engine is not None and baseline is not None:
+            raise JobError(
+                f"--baseline with --on {self.engine}: a plain loop runs on one host; measure it in a study there"
+            )
+        if self.resources is not None:
+            return OnRay(read_resources(self.resources))
+        made: StudyEngine = ENGINES[self.engine]()
+        return made
+
+
+@grouped
 def study(
+    place: StudyPlace,
     script: StudyScript = None,
     args: ScriptArgs = None,
     workers: Workers = "1,2",
@@ -104,8 +142,7 @@ def study(
 
         unisono study train.py --stages 2
 
-    What is measured is kept: started again after an interruption, it measures only what is missing. Exit code 0 if
-    there are figures of every run, 1 if not.
+    What is measured is kept: started again, it measures only what is missing. Exit code 1 if figures are missing.
     """
     from unisono.cli.study_report import wanted_of
 
@@ -121,8 +158,8 @@ def study(
         where = out or STUDIES / f"{label or launched.stem}-stages"
         raise typer.Exit(study_stages(launched, stages, where, tuned=tuned, **own))
     plain = tuple(shlex.split(baseline or ""))
-    for each in (launched, *([Script.from_argv(plain)] if plain else [])):
-        each.require_readable()
+    for argv in filter(None, (launched.argv, plain)):
+        Script.from_argv(argv).require_readable()
     measurement = Measurement(
         script=tuple(launched.argv),
         workers=read_workers(workers),
@@ -139,9 +176,8 @@ def study(
         label=label or launched.stem,
         tuned=tuned,
     )
-    measurement.check()
-    title = f"Scaling study: {measurement.label}"
-    raise typer.Exit(start(measurement, out or STUDIES / measurement.label, wanted(title), keeps_going=keep_going))
+    where, report = out or STUDIES / measurement.label, wanted(f"Scaling study: {measurement.label}")
+    raise typer.Exit(start(measurement, place.engine_for(baseline), where, report, keeps_going=keep_going))
 
 
 def _from_figures(measured: Path | None, studies: Sequence[Path] | None, out: Path | None, wanted: Any) -> None:
@@ -165,7 +201,9 @@ def _from_figures(measured: Path | None, studies: Sequence[Path] | None, out: Pa
     return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
 
 
-def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: bool = False) -> int:
+def start(
+    measurement: Measurement, engine: StudyEngine, path: Path, wanted: Wanted, *, keeps_going: bool = False
+) -> int:
     """Measure what is missing, and report.
 
     Returns:
@@ -180,27 +218,33 @@ def start(measurement: Measurement, path: Path, wanted: Wanted, *, keeps_going: 
     from unisono.study.measure.cell_runner import CellRunner, results_of
     from unisono.study.measure.measuring import Interrupted, measure
 
-    folder, cores, err = StudyFolder(path), usable_cores(), Console(stderr=True, highlight=False, emoji=False)
-    runner = CellRunner(measurement)
+    measurement.check()
+    folder, err = StudyFolder(path), Console(stderr=True, highlight=False, emoji=False)
+    runner = CellRunner(measurement, engine)
     runner.check()
-    with folder.opened(measurement.settings(os.environ, cores)):
-        cells = measurement.cells
-        done = sum(folder.kept(cell) is not None for cell in cells)
-        before = f", {done} of them measured before" if done else ""
-        err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
-        if most := [str(workers) for workers in measurement.workers if workers * (measurement.threads or 1) > cores]:
-            words = f"unisono: {' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
-            err.print(Text(f"{words}: they will be timed, and not called scaling"), soft_wrap=True)
-        try:
-            with StudyProgress(len(cells), done) as progress:
-                measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
-        except (Interrupted, KeyboardInterrupt) as interrupted:
-            number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
-            words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
-            err.print(Text(words), soft_wrap=True)
-            return FIRST_SIGNAL + number
-        command = shlex.join(["unisono", *sys.argv[1:]])
-        report(results_of(measurement, measured, cores, command), folder.path, wanted)
+    with engine.opened():
+        cores = engine.cores()
+        common = measurement.settings(os.environ, cores) | ({"engine": engine.name} if engine.name else {})
+        with folder.opened(common):
+            cells = measurement.cells
+            done = sum(folder.kept(cell) is not None for cell in cells)
+            before = f", {done} of them measured before" if done else ""
+            err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
+            if most := [
+                str(workers) for workers in measurement.workers if workers * (measurement.threads or 1) > cores
+            ]:
+                words = f"unisono: {' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
+                err.print(Text(f"{words}: they will be timed, and not called scaling"), soft_wrap=True)
+            try:
+                with StudyProgress(len(cells), done) as progress:
+                    measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
+            except (Interrupted, KeyboardInterrupt) as interrupted:
+                number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
+                words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
+                err.print(Text(words), soft_wrap=True)
+                return FIRST_SIGNAL + number
+            command = shlex.join(["unisono", *sys.argv[1:]])
+            report(results_of(runner, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:
         words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
         err.print(Text(words, "red"), soft_wrap=True)

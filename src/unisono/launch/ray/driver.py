@@ -109,8 +109,11 @@ def train(request: RayRequest) -> RayEnd:
 
 
 @contextmanager
-def connection() -> Iterator[None]:
+def connection(*, shows_output: bool = True) -> Iterator[None]:
     """Within it there is a connection to the cluster: the one that is there already, or a new one.
+
+    Args:
+        shows_output: whether a new one shows what the job's processes print.
 
     Raises:
         JobError: Ray is not installed.
@@ -124,7 +127,7 @@ def connection() -> Iterator[None]:
         yield
         return
     try:
-        ray.init(log_to_driver=True)
+        ray.init(log_to_driver=shows_output)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise LaunchError(f"there is no way to the Ray cluster: {error}") from error
     try:

@@ -174,10 +174,10 @@ class BatchJob:
             raise JobError(f"--workers {','.join(map(str, self.workers))}: one of them stands there twice")
 
     def _check_study(self, words: tuple[str, ...]) -> None:
-        if self.allocation.nodes > 1:
+        if self.allocation.least_nodes is not None or (self.workers and self.allocation.nodes > 1):
             raise JobError(
-                f"study with --nodes {self.allocation.nodes}: a study starts its workers on one host. Leave study out: "
-                "then each number of --workers trains in a job of its own, on as many nodes as it needs"
+                f"study with --nodes {self.allocation.asked_nodes}: a study of several nodes is one job with all of "
+                f"them, which measures each number of workers: --nodes {self.allocation.nodes} … -- study --workers …"
             )
         if self.allocation.cores is None and self.allocation.gpus:
             raise JobError("study: say with --cores-per-gpu how many cores there are for each GPU")
@@ -188,6 +188,11 @@ class BatchJob:
     def study(self) -> bool:
         """Whether it is a scaling study of the script, and not one training."""
         return self.study_words is not None
+
+    @property
+    def study_of_nodes(self) -> bool:
+        """Whether the study starts its workers on several nodes, by srun."""
+        return self.study and self.allocation.nodes > 1
 
     @property
     def is_array(self) -> bool:
@@ -202,7 +207,7 @@ class BatchJob:
     @property
     def cores(self) -> int | None:
         """Of a task: a worker; or the study, which starts workers by itself."""
-        if self.study:
+        if self.study and not self.study_of_nodes:
             return self.allocation.per_node * (self.allocation.cores or 1)
         return self.allocation.cores
 
@@ -212,7 +217,9 @@ class BatchJob:
         last = len(self.workers) - 1
         return [
             directive("job-name", self.name),
-            *self.allocation.directives(1 if self.study else self.allocation.per_node, self.cores),
+            *self.allocation.directives(
+                1 if self.study and not self.study_of_nodes else self.allocation.per_node, self.cores
+            ),
             *([directive("array", f"0-{last}")] if self.is_array else []),
             "--requeue",
             "--open-mode=append",

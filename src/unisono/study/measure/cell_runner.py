@@ -1,4 +1,4 @@
-"""Runs of a study, each started by this host's launcher, and the results that they come to."""
+"""Runs of a study, each started by the study's engine, and the results that they come to."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.errors import LaunchError
-from unisono.launch.ending.result import in_a_line, open_folder
-from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono.study.analysis.results import Results
 from unisono.study.analysis.study_folder import PlannedCell
+from unisono.study.measure.engines import StudyEngine
 from unisono.study.measure.measurement import Measurement, surroundings
 from unisono.study.measure.measuring import Measured, RunEnd, network, notes, rows, shown_settings
 
@@ -36,9 +33,15 @@ def plain_workers(workers: Sequence[int], threads: int, cores: int) -> tuple[int
 
 @dataclass(frozen=True, slots=True)
 class CellRunner:
-    """Runs one cell of a study with this machine's launcher."""
+    """Runs one cell of a study.
+
+    Attributes:
+        measurement: the measurement that was asked for.
+        engine: the engine that starts runs.
+    """
 
     measurement: Measurement
+    engine: StudyEngine
 
     def check(self) -> None:
         """Refuse what cannot be started, before anything is.
@@ -51,14 +54,7 @@ class CellRunner:
 
     def __call__(self, cell: PlannedCell, place: Path) -> RunEnd:
         """From its start to its end. Main thread only."""
-        settings = self.settings(cell)
-        folder = open_folder(place, settings.script.stem)
-        try:
-            outcome = launch(settings, folder, SilentTerminal())
-        except LaunchError as error:
-            return RunEnd(1, str(error))
-        words, log = in_a_line(outcome, folder)
-        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
+        return self.engine.run(self.settings(cell), place)
 
     def settings(self, cell: PlannedCell) -> LaunchSettings:
         """How to start one."""
@@ -82,35 +78,32 @@ class CellRunner:
         return told
 
 
-def results_of(measurement: Measurement, measured: Measured, cores: int, command: str) -> Results:
+def results_of(runner: CellRunner, measured: Measured, cores: int, command: str) -> Results:
     """All that a report is made from.
 
     Args:
-        measurement: the measurement that was asked for.
+        runner: what has made the runs.
         measured: the measured runs.
-        cores: the number of cores of this host.
+        cores: the number of cores that all workers share.
         command: the command that asked for the study, as it was typed.
     """
+    measurement, engine = runner.measurement, runner.engine
     cells = rows(measurement, measured, cores)
+    where = [f"Workers ran on nodes of {engine.name.capitalize()}; the processor shown is the study's own."]
     return Results(
         cells=tuple(cells),
         environment={**surroundings(cores), **network(measured)},
-        commands=(command, *commands(measurement)),
+        commands=(command, *commands(runner)),
         settings=shown_settings(measurement, measured),
-        notes=tuple(notes(measurement, measured)),
+        notes=(*notes(measurement, measured), *(where if engine.name else [])),
     )
 
 
-def commands(measurement: Measurement) -> list[str]:
+def commands(runner: CellRunner) -> list[str]:
     """How each kind of run could be started by hand."""
-    runner = CellRunner(measurement)
-    return [_typed(runner.settings(PlannedCell(kind, 0)), tuned=measurement.tuned) for kind in measurement.kinds]
+    return [_typed(runner.engine, runner.settings(PlannedCell(kind, 0))) for kind in runner.measurement.kinds]
 
 
-def _typed(settings: LaunchSettings, *, tuned: bool) -> str:
+def _typed(engine: StudyEngine, settings: LaunchSettings) -> str:
     words = [f"{name}={value}" for name, value in settings.extra_environment.items() if value]
-    words += ["unisono", "run", "-n", str(settings.workers)]
-    words += [] if settings.shards is None else ["--shards", str(settings.shards)]
-    words += [] if settings.threads is None else ["--threads", str(settings.threads)]
-    words += [] if tuned else ["--no-tuning"]
-    return shlex.join([*words, *settings.script.argv])
+    return shlex.join([*words, *engine.typed(settings), *settings.script.argv])
