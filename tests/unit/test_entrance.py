@@ -119,6 +119,13 @@ def test_a_name_that_means_loopback_here_is_no_address_for_others(monkeypatch: p
         Entrance("node1").listen(1)
 
 
+def test_a_port_that_another_job_has_is_named() -> None:
+    with Entrance().listen(1) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JobError, match=f"cannot listen on 127.0.0.1, port {port}: .*in use"):
+            Entrance(port=port).listen(1)
+
+
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(JobError, match=r"cannot listen on 192\.0\.2\.1, port 0: .*or :PORT for all of them"):
         Entrance("192.0.2.1").listen(1)
