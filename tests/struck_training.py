@@ -37,10 +37,10 @@ class Memory:
     def __init__(self) -> None:
         self.kept: list[tuple[int, Any]] = []
 
-    def save(self, snapshot: Snapshot, verified: Digests | None = None) -> None:
+    def save(self, snapshot: Snapshot, verified: Digests | None = None, share: object = None) -> None:
         self.kept.append((snapshot.step, FrozenSnapshot.of(snapshot)))
 
-    def newest(self) -> Snapshot | None:
+    def newest(self, read: object) -> tuple[str, Snapshot] | None:
         if not self.kept:
             return None
         step, frozen = self.kept[-1]
@@ -48,7 +48,7 @@ class Memory:
             part: {name: value.clone() for name, value in frozen.tensors[part].items()} for part in frozen.tensors
         }
         parts = {part: unflatten(frozen.text[part], tensors[part]) for part in ("model", "optimizer", "state")}
-        return Snapshot(step, **parts)
+        return "memory", Snapshot(step, **parts)
 
 
 @dataclass
