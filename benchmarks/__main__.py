@@ -505,6 +505,7 @@ def second_order_command(
         rounds=rounds or (1 if quick else 5),
         steps=2 if quick else steps,
         seed=seed,
+        seeds=1 if quick else 5,
     )
     _publish(second_order.run(choice), output)
 

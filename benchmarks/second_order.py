@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import unisono
+from benchmarks.edge import End, ends_of, table_of_ends
 from benchmarks.elastic_job import PROGRAM, running, shared_fork_server
 from benchmarks.figures import times_as_fast
 from benchmarks.noise import NoiseMeter
@@ -37,6 +38,7 @@ class Choice:
         rounds: jobs of each form, in turns.
         steps: counted in each.
         seed: of the order.
+        seeds: trainings of each kind with a learning rate.
     """
 
     models: tuple[str, ...] = ("gpt",)
@@ -44,6 +46,7 @@ class Choice:
     rounds: int = 5
     steps: int = 20
     seed: int = 0
+    seeds: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,18 @@ def run(choice: Choice) -> Report:
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     found = {model: one_model(choice, model, order) for model in choice.models}
     costs = {model: cost_of_curvature(model, choice.steps) for model in choice.models}
+    ends = ends_of(choice.seeds)
     meter.calibrate()
     return Report(
         name="second-order",
         settings=asdict(choice),
         noise=meter.read(),
-        grids=[table(choice.workers, found), table_of_costs(costs)],
-        figures={"models": {name: asdict(one) for name, one in found.items()}, "curvature": costs},
+        grids=[table(choice.workers, found), table_of_costs(costs), table_of_ends(ends)],
+        figures={
+            "models": {name: asdict(one) for name, one in found.items()},
+            "curvature": costs,
+            "edge": edge_figures(ends),
+        },
     )
 
 
@@ -166,3 +174,8 @@ def table_of_costs(costs: dict[str, dict[str, float]]) -> Grid:
     ]
     columns = ("", "figure", "processor time", "of a step, times", "every 100 steps")
     return Grid("Curvature, one worker of one thread", columns, rows)
+
+
+def edge_figures(ends: dict[str, list[End]]) -> dict[str, list[dict[str, float]]]:
+    """For JSON."""
+    return {form: [asdict(one) for one in listed] for form, listed in ends.items()}

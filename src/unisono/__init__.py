@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unisono.adapt.ada_scale import AdaScale, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
+    from unisono.adapt.edge_policy import EdgeOfStability
     from unisono.adapt.goodput_policy import GoodputPolicy
     from unisono.adapt.norms import Monitoring
     from unisono.adapt.policy import Policy
@@ -55,6 +56,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "DiLoCo",
+    "EdgeOfStability",
     "GoodputPolicy",
     "LinearScaling",
     "LocalSGD",
@@ -102,6 +104,7 @@ _HOMES = {
     "CSVLogger": "unisono.loggers.csv_file",
     "Callback": "unisono.train.trainer",
     "DiLoCo": "unisono.sync.averaging",
+    "EdgeOfStability": "unisono.adapt.edge_policy",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.thread_crew import Trade, train
 from unisono.adapt.curvature import Curvature, critical_step, largest_eigenvalue, trace_of
+from unisono.adapt.edge_policy import EdgeOfStability
+from unisono.adapt.view import View
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss
 from unisono.job import Job
 from unisono.train.config.numerics import apply_numerics
@@ -90,6 +93,12 @@ def test_figures_are_the_same_on_any_number_of_workers_and_training_goes_on_as_w
     ((same, expected),) = on(1, tmp_path / "1", lambda run: trained(run, **ALL))
     assert same == digest
     assert all(one.products > 2 and one.passes > 2 for one in expected)
+    lines = [json.loads(line) for line in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("critical_sharpness") for line in lines if "loss" in line] == [
+        expected[0].critical_sharpness,
+        None,
+        expected[1].critical_sharpness,
+    ]
     for workers in (2, 3, 5):
         for found, figures in on(workers, tmp_path / f"{workers}", lambda run: trained(run, **ALL), split=workers == 3):
             assert (found, figures) == (digest, expected), workers
@@ -226,6 +235,25 @@ def test_an_operation_without_a_second_derivative_is_named(tmp_path: Path) -> No
 def test_without_a_step_there_is_no_batch(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="in the body of a loop"):
         on(1, tmp_path / "run", lambda run: run.curvature(loss_fn))
+
+
+def test_workers_that_come_and_go_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="come and go"):
+        train(Trade(JOB, 2, tmp_path, is_elastic=True), lambda run: asked(run, loss_fn))
+
+
+def test_the_edge_of_stability_falls_at_once_and_rises_slowly() -> None:
+    def decided(policy: EdgeOfStability, rate: float, **metrics: float) -> list[Any]:
+        view = View(1, 0, 8, 8, 8, 1, 1, 1, learning_rate=rate, metrics=metrics)
+        policy.after_step(view)
+        return [decision.value for decision in policy.decided()]
+
+    policy = EdgeOfStability(share=0.5, growth=2)
+    assert decided(policy, 0.1, critical_sharpness=100.0) == [0.01]
+    assert decided(policy, 0.1, critical_sharpness=1.0) == [0.2]
+    assert decided(policy, 0.1, critical_sharpness=math.inf) == decided(policy, 0.1) == []
+    with pytest.raises(JobError, match="growth above 1"):
+        EdgeOfStability(growth=1)
 
 
 def test_lanczos_finds_the_largest_of_many_eigenvalues() -> None:

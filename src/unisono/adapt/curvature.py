@@ -78,6 +78,17 @@ class Curvature:
     products: int = 0
     passes: int = 0
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What was asked for and is finite, by the name that it has in the step's line of ``metrics.jsonl``."""
+        found = {
+            "critical_step": self.critical_step,
+            "critical_sharpness": self.critical_sharpness,
+            "largest_eigenvalue": self.largest,
+            "hessian_trace": self.trace,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
 
 def largest_eigenvalue(product: Product, start: Vector, most: int) -> tuple[float, int]:
     """The largest eigenvalue of a symmetric matrix, and how many products it took.

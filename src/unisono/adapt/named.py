@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from unisono.adapt.ada_scale import AdaScale
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, TopologyPolicy
+from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
@@ -18,6 +19,7 @@ NAMED: dict[str, Callable[[int], Policy]] = {
     "straggler": lambda batch_size: StragglerPolicy(),
     "topology": lambda batch_size: TopologyPolicy(),
     "goodput": lambda batch_size: GoodputPolicy(largest=16 * batch_size),
+    "edge-of-stability": lambda batch_size: EdgeOfStability(),
     "scaling": lambda batch_size: ScalingPolicy(),
 }
 """What needs no further words, made for a job's batch size."""

@@ -274,9 +274,10 @@ class StepLoop:
         if self.trained.is_doubted:
             return Curvature()
         prepared.check_unchanged()
-        return self.steps.measure(
-            StepCall(step, loss_fn, prepared.optimizers, Clip(), None, self.source), question, self.collectives
-        )
+        call = StepCall(step, loss_fn, prepared.optimizers, Clip(), None, self.source)
+        found = self.steps.measure(call, question, self.collectives)
+        step.curvature |= found.figures
+        return found
 
     def end(self, after: RunProgress | None) -> None:
         """The body of a step is done; or it was left, and nothing of the step counts (None)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.checkpoint.folder import RunFolder
@@ -143,6 +144,7 @@ class CurrentSteps:
         done: Computed = self.computer.compute(call, collectives)
         self.is_computing = False
         call.step.metrics |= done.metrics
+        done = replace(done, figures={**done.figures, **call.step.curvature})
         if not self._trained.is_doubted:
             self._listeners.tell(lambda one: one.call_done(call.step, call.optimizers, done))
         return done.loss

@@ -23,6 +23,7 @@ class Step:
         is_last: whether the loop ends with this step, as far as can be told before it is computed.
         batch: the samples of the global batch, and the shards that it is cut into.
         metrics: the means, over the global batch, of what the loss functions logged.
+        curvature: the figures that ``run.curvature`` has measured on its batch, by name.
         loss: the mean loss of the newest call of ``run``; an update of the script's own finds it there already.
         returned: the value that the update of the newest call returned; None without one, or if it was left out.
         computed_s: the seconds that this worker took for its shards, in the newest call of ``run``.
@@ -44,6 +45,7 @@ class Step:
         self.is_last_in_epoch = batch.is_last_in_epoch
         self.is_last = is_last
         self.metrics: dict[str, float] = {}
+        self.curvature: dict[str, float] = {}
         self.loss = math.nan
         self.returned: Any = None
         self.calls = 0

@@ -147,8 +147,13 @@ class ExactSteps:
         """Measure curvature on the batch of a call. Collective; changes nothing.
 
         Raises:
-            JobError: a worker has several devices.
+            JobError: a worker has several devices, or workers come and go.
         """
+        if self.membership.is_elastic:
+            raise JobError(
+                "run.curvature: workers that come and go are not supported yet: start the job with a number of workers "
+                "that stays, such as unisono run -n 2"
+            )
         if self.membership.workers.devices.count > 1:
             raise JobError("run.curvature needs whole weights, and this worker has several devices: use one")
 
@@ -156,7 +161,8 @@ class ExactSteps:
             mine = workers.split(call.step.batch.shards).of(workers.rank)
             made = self._call(call, mine, call.source.mark(call.step.batch))
             probe = CurvatureProbe(self.require_engine(), self.trained.require_prepared(), made, self.config.job.seed)
-            return asdict(probe.measure(question))
+            with self.trained.policy_state.scaled(made.optimizers):  # as the next update will be
+                return asdict(probe.measure(question))
 
         return Curvature(**collectives.together(found))
 
