@@ -91,7 +91,9 @@ def test_arguments_reach_the_script_as_they_are() -> None:
     assert json.loads(ast.literal_eval(text)) == given
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), (1, 2), {1: 2}, b"x", math.nan], ids=repr)
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), (1, 2), {1: 2}, b"x", math.nan], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_json_is_refused_since_nothing_is_pickled(value: Any) -> None:
     with pytest.raises(JobError, match="the argument epochs=.*Nothing is pickled"):
         script_of(train, {"epochs": value}, FOLDER)
@@ -103,7 +105,9 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_starts(arguments:
         script_of(train, arguments, FOLDER)
 
 
-@pytest.mark.parametrize("function", [lambda: 1, len, Path("x").exists, "train", 3, int], ids=str)
+@pytest.mark.parametrize(
+    "function", [lambda: 1, len, Path("x").exists, "train", 3, int], ids=lambda value: type(value).__name__
+)
 def test_what_has_no_name_or_source_of_its_own_is_refused(function: Any) -> None:
     with pytest.raises(JobError, match="needs a function with a name"):
         script_of(function, {}, FOLDER)
