@@ -30,6 +30,7 @@ TOGETHER = {
     "test_staged.py": "the models that one device has trained",
     "test_stream_jobs.py": "the serial runs",
     "test_parallel.py": "what one worker of two devices has trained",
+    "test_study_engines.py": "the cluster",
     "test_study.py": "the study that was killed and started again",
     "test_fork_server.py": "the template",
     "test_transformers.py": "the serial run",

@@ -47,6 +47,7 @@ WRONG = {
     "monitor": ("all", None, 1.5),
     "policies": (5, None, "ada-scale", ["ada-scale"], unisono.ScalingPolicy),
     "strategy": (5, unisono.AllReduce),
+    "loggers": (5, "csv"),
     "timeline": ("yes", 1, None),
 }
 

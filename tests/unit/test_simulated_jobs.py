@@ -64,7 +64,7 @@ def test_all_time_is_training_or_lost_to_something() -> None:
 def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None:
     spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
     scenario = replace(PLAIN, hosts=[spot], seconds=TOOK.model_copy(update={"jitter": 0.1}))
-    request = Request((scenario, PLAIN), (0, 1, 2), LONG_S)
+    request = Request((scenario,), (0, 1, 2), LONG_S)
     assert outcomes(request, 1) == outcomes(request, 2)
     first = outcomes(request, 1)[0]
     assert len({each.seconds for each in first}) == 3
