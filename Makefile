@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -187,6 +187,9 @@ bench-shuffles: $(READY)  ## the shuffle by blocks beside the full one, on a dat
 
 bench-sampling: $(READY)  ## what reading only some blocks of the gradients does to the figures
 	@$(BIN)/python -m benchmarks sampling $(OPTIONS)
+
+bench-numerics: $(READY)  ## what portable numerics cost: operations and training steps beside native ones
+	@$(BIN)/python -m benchmarks numerics $(OPTIONS)
 
 bench-accuracy: $(BENCH_READY)  ## AdaScale at eight times the batch: accuracies beside the small one's and linear scaling's
 	@$(BIN)/python -m benchmarks accuracy $(OPTIONS)

@@ -23,6 +23,7 @@ from benchmarks import (
     guests,
     looking,
     network,
+    numerics,
     pairs,
     pictures,
     recovery,
@@ -520,6 +521,19 @@ def shuffles_command(
     """The shuffle by blocks beside the full one, on a data set of compressed blocks."""
     choice = shuffles.Choice(samples, block_size)
     _publish(shuffles.run(shuffles.Choice(4000, 100, (2, 4), 20, 1) if quick else choice), output)
+
+
+@app.command("numerics")
+def numerics_command(
+    only: Annotated[list[str] | None, typer.Option(help="words of an operation's name; repeat for more")] = None,
+    turns: Annotated[int, typer.Option(help="of each operation at each level")] = 15,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What portable numerics cost: operations and training steps beside native ones, in turns."""
+    names = numerics.Choice().names
+    chosen = tuple(name for name in names if any(words in name for words in only)) if only else names
+    _publish(numerics.run(numerics.Choice(chosen, 1 if quick else turns)), output)
 
 
 @app.command("sampling")

@@ -11,6 +11,7 @@ from unisono.received import short
 Reduction = Literal["exact", "native"]
 Precision = Literal["float32", "bf16"]
 Compression = Literal["none", "bf16"]
+NumericsLevel = Literal["native", "portable"]
 
 SAMPLES_PER_SHARD = 16
 """The fewest samples that the default number of shards leaves in a shard."""
@@ -43,6 +44,8 @@ class Job(BaseModel):
             workers alike, and sends half the bytes.
         bucket_mb: the size of the buckets that are reduced together, in MiB.
         deterministic: whether operations without a deterministic version are refused.
+        numerics: ``native`` computes as fast as each processor can, ``portable`` the same bits on x86 processors of
+            several makers and generations.
         on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
     """
 
@@ -57,6 +60,7 @@ class Job(BaseModel):
     compression: Compression = "none"
     bucket_mb: float = Field(default=4.0, gt=0, le=2**16)
     deterministic: bool = True
+    numerics: NumericsLevel = "native"
     on_nan: Literal["stop", "skip"] = "stop"
 
     @model_validator(mode="after")

@@ -45,6 +45,7 @@ def at(config: RunConfig, path: str) -> Any:
 SHARED = [
     # where it goes; the default; the variable, its text and value; the argument, what is given and its value
     ("job.shards", 2, ("UNISONO_SHARDS", "4", 4), ("shards", 1, 1)),
+    ("job.numerics", "native", ("UNISONO_NUMERICS", "portable", "portable"), ("numerics", "native", "native")),
     ("job.threads", 1, ("UNISONO_THREADS", "2", 2), ("threads", 3, 3)),
     (
         "communication.transport",

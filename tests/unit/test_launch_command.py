@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import JobError
+from unisono.host.processor_paths import PORTABLE, variables_of
 from unisono.launch.command import RendezvousSocket, WorkerCommand, dry_run, worker_command
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
@@ -50,6 +51,19 @@ def test_workers_get_the_tuning_and_a_caller_who_sets_more_goes_first() -> None:
     variables = command(tuning=tuning, extra_environment={"MALLOC_ARENA_MAX": "2"}).variables
     assert (variables["MALLOC_ARENA_MAX"], variables["MALLOC_MMAP_MAX_"]) == ("2", "0")
     assert not [name for name in command().variables if name.startswith("MALLOC")]
+
+
+def test_workers_get_what_portable_numerics_need_whether_an_option_or_the_environment_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UNISONO_NUMERICS", raising=False)
+    asked = command(numerics="portable").variables
+    assert {name: asked.get(name) for name in variables_of("portable")} == variables_of("portable")
+    assert not {"UNISONO_NUMERICS", *PORTABLE} & command().variables.keys()
+    monkeypatch.setenv("UNISONO_NUMERICS", "portable")
+    assert command().variables == asked
+    assert command(numerics="native").variables["UNISONO_NUMERICS"] == "native"
+    assert command(numerics="portable").environment({"MKL_CBWR": "AVX2"})["MKL_CBWR"] == "COMPATIBLE"
 
 
 def test_wishes_reach_the_workers_and_silence_stays_silent() -> None:

@@ -245,6 +245,14 @@ AuditShare = Annotated[
         help="The share of shards that another worker computes again, to find a processor with wrong results.",
     ),
 ]
+Numerics = Annotated[
+    Literal["native", "portable"] | None,
+    typer.Option(
+        envvar="UNISONO_NUMERICS",
+        help="portable: the same bits on x86 processors of several makers and generations, at a price.",
+        show_default=False,
+    ),
+]
 StrategyName = Annotated[
     str | None,
     typer.Option(
@@ -418,6 +426,7 @@ class JobOptions(WorkerOptions):
     allow_job_change: AllowJobChange = False
     insecure_data: InsecureData = False
     policy: PolicyNames = None
+    numerics: Numerics = None
     strategy: StrategyName = None
     log_to: LogTo = None
     audit: AuditShare = None

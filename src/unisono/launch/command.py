@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.host.processor_paths import LEVEL, variables_of
 from unisono.launch.settings import LaunchSettings
 
 PER_WORKER = (
@@ -149,6 +150,7 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         **settings.tuning.variables,
+        **variables_of(settings.numerics or os.environ.get(LEVEL)),
         **_wishes(settings),
     }
 

@@ -53,7 +53,7 @@ class Launcher:
 
     Args:
         share: a fork server for all of them, so that torch is loaded once. The settings may then differ in what each
-            worker is told, but in neither threads nor tuning.
+            worker is told, but in neither threads, numerics nor tuning.
     """
 
     def __init__(self, *, share: bool = False) -> None:
@@ -94,7 +94,9 @@ class Launcher:
 
 async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
     """A fork server that knows of a launch only what others after it have in common with it."""
-    common = LaunchSettings(settings.script, threads=settings.threads, tuning=settings.tuning)
+    common = LaunchSettings(
+        settings.script, threads=settings.threads, numerics=settings.numerics, tuning=settings.tuning
+    )
     environment = elastic_command(common, folder.path, None).environment(os.environ)
     with suppress(ColdStart):  # then each tries for itself, and says why not
         return await WarmStart.open(environment, folder.log_of("template"))

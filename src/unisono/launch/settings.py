@@ -122,6 +122,7 @@ class LaunchSettings:
         threads: torch threads of each worker, if the person sets them here.
         checkpoint_every: steps between checkpoints, if the person sets them here.
         policies: policies by name, besides the script's; the workers find out whether they exist.
+        numerics: the level of numerics, if the person sets it here.
         strategy: the strategy by which the workers synchronise, if the person sets it here.
         log_to: loggers by name, besides the script's; the workers find out whether they exist.
         audit: the share of the work that is computed twice, if the person sets it here.
@@ -147,6 +148,7 @@ class LaunchSettings:
     threads: int | None = None
     checkpoint_every: int | None = None
     policies: tuple[str, ...] = ()
+    numerics: str | None = None
     strategy: str | None = None
     log_to: tuple[str, ...] = ()
     audit: float | None = None

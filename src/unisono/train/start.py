@@ -22,7 +22,7 @@ from unisono.data.streams import seed_generators
 from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
 from unisono.host.signals import NOTICES
-from unisono.job import Compression, Job, Precision, Reduction
+from unisono.job import Compression, Job, NumericsLevel, Precision, Reduction
 from unisono.loggers.logger import Logger
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
@@ -46,7 +46,7 @@ from unisono.train.group.devices import Devices
 from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.rendezvous import RUNS, FixedRendezvous, Rendezvous
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import SAME, Workers
 from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
@@ -106,6 +106,7 @@ def init(
     compression: Compression = "none",
     bucket_mb: float = 4.0,
     deterministic: bool = True,
+    numerics: NumericsLevel | None = None,
     on_nan: Literal["stop", "skip"] = "stop",
     device: str | int | torch.device | None = None,
     transport: TransportName | None = None,
@@ -149,6 +150,8 @@ def init(
             still do not depend on the number of workers.
         bucket_mb: the size of the buckets in which gradients are reduced, in MiB.
         deterministic: whether to refuse operations that have no deterministic version.
+        numerics: ``portable`` for the same bits on x86 processors of several makers and generations, at a price; torch
+            has to be loaded with settings for it, as ``unisono run --numerics portable`` does. By default ``native``.
         on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
         device: the device; by default the GPU of the worker's local rank if there is one, else the CPU.
         transport: the transport of gradients between workers; decides no bit. By default ``shared_memory`` between
@@ -208,9 +211,9 @@ def init(
         about.constraints.require(about.strategy, None if membership.is_elastic else membership.workers.world_size)
         spans = Spans() if config.recording.timeline else None
         calls = CollectiveCalls(membership, spans=spans)
-        calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config))
+        calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config), _same(job))
         if bits := _bits(config):
-            calls.agree("way to compute", bits, SAME_MACHINES)
+            calls.agree("way to compute", bits, SAME_MACHINES + _or_portable(job))
         folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
         leave = opened.enter_context(closing(process.leave_request()))
@@ -286,6 +289,16 @@ SAME_MACHINES = (
     "of one kind. unisono doctor shows on each host what it computes"
 )
 """What to do about workers that compute other bits."""
+
+
+def _same(job: Job) -> str:
+    """What to do about workers whose jobs or machines differ."""
+    return f"{SAME}. Of processors of several kinds{portable}" if (portable := _or_portable(job)) else SAME
+
+
+def _or_portable(job: Job) -> str:
+    is_offered = job.numerics == "native"
+    return ", unisono run --numerics portable gives the same bits" if is_offered else ""
 
 
 def _bits(config: RunConfig) -> dict[str, str]:

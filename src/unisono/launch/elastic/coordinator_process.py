@@ -56,6 +56,7 @@ def wishes(settings: ElasticSettings) -> list[str]:
         "--shards": launch.shards,
         "--threads": launch.threads,
         "--checkpoint-every": launch.checkpoint_every,
+        "--numerics": launch.numerics,
         "--strategy": launch.strategy,
         "--log-to": ",".join(launch.log_to) or None,
         "--audit": launch.audit,

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.train.config.portable import KERNELS
+
 _HASH = 2_654_435_761  # Knuth's multiplier: neighbours in a sequence become numbers that look drawn
 
 Operation = Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]
@@ -26,11 +28,12 @@ def bits_of(device: torch.device) -> Mapping[str, str]:
     Returns:
         a digest of 12 hexadecimal digits for each operation, by its name.
     """
-    return _computed(str(device), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+    switches = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), KERNELS.are_in_place
+    return _computed(str(device), *switches)
 
 
 @cache
-def _computed(device: str, threads: int, deterministic: bool) -> Mapping[str, str]:
+def _computed(device: str, threads: int, deterministic: bool, portable: bool) -> Mapping[str, str]:
     where = torch.device(device)
 
     def draw(*shape: int) -> Tensor:
@@ -79,6 +82,17 @@ def _drawn(draw: Callable[..., Tensor]) -> Tensor:
     return torch.randn(1003, generator=torch.Generator(device).manual_seed(0), device=device)
 
 
+def _dropped(draw: Callable[..., Tensor]) -> Tensor:
+    device = draw(1).device
+    return torch.empty(1003, device=device).bernoulli_(0.9, generator=torch.Generator(device).manual_seed(0))
+
+
+def _lstm(x: Tensor, *weights: Tensor) -> Tensor:
+    hidden = [x.new_zeros(1, x.shape[1], weights[1].shape[1]) for _ in range(2)]
+    found: Tensor = torch.lstm(x, hidden, list(weights), True, 1, 0.0, True, False, False)[0]
+    return found
+
+
 def _elementwise(function: Callable[[Tensor], Tensor]) -> Operation:
     return lambda draw: function(draw(4099) + 0.75)  # from 0.25 to 1.25, and no multiple of a vector's length
 
@@ -88,6 +102,7 @@ OPERATIONS: dict[str, Operation] = {
     "a narrow matrix product": lambda draw: _with_gradients(torch.matmul, draw(7, 129), draw(129, 33)),
     "a matrix times a vector": lambda draw: torch.mv(draw(257, 129), draw(129)),
     "a product of batches": lambda draw: _with_gradients(torch.bmm, draw(6, 33, 40), draw(6, 40, 17)),
+    "a large linear layer": lambda draw: _with_gradients(F.linear, draw(64, 400), draw(200, 400), draw(200)),
     "a linear layer": lambda draw: _with_gradients(F.linear, draw(32, 100), draw(10, 100), draw(10)),
     "a linear layer in bfloat16": lambda draw: F.linear(draw(32, 100).bfloat16(), draw(10, 100).bfloat16()),
     "a convolution": lambda draw: _with_gradients(
@@ -96,6 +111,7 @@ OPERATIONS: dict[str, Operation] = {
     "a convolution with stride": lambda draw: F.conv2d(draw(2, 8, 15, 15), draw(16, 8, 3, 3), stride=2),
     "a convolution by channel": lambda draw: F.conv2d(draw(2, 8, 12, 12), draw(8, 1, 3, 3), groups=8),
     "a convolution of sequences": lambda draw: F.conv1d(draw(3, 5, 40), draw(7, 5, 3)),
+    "an LSTM": lambda draw: _with_gradients(_lstm, draw(5, 3, 20), draw(64, 20), draw(64, 16), draw(64), draw(64)),
     "batch normalisation": lambda draw: _with_gradients(
         lambda x: F.batch_norm(x, None, None, training=True), draw(8, 6, 9, 9)
     ),
@@ -116,6 +132,9 @@ OPERATIONS: dict[str, Operation] = {
     "exp": _elementwise(torch.exp),
     "log": _elementwise(torch.log),
     "sqrt": _elementwise(torch.sqrt),
+    "sqrt in float64": _elementwise(lambda x: x.double().sqrt()),
+    "atan": _elementwise(torch.atan),
+    "acos": _elementwise(lambda x: (x - 0.25).acos()),
     "rsqrt": _elementwise(torch.rsqrt),
     "pow": _elementwise(lambda x: x.pow(1.7)),
     "sin": _elementwise(torch.sin),
@@ -124,6 +143,7 @@ OPERATIONS: dict[str, Operation] = {
     "erf": _elementwise(torch.erf),
     "gelu": _elementwise(F.gelu),
     "random numbers": _drawn,
+    "dropped elements": _dropped,
     "a step of SGD": _stepped(torch.optim.SGD, momentum=0.9, weight_decay=0.01),
     "a step of Adam": _stepped(torch.optim.Adam),
     "a step of AdamW": _stepped(torch.optim.AdamW),

@@ -13,6 +13,7 @@ from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.errors import JobError
+from unisono.host.processor_paths import LEVEL
 from unisono.job import Job, default_shards
 from unisono.loggers.named import loggers_of
 from unisono.membership.environment import recognise
@@ -126,8 +127,9 @@ def _job(said: Mapping[str, Any], told: _Told) -> Job:
         shards = default_shards(batch_size) if shards is None else shards
         batch_size, shards = batch_size * factor, shards * factor
     threads: Any = _first(said["threads"], told.whole("UNISONO_THREADS"), 1)
+    numerics = said["numerics"] or told.get(LEVEL) or "native"
     unchanged = {name: said[name] for name in IN_JOB}
-    return Job.create(batch_size=batch_size, shards=shards, threads=threads, **unchanged)
+    return Job.create(batch_size=batch_size, shards=shards, threads=threads, numerics=numerics, **unchanged)
 
 
 def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:

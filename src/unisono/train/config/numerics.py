@@ -14,6 +14,7 @@ from unisono.errors import JobError
 from unisono.host.cgroup import leave_too_few_cores
 from unisono.job import Job
 from unisono.received import LONGEST_SHOWN, short
+from unisono.train.config.portable import KERNELS, require_portable
 
 _determinism: Any = torch.utils.deterministic  # a module that answers attributes by itself
 
@@ -28,6 +29,7 @@ class Numerics:
     fill_uninitialized: bool
     cudnn_benchmark: bool
     cudnn_deterministic: bool
+    portable: bool = False
 
     @classmethod
     def current(cls) -> "Numerics":
@@ -39,13 +41,15 @@ class Numerics:
             _determinism.fill_uninitialized_memory,
             torch.backends.cudnn.benchmark,
             torch.backends.cudnn.deterministic,
+            KERNELS.are_in_place,
         )
 
     @classmethod
     def of(cls, job: Job) -> "Numerics":
         """The switches that a job needs."""
         # Filling fresh memory costs a pass over every new tensor and only serves programs that read it unset.
-        return cls(job.threads, job.deterministic, False, False, False, job.deterministic)
+        portable = job.numerics == "portable"
+        return cls(job.threads, job.deterministic, False, False, False, job.deterministic, portable)
 
     def apply(self) -> None:
         """Set torch's global switches to these."""
@@ -54,6 +58,7 @@ class Numerics:
         _determinism.fill_uninitialized_memory = self.fill_uninitialized
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        KERNELS.put(self.portable)
 
 
 def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> torch.device:
@@ -80,7 +85,13 @@ def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> t
 
 
 def apply_numerics(job: Job, device: torch.device) -> Numerics:
-    """Set torch up for a job; returns the switches as they were before."""
+    """Set torch up for a job; returns the switches as they were before.
+
+    Raises:
+        JobError: the job is portable, and this process is not.
+    """
+    if job.numerics == "portable":
+        require_portable(device)
     before = Numerics.current()
     if device.type == "cuda":
         torch.cuda.set_device(device)
