@@ -18,6 +18,7 @@ EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/te
 # of the processors' time passes unused.
 PROCESSES ?= 5
 SLURM := slurmctld slurmd slurm-client munge iproute2
+QEMU := qemu-user
 SSH := openssh-server openssh-client iproute2
 BROWSER := chromium fonts-dejavu-core
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
@@ -30,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -63,7 +64,7 @@ procs: $(READY) slurm ssh prometheus browser  ## tests of whole jobs, on threads
 	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
-slow: $(READY) slurm ssh prometheus browser  ## more of them, which take longer than a change can wait
+slow: $(READY) slurm ssh qemu prometheus browser  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow -n $(PROCESSES) --dist loadgroup
 
@@ -89,6 +90,14 @@ slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a co
 			&& echo "==> installing Slurm (half a minute)" && apt-get -qq -o Acquire::Retries=1 update && RUNLEVEL=1 \
 			DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(SLURM) >/dev/null; } \
 		|| echo "==> NO SLURM: the tests of its jobs are left out (on Debian: apt-get install $(SLURM))"
+
+# Emulated processors, for the tests of portable numerics.
+qemu:  ## install qemu's emulated processors, likewise
+	@command -v qemu-x86_64 >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+			&& echo "==> installing qemu" && apt-get -qq -o Acquire::Retries=1 update \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $(QEMU) >/dev/null; } \
+		|| echo "==> NO QEMU: the tests on emulated processors are left out (on Debian: apt-get install $(QEMU))"
 
 # What a start of sshd would need is there without it: the tests start one of their own, in a network of its own.
 ssh:  ## install sshd for the tests of hosts that are started over ssh, likewise

@@ -1,0 +1,113 @@
+"""Portable numerics on processors of several makers, which qemu emulates beside this machine's own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from unisono.host.processor_paths import variables_of
+
+QEMU = "qemu-x86_64"
+PROCESSORS = ("Haswell", "EPYC", "Skylake-Client")
+"""None has AVX-512, and they are of two makers: whatever this machine is, one of them is another."""
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(shutil.which(QEMU) is None, reason="NO QEMU: make qemu installs it, as root on Debian"),
+]
+
+JOBS = Path(__file__).parent / "scripts" / "exact_jobs.py"
+SMALL = ("batch_norm_dropout_tied_unused", "adamw_clipped_by_norm", "bf16_parameters")
+
+BITS = """
+import json, torch
+from unisono.train.config.bits import bits_of
+from unisono.train.config.portable import KERNELS, require_portable
+torch.set_num_threads(1)
+require_portable(torch.device("cpu"))
+KERNELS.put(True)
+print("BITS", json.dumps(dict(bits_of(torch.device("cpu")))))
+"""
+
+JOIN = """
+import sys
+import time
+sys.executable, *sys.argv = sys.argv[1:]
+from unisono.cli.app import main
+main()
+"""
+
+
+def computed(command: Sequence[str], processor: str | None, **variables: str) -> str:
+    """What a program prints on an emulated processor, or on this machine's own."""
+    emulated = [] if processor is None else [QEMU, "-cpu", processor]
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables_of("portable"), **variables}
+    done = subprocess.run(
+        [*emulated, sys.executable, *command], env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_an_emulated_processor_computes_every_operation_as_this_one(processor: str) -> None:
+    here, there = (json.loads(computed(("-c", BITS), each).split("BITS ")[1]) for each in (None, processor))
+    assert there == here
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_small_jobs_end_in_the_same_bits_on_an_emulated_processor(processor: str, tmp_path: Path) -> None:
+    shards = {"UNISONO_SHARDS": "8"}
+    found = [
+        computed((str(JOBS), *SMALL), each, UNISONO_RUN_DIR=str(tmp_path / f"{each}"), **shards)
+        for each in (None, processor)
+    ]
+    here, there = ([line for line in text.splitlines() if "RESULT" in line] for text in found)
+    assert len(here) == len(SMALL)
+    assert there == here
+
+
+TRAIN = """
+import sys
+import time
+sys.path.insert(0, {folder!r})
+from exact_jobs import Net, cross_entropy, images
+import torch, unisono
+run = unisono.init(batch_size=64, shards=4, seed=3)
+model = Net()
+run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+for step in run.steps(images(256), epochs=2):
+    step.run(cross_entropy)
+run.finish()
+"""
+
+
+def test_a_worker_on_an_emulated_processor_trains_with_a_native_one_to_the_bits_of_the_serial_run(
+    tmp_path: Path,
+) -> None:
+    script, python, run_dir = tmp_path / "train.py", tmp_path / "python", tmp_path / "run"
+    script.write_text(TRAIN.format(folder=str(JOBS.parent)))
+    python.write_text(f'#!/bin/sh\nexec {QEMU} -cpu {PROCESSORS[1]} {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    serial = computed((str(script),), None, UNISONO_RUN_DIR=str(tmp_path / "serial"))
+    unisono = [sys.executable, "-m", "unisono"]
+    asked = ("run", "--numerics", "portable", "-n", "2:2", "--coordinator", "127.0.0.1:0", "--here", "1")
+    with subprocess.Popen([*unisono, *asked, "--run-dir", str(run_dir), str(script)]) as job:
+        try:
+            while not (run_dir / "token").exists() and job.poll() is None:
+                time.sleep(0.05)
+            how = ("join", "--run-dir", str(run_dir), "--no-warm-start", "--numerics", "portable", str(script))
+            subprocess.run([sys.executable, "-c", JOIN, str(python), "unisono", *how], check=True)
+            assert job.wait(300) == 0
+        finally:
+            job.kill()
+    digest = json.loads((run_dir / "result.json").read_text())
+    assert serial.split("weights sha256 ")[1].split()[0] in json.dumps(digest)
