@@ -48,6 +48,7 @@ WRONG = {
     "policies": (5, None, "ada-scale", ["ada-scale"], unisono.ScalingPolicy),
     "strategy": (5, unisono.AllReduce),
     "loggers": (5, "csv"),
+    "numerics": ("exact", 1),
     "timeline": ("yes", 1, None),
 }
 
