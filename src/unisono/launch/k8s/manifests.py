@@ -26,7 +26,7 @@ def text_of(manifests: Sequence[Any], words: str) -> str:
         JobError: there is no PyYAML, or a text has characters that YAML cannot hold.
     """
     if find_spec("yaml") is None:
-        raise JobError("manifests are written with PyYAML: pip install 'unisono[k8s]'")
+        raise JobError("manifests are written with PyYAML: pip install '.[k8s]' in a clone of Unisono")
     import yaml
 
     class ManifestDumper(yaml.SafeDumper):  # type: ignore[misc]  # whether it is there is found out just above

@@ -120,7 +120,7 @@ def connection(*, shows_output: bool = True) -> Iterator[None]:
         LaunchError: the cluster cannot be reached.
     """
     if find_spec("ray") is None:
-        raise JobError("training on Ray needs ray: pip install 'unisono[ray]', with the version of the cluster")
+        raise JobError("training needs ray, in the cluster's version: pip install '.[ray]' in a clone of Unisono")
     import ray
 
     if ray.is_initialized():
