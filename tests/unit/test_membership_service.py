@@ -832,6 +832,18 @@ def test_a_resize_a_leave_and_a_stop_are_taken(running: Running) -> None:
         assert running.ask("POST", "/stop")[0] == 200
 
 
+def test_the_only_worker_that_trains_is_not_replaced(running: Running) -> None:
+    with running.agent(workers=1) as agent:
+        name = hear(agent, Start, to_agent).workers[0]
+        with running.worker(name) as worker:
+            hear(worker, Welcome)
+            say(worker, Ready())
+            hear(worker, NewGeneration)
+            code, answer = running.ask("POST", "/replace", {"who": name})
+    assert code == 409
+    assert "unisono resize" in answer["error"]
+
+
 # -- what was written down, for a page on another host
 
 

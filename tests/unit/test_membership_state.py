@@ -47,6 +47,7 @@ from unisono.membership.state import (
     find,
     next_deadline,
     status,
+    trains_alone,
 )
 
 pytestmark = pytest.mark.unit
@@ -736,6 +737,13 @@ def test_a_worker_that_is_to_be_replaced_leaves_and_another_one_is_started() -> 
     assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])
     assert job.end("w2", 0).heard(Start) == ["a"]
     assert job.state.size == 2
+
+
+def test_a_worker_trains_alone_if_no_other_one_that_stays_has_the_weights() -> None:
+    assert trains_alone(training(1).state, "w1")
+    assert not trains_alone(training(2).state, "w1")
+    assert trains_alone(training(2).happen(LeaveAsked("w2")).state, "w1")
+    assert not trains_alone(Job().enlist(2).ready("w1").state, "w1")  # it has nothing yet that could be lost
 
 
 def test_the_main_worker_alone_is_told_that_a_checkpoint_is_due() -> None:

@@ -259,8 +259,13 @@ class Service:
             body = parse(_leave, await request.body())
         except Unreadable as error:
             return _refused(400, error)
-        if machine.find(self._coordinator.state, str(body.who)) is None:
+        state = self._coordinator.state
+        name = machine.find(state, str(body.who))
+        if name is None:
             return _refused(404, JobError(f"{body.who} takes no part in this job"))
+        if event is machine.ReplaceAsked and machine.trains_alone(state, name):
+            why = f"{name} trains alone, and the job would leave with it: have another worker first (unisono resize 2)"
+            return _refused(409, JobError(why))
         return self._done(event(str(body.who)))
 
     async def _checkpoint(self, request: Request) -> Response:

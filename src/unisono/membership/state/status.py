@@ -20,6 +20,11 @@ def takes_part(state: State, worker: str) -> bool:
     return known is not None and known.phase != "lost"
 
 
+def trains_alone(state: State, worker: str) -> bool:
+    """Whether a worker is the only one of the generation that stays: the weights would leave with it."""
+    return [member.id for member in state.members if not member.leaving] == [worker]
+
+
 def status(state: State) -> dict[str, Any]:
     """All that people want to know, for JSON."""
     ranks = state.ranks
