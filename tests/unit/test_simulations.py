@@ -108,6 +108,7 @@ def test_more_workers_no_longer_pay_where_twice_as_many_are_hardly_faster() -> N
     job = replace(SCENARIO, work=Workload(samples=6400, batch_size=64, shards=64))
     slowed = replace(job, step=replace(STEP, a_r=0.1, b_r=0.2))
     assert enough(rates(job, 64)) == 64
+    assert enough(rates(job, 56)) == 32  # with 56, the busiest worker has two of 64 shards as well
     assert 1 < enough(rates(slowed, 64)) < 64
     assert all(rate.extrapolated for rate in rates(job, 4))
     assert [rate.extrapolated for rate in rates(replace(job, measured_to=2), 4)] == [False, False, True]

@@ -69,9 +69,15 @@ def _verdict(found: Simulation) -> list[str]:
 
 def _advice(found: Simulation) -> list[str]:
     most = enough(found.rates)
-    said = [f"More than {counted(most, 'worker')} no longer pay: twice as many are faster by less than 10 %."]
-    if most == found.rates[-1].workers:
-        said = [f"All {counted(most, 'worker')} pay: half as many are slower by 10 % or more."]
+    more = [rate.workers for rate in found.rates if rate.workers > most]
+    fewer = [rate.workers for rate in found.rates if rate.workers < most]
+    said = []
+    if more:
+        said = [
+            f"More than {counted(most, 'worker')} no longer pay: {more[0]} are faster by less than 10 %, or slower."
+        ]
+    elif fewer:
+        said = [f"All {counted(most, 'worker')} pay: they are faster than {fewer[-1]} by 10 % or more."]
     if not found.candidates:
         return said
     best = found.candidates[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from unisono.study.simulation.scenario import Scenario
 from unisono.study.simulation.step_clock import Load, StepClock
 
 PAYS = 1.1
-"""Workers are worth their price as long as twice as many are faster by this factor."""
+"""More workers are worth their price as long as they are faster by this factor."""
 
 NORMAL_95 = 1.96
 
@@ -115,10 +116,8 @@ def rates(scenario: Scenario, most: int) -> list[WorkerRate]:
 
 
 def enough(found: Sequence[WorkerRate]) -> int:
-    """The number of workers from which more no longer pays: twice as many are hardly faster, or are not tried."""
-    by_workers = {rate.workers: rate.samples_per_s for rate in found}
-    for rate in found:
-        twice = by_workers.get(2 * rate.workers)
-        if twice is not None and twice < PAYS * rate.samples_per_s:
+    """The number of workers from which more no longer pays: the next larger one is hardly faster, or is not tried."""
+    for rate, more in pairwise(found):
+        if more.samples_per_s < PAYS * rate.samples_per_s:
             return rate.workers
     return found[-1].workers
