@@ -1,5 +1,6 @@
 """What the page knows of a run: thinned curves, the story of the journal, and files that are followed."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.dashboard.curves import MOST_CURVES, OWN, Curves
+from unisono.dashboard.curves import MOST_CURVES, OWN, PARTS, Curves
 from unisono.dashboard.follow import LONGEST_LINE, PART, Follower
+from unisono.dashboard.hub import Hub
 from unisono.dashboard.run_model import RunModel, Viewed
 from unisono.dashboard.source import FolderSource
-from unisono.dashboard.story import Story
+from unisono.dashboard.story import MOST_HOSTS, MOST_WORKERS, Story
 from unisono.dashboard.thinned import MOST, Mark, Thinned
 from unisono.dashboard.words import KINDS
 from unisono.train.record.metrics_line import RESERVED
@@ -203,6 +205,63 @@ def test_no_line_whatever_is_in_it_ends_the_page(event: str, fields: dict[str, A
     json.dumps(model.news_for(Viewed()), allow_nan=False)
 
 
+@pytest.mark.parametrize("deep", ["[" * 900 + "1" + "]" * 900, '{"a":' * 900 + "1" + "}" * 900], ids=["list", "object"])
+def test_values_that_are_nested_deep_neither_end_the_page_nor_fill_it(deep: str) -> None:
+    value, model = json.loads(deep), RunModel()
+    for event in ("lost", "over", "checkpoint failed", "asked for", "decided"):
+        model.take_journal([at(1, event, why=value, worker=value, error=value, value=value, workers=value)], anew=False)
+    model.take_metrics([{"step": 1, "loss": 1.0, "seconds": value, "acc": value}], anew=False)
+    model.job, model.result = {"seed": value}, {"exit_code": 1, "error": {"message": value}, "weights_sha256": value}
+    assert len(json.dumps(model.news_for(Viewed()), allow_nan=False)) < 10_000
+
+
+def test_a_job_of_numbers_that_are_none_is_shown_without_them() -> None:
+    model = RunModel()
+    model.job = {"seed": math.nan, "shards": 8, "batch_size": math.inf, "precision": "bf16", "threads": [1] * 10_000}
+    told = json.loads(json.dumps(model.news_for(Viewed()), allow_nan=False))["head"]["job"]
+    assert {name: value for name, value in told.items() if value is not None} == {"shards": 8, "precision": "bf16"}
+
+
+def test_seconds_with_names_without_end_are_not_sent_with_every_message() -> None:
+    model = RunModel()
+    seconds = {"total": 0.5, **{f"part {number}": 1.0 for number in range(10_000)}}
+    model.take_metrics([{"step": 1, "loss": 1.0, "seconds": seconds}], anew=False)
+    assert model.head()["seconds"]["total"] == 0.5
+    assert len(model.head()["seconds"]) <= len(PARTS)
+
+
+def test_hosts_of_workers_without_end_are_forgotten_in_time() -> None:
+    many = [f"w{number}" for number in range(MOST_WORKERS)]
+    story = told(at(0, "asked for", workers=[f"v{number}" for number in range(MOST_HOSTS)], host="old"))
+    story.add(at(1, "asked for", workers=many, host="a"))
+    story.add(minted(2, 1, many, [1] * len(many)))  # in no more time than it takes to look at each once
+    assert {seat.host for seat in story.seats} == {"a"}
+    story.add(minted(3, 2, ["v0"], [8]))
+    assert story.seats[0].host == ""
+
+
+def test_a_page_that_stands_still_says_why_and_goes_on() -> None:
+    class Faulty:
+        name = "faulty"
+
+        def read(self, name: str, first: int, most: int) -> bytes:
+            raise ZeroDivisionError("of a disk that nobody thought of")
+
+        def control(self) -> None:
+            return None
+
+    async def seen() -> dict[str, Any]:
+        hub = Hub(Faulty())
+        following = asyncio.create_task(hub.follow())
+        try:
+            return await anext(one async for one in hub.news() if one["head"]["trouble"])
+        finally:
+            assert not following.done()
+            following.cancel()
+
+    assert "nobody thought of" in asyncio.run(seen())["head"]["trouble"]
+
+
 # -- files
 
 
@@ -236,3 +295,21 @@ def test_long_lines_are_read_and_those_without_end_passed_over(tmp_path: Path) -
     path.write_text(f"{long}\n" + "y" * (LONGEST_LINE + PART) + '\n{"step": 2}\n')
     found, _ = lines_of(Follower("metrics.jsonl"), source)
     assert [line["step"] for line in found] == [1, 2]
+
+
+@pytest.mark.parametrize("most", [LONGEST_LINE, LONGEST_LINE + PART])
+def test_a_file_that_ended_in_a_line_without_end_is_read_anew_when_it_is_another_one(tmp_path: Path, most: int) -> None:
+    path, source, follower = tmp_path / "metrics.jsonl", FolderSource(tmp_path), Follower("metrics.jsonl")
+    path.write_text("y" * most)
+    assert lines_of(follower, source) == ([], False)
+    path.write_text('{"step": 0}\n')
+    assert lines_of(follower, source) == ([{"step": 0}], True)
+
+
+def test_a_long_line_is_not_read_again_and_again(tmp_path: Path) -> None:
+    follower = Follower("metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "x": "x" * (8 * PART)}) + "\n")
+    assert lines_of(follower, FolderSource(tmp_path))[0][0]["step"] == 1
+    asked = list[int]()
+    follower.news(lambda name, first, most: asked.append(most) or b"")  # type: ignore[func-returns-value]
+    assert asked == [2 * PART]

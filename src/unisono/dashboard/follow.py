@@ -57,18 +57,18 @@ class Follower:
         is_full = len(new) == self._most
         if end == 0:
             if is_full:
-                self._make_room()
+                self._make_room(new)
             return NewLines([], more=is_full)
         lines = new[:end].splitlines(keepends=True)
-        self._at, self._last, self._most = self._at + end, lines[-1], PART
+        self._at, self._last, self._most = self._at + end, lines[-1][-PART:], PART
         return NewLines([found for line in lines if (found := _object(line)) is not None], more=is_full)
 
-    def _make_room(self) -> None:
+    def _make_room(self, part: bytes) -> None:
         """A line is longer than what was read of it. One that is too long is passed over."""
         if self._most < LONGEST_LINE:
             self._most *= 2
         else:
-            self._at, self._last = self._at + self._most, b""
+            self._at, self._last = self._at + len(part), part[-PART:]
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -8,8 +8,8 @@ from typing import Any
 from unisono.dashboard.follow import Follower, NewLines
 from unisono.dashboard.run_model import RunModel, Viewed
 from unisono.dashboard.source import JOB, JOURNAL, METRICS, RESULT, RunSource
-from unisono.errors import JobError, LaunchError, Unreadable
-from unisono.received import parse_object
+from unisono.errors import JobError, LaunchError, UnisonoError, Unreadable
+from unisono.received import parse_object, why_of
 
 POLL_S = 0.2
 """How often the journal is looked at, in seconds: what happens is shown at once."""
@@ -51,8 +51,9 @@ class Hub:
             await self._watched.wait()
             try:
                 is_behind = await self.look()
-            except (JobError, LaunchError, OSError, Unreadable) as error:
-                self.model.trouble, is_behind = str(error)[:400], False
+            except Exception as error:  # noqa: BLE001 (a page that stands still has to say so)
+                expected = isinstance(error, (UnisonoError, OSError))
+                self.model.trouble, is_behind = (str(error) if expected else why_of(error))[:400], False
                 await self._tell()
                 await asyncio.sleep(STATUS_S)
             await asyncio.sleep(0 if is_behind else POLL_S)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.dashboard.curves import Curves, number, shard_seconds
-from unisono.dashboard.story import ShownWorker, Story
+from unisono.dashboard.curves import PARTS, Curves, number, shard_seconds
+from unisono.dashboard.story import LONGEST_TEXT, ShownWorker, Story
 from unisono.dashboard.thinned import Mark
 
 SHOWN = 256
@@ -14,6 +14,7 @@ SHOWN = 256
 LATEST = ("step", "epoch", "position", "loss", "lr", "learning_rate", "samples_per_s", "batch_size", "world_size")
 JOB = ("batch_size", "shards", "seed", "threads", "precision", "reduction")
 PREEMPTED = 75
+LONGEST_WHY = 400
 
 
 @dataclass(slots=True)
@@ -92,13 +93,13 @@ class RunModel:
             "trouble": self.trouble,
             "generation": self.story.generation,
             "latest": {name: number(latest.get(name)) for name in LATEST},
-            "seconds": {name: number(value) for name, value in seconds.items()} if isinstance(seconds, dict) else {},
+            "seconds": {name: number(seconds.get(name)) for name in PARTS} if isinstance(seconds, dict) else {},
             "workers": workers[:SHOWN],
             "more": max(0, len(workers) - SHOWN),
-            "job": {name: self.job.get(name) for name in JOB},
+            "job": {name: _plain(self.job.get(name)) for name in JOB},
             "sizes": None if status is None else {name: status[name] for name in ("wanted", "smallest", "largest")},
             "hosts": [] if status is None else status["agents"][:SHOWN],
-            "digest": str(self.result.get("weights_sha256") or "")[:64],
+            "digest": _said(self.result.get("weights_sha256"))[:64],
         }
 
     @property
@@ -114,7 +115,7 @@ class RunModel:
     @property
     def _why(self) -> str:
         error = self.result.get("error")
-        return str(error.get("message", ""))[:400] if isinstance(error, Mapping) else ""
+        return _said(error.get("message"), LONGEST_WHY) if isinstance(error, Mapping) else ""
 
     def _workers(self) -> list[dict[str, Any]]:
         """Those who train, by rank, and those who are about to."""
@@ -134,6 +135,15 @@ class RunModel:
         """Whether the newest line is of these workers."""
         latest = self.curves.latest
         return latest.get("generation") == self.story.generation and latest.get("world_size") == len(seats)
+
+
+def _plain(value: Any) -> Any:
+    """A value of the job as the browser gets it; None for one that is no number or word."""
+    return value if type(value) in (bool, int) else number(value) if isinstance(value, float) else _said(value) or None
+
+
+def _said(value: Any, most: int = LONGEST_TEXT) -> str:
+    return value[:most] if isinstance(value, str) else ""
 
 
 def _all(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:

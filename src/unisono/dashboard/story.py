@@ -10,6 +10,7 @@ from unisono.dashboard.curves import LARGEST_STEP, Curves, number
 from unisono.dashboard.thinned import Mark, Thinned
 from unisono.dashboard.words import KINDS, kind_of, title_of
 from unisono.plan.split import Split
+from unisono.received import short
 
 MOST_MARKS = 160
 """Groups of each kind."""
@@ -19,6 +20,8 @@ MOST_TOLD = 60
 
 MOST_FIGURES, LONGEST_TEXT = 12, 200
 MOST_WORKERS = 65536
+MOST_HOSTS = 4096
+"""Workers whose hosts are remembered: beyond that, those of the present generation alone."""
 
 
 class EventGroup(NamedTuple):
@@ -157,7 +160,9 @@ class Story:
         self._seat(workers, counts)
         stall_s = number(line.get("seconds")) or 0.0
         self.spans.add(Span(time, generation, len(workers), stall_s, {"until all had arrived": stall_s}, 1))
-        self._hosts = {one: host for one, host in self._hosts.items() if one in workers or len(self._hosts) < 4096}
+        if len(self._hosts) > MOST_HOSTS:
+            here = set(workers)
+            self._hosts = {one: host for one, host in self._hosts.items() if one in here}
 
     def _formed(self, line: Mapping[str, Any]) -> None:
         seconds, spans = line.get("seconds"), self.spans.groups
@@ -240,8 +245,8 @@ def _text(value: Any) -> str:
     """Anything in a few words."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, list):
-        return ", ".join(map(_text, value[:32]))[:LONGEST_TEXT]
+    if isinstance(value, list):  # of names, say; what lies deeper is not gone down into
+        return ", ".join(short(one) if isinstance(one, list) else _text(one) for one in value[:32])[:LONGEST_TEXT]
     if value is None:
         return ""
-    return str(value)[:LONGEST_TEXT]
+    return (value if isinstance(value, str) else short(value))[:LONGEST_TEXT]

@@ -64,7 +64,7 @@ def title_of(line: Mapping[str, Any]) -> str:
     try:
         title = TITLES.get(event)
         return _named(event, line) if title is None else title(line)
-    except (KeyError, TypeError, ValueError):  # another version wrote other fields
+    except (KeyError, TypeError, ValueError, RecursionError):  # another version wrote other fields
         return event
 
 
