@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -75,7 +76,7 @@ def write(folder: RunFolder, steps: range, loss: float) -> None:
 
 def rows(folder: RunFolder) -> list[tuple[int, float]]:
     path = folder.path / "metrics.csv"
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
 
 
@@ -135,6 +136,30 @@ def test_a_logger_that_ends_the_program_ends_its_logging_alone(folder: RunFolder
     with pytest.warns(UnisonoWarning, match="Stuck logs no more: SystemExit: no licence"):
         follower.close()
     assert rows(folder) == [(0, 1.0), (1, 1.0)]
+
+
+class Strict(Kept):
+    """Takes decimal numbers, as TensorBoard and others do."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert all(math.isfinite(value) for value in values.values())
+        super().log(step, values)
+
+
+def test_figures_that_are_no_numbers_and_names_that_are_no_text_end_no_logger(
+    folder: RunFolder, follow: Follow
+) -> None:
+    strict = Strict()
+    odd = {"huge": 10**400, "small": -(10**400), "half \ud800": 1.0, "a\nb": 1.0, 'say "x",': 1.0, "": 1.0}
+    folder.metrics.write({"step": 0, "epoch": 0, "loss": 1.0, **odd})
+    with (folder.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 1, "epoch": 0, "loss": 1.0, "nan": NaN, "endless": -Infinity, "half \\ud800": 1.0}\n')
+        file.write(b'\xff\xfe\n{"step": "2", "loss": 1.0}\n[2]\n{"step": 2, "loss": ')
+    write(folder, range(2, 3), 1.0)
+    for _ in range(2):  # the second goes on in the file of the first
+        follow(strict, CSVLogger()).close()
+    assert [step for step, _ in strict.steps] == [0, 1, 2]
+    assert rows(folder) == [(0, 1.0), (1, 1.0), (2, 1.0)]
 
 
 @pytest.mark.parametrize("data", [b"", b":W&B\xe1\xbe\x00", b"\x00" * 100_000, b"\xff" * 100_000])

@@ -6,9 +6,18 @@ import csv
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Final, TypedDict
 
 from unisono.loggers.logger import LoggedRun, Logger
+
+
+class _Text(TypedDict):
+    encoding: str
+    errors: str
+
+
+TEXT: Final[_Text] = {"encoding": "utf-8", "errors": "backslashreplace"}
+"""How the file is written, whatever names a script gives its figures: halves of characters, too."""
 
 
 class CSVLogger(Logger):
@@ -60,15 +69,15 @@ class CSVLogger(Logger):
         """The whole rows of the file, each with all columns; a torn last one is left out."""
         if not self._path.is_file():
             return []
-        text, _, _ = self._path.read_text().rpartition("\n")
+        text, _, _ = self._path.read_text(**TEXT).rpartition("\n")
         return [row for row in csv.DictReader(io.StringIO(text)) if (row.get("step") or "").isdecimal()]
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         self.close()
         beside = self._path.with_name(f".{self._name}.new")
-        with beside.open("w", newline="") as file:
+        with beside.open("w", newline="", **TEXT) as file:
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
         beside.replace(self._path)
-        self._file = self._path.open("a", newline="")
+        self._file = self._path.open("a", newline="", **TEXT)

@@ -109,10 +109,9 @@ class _Families:
             if _is_number(line.get(field)):
                 yield _gauge(name, about, line[field])
         seconds = line.get("seconds")
-        parts = {part: value for part, value in seconds.items() if _is_number(value)} if type(seconds) is dict else {}
+        parts = _bounded(seconds) if type(seconds) is dict else {}
         yield _gauges("unisono_step_duration_seconds", "Seconds of the newest step, by part.", "part", parts)
-        names = [name for name in line if name not in OURS and _is_name(name) and _is_number(line[name])]
-        logged = {name: line[name] for name in names[:MOST_LOGGED]}
+        logged = _bounded({name: value for name, value in line.items() if name not in OURS})
         yield _gauges("unisono_logged", "What the script logged in the newest step, by name.", "name", logged)
 
 
@@ -146,6 +145,12 @@ def _gauges(name: str, about: str, label: str, values: Mapping[Any, float]) -> A
 
 def _step(state: machine.State) -> int:
     return max((worker.signs.step for worker in state.workers.values()), default=0)
+
+
+def _bounded(figures: Mapping[str, Any]) -> Mapping[str, float]:
+    """Those that are numbers and whose names can be told: a few, since each is a time series."""
+    names = [name for name, value in figures.items() if _is_name(name) and _is_number(value)]
+    return {name: figures[name] for name in names[:MOST_LOGGED]}
 
 
 def _is_number(value: Any) -> bool:

@@ -17,6 +17,9 @@ CHUNK = 2**20
 END = 2**18
 """Bytes at the end of the file among which the newest step's line is looked for."""
 
+LARGEST = 2**1023
+"""Of whole numbers: larger ones are none of the decimal numbers that loggers take."""
+
 BESIDE = ("step", "time")
 """Numbers of lines that are no figures."""
 
@@ -93,7 +96,11 @@ def figures(line: Mapping[str, Any]) -> dict[str, float]:
     parts = line.get("seconds")
     seconds = {f"seconds/{part}": value for part, value in parts.items()} if isinstance(parts, dict) else {}
     found = {**line, **seconds}
-    return {name: value for name, value in found.items() if type(value) in (int, float) and name not in BESIDE}
+    return {name: value for name, value in found.items() if _is_figure(value) and name not in BESIDE}
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) in (int, float) and -LARGEST < value < LARGEST  # not NaN, either
 
 
 def _parsed(line: bytes) -> Mapping[str, Any] | None:
