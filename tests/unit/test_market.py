@@ -1,5 +1,6 @@
 """What the simulated market gives: hosts that come and go, prices, and traces that are wrong."""
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,11 +39,20 @@ def read(folder: Path, text: str) -> MarketTrace:
         (HEAD + "2026-01-31T12:00:00+00:00,90,2,1.0,a\n", "line 2, column end: .* times of the other kind"),
         (HEAD + "noon,90,2,1.0,a\n", "line 2, column start: 'noon' is neither"),
         (HEAD + "inf,90,2,1.0,a\n", "line 2, column start"),
+        (HEAD + "-1e308,1e308,2,1.0,a\n", "line 2, column start"),
+        (HEAD + f"0,60,{'9' * 5000},1.0,a\n", "line 2, column available"),
+        (HEAD + "0,1e-300,2,1.0,a\n", "covers 1e-300 s"),  # which would be read again for ever
     ],
 )
 def test_a_wrong_trace_is_refused_by_line_and_column(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(JobError, match=words):
         read(tmp_path, text)
+
+
+def test_a_pipe_in_place_of_a_trace_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace.csv")
+    with pytest.raises(JobError, match="is no file"):
+        MarketTrace.read(tmp_path / "trace.csv")
 
 
 def test_a_trace_gives_as_many_hosts_as_it_says_and_goes_on_at_its_beginning(tmp_path: Path) -> None:

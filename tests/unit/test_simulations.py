@@ -1,6 +1,7 @@
 """What simulated jobs say together: figures and where they are from, the search for the best way, and the report."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -92,6 +93,51 @@ def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(JobError, match="no step behind the first"):
         measured([folder])
+
+
+def test_lines_of_a_run_that_make_no_sense_are_no_figures(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", 2, 0.4)
+    sound = measured([folder])
+    deranged: list[dict[str, Any]] = [
+        {"event": "asked for", "workers": 3},
+        {"event": "asked for", "workers": ["w3", ["w4"]]},
+        {"event": "minted", "generation": 2, "joined": ["w3"], "time": "2020-01-01T00:00:00+00:00"},  # a clock put back
+        {"event": "minted", "generation": 2, "joined": 7, "time": "0001-01-01T00:00:00+23:59"},
+        {"event": "formed", "seconds": {"regroup": 10**400, "form": -1.0, "copy": float("nan"), "detect": True}},
+        {"event": "checkpoint", "seconds": float("inf")},
+    ]
+    with (folder / "journal.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps({'time': START.isoformat(), **line})}\n" for line in deranged)
+    step = {"step": 30, "loss": 1.0, "batch_size": 64, "world_size": 2, "generation": 1}
+    odd = ({"seconds": [1]}, {"seconds": {"total": 1e300}}, {"seconds": {"total": 1.0}, "world_size": 10**400})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps({**step, **each})}\n" for each in odd)
+    found = measured([folder])
+    assert found.step == sound.step
+    assert found.seconds.keys() == sound.seconds.keys()
+    Durations.model_validate(dict(found.seconds))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = " + "[" * 50_000, "nested too deep"),
+        ("x = '" + "x" * 2**20 + "'", "larger than"),
+        ("\0", "no TOML"),
+        ("[[hosts]]\nname = 'a'\ncount = 1\nworkers = 1\nbetween_losses_s = 1e-9\n", "between_losses_s"),
+    ],
+    ids=["deep", "large", "garbage", "losses without end"],
+)
+def test_a_scenario_that_is_none_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(JobError, match=words):
+        read_scenario(tmp_path / "job.toml")
+
+
+def test_a_pipe_in_place_of_a_scenario_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.toml")
+    with pytest.raises(JobError, match="is no file"):
+        read_scenario(tmp_path / "job.toml")
 
 
 # -- answers

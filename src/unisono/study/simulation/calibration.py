@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import fit
 from unisono.errors import JobError
+from unisono.received import LONGEST_S
 from unisono.study.replay.record import Record
 from unisono.study.simulation.scenario import MeasuredFigures
 
@@ -62,12 +63,13 @@ def _steps(run: Record) -> Iterable[tuple[Layout, float]]:
     """The seconds of each step, with its layout, behind the first ones of each generation."""
     seen: dict[Any, int] = defaultdict(int)
     for line in run.steps:
-        total = (line.get("seconds") or {}).get("total")
+        took = line.get("seconds")
+        total = took.get("total") if isinstance(took, Mapping) else None
         generation, workers, batch = line.get("generation", 0), line.get("world_size"), line.get("batch_size")
         seen[generation] += 1
-        if seen[generation] <= WARM_UP or not isinstance(workers, int) or not isinstance(batch, int):
+        if seen[generation] <= WARM_UP or not _is_count(workers) or not _is_count(batch):
             continue
-        if min(workers, batch) > 0 and isinstance(total, float) and 0 < total < math.inf:
+        if isinstance(total, float) and 0 < total < LONGEST_S:
             yield Layout(workers, batch, run.job.shards), total
 
 
@@ -97,21 +99,33 @@ def _note(line: Mapping[str, Any], asked: dict[str, float], found: dict[str, lis
     at, took = _moment(line), line.get("seconds")
     match line.get("event"):
         case "asked for" if at is not None:
-            asked |= dict.fromkeys(map(str, line.get("workers") or ()), at)
+            asked |= dict.fromkeys(_names(line.get("workers")), at)
         case "minted" if at is not None:
-            waited = [at - asked.pop(name) for name in map(str, line.get("joined") or ()) if name in asked]
-            found["start_s"] += [max(waited)] if waited else []
+            waited = [at - asked.pop(name) for name in _names(line.get("joined")) if name in asked]
+            found["start_s"] += [max(waited)] if waited and _is_duration(max(waited)) else []  # no clock was put back
         case "formed" if isinstance(took, Mapping):
-            parts = {name: float(value) for name, value in took.items() if isinstance(value, int | float)}
+            parts = {name: float(value) for name, value in took.items() if _is_duration(value)}
             found["form_s"] += [parts.get("regroup", 0.0) + parts.get("form", 0.0)]
             found["copy_s"] += [parts["copy"]] if parts.get("copy") else []
             found["detect_s"] += [parts["detect"]] if parts.get("detect") else []
-        case "checkpoint" if isinstance(took, int | float):
+        case "checkpoint" if _is_duration(took):
             found["checkpoint_s"] += [float(took)]
+
+
+def _names(found: Any) -> list[str]:
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**53
+
+
+def _is_duration(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and 0 <= value < LONGEST_S / 2  # two of them are added up
 
 
 def _moment(line: Mapping[str, Any]) -> float | None:
     try:
         return datetime.fromisoformat(str(line.get("time"))).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
+import os
 import random
 from bisect import bisect_right
 from collections import defaultdict
@@ -14,13 +16,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from unisono.errors import JobError
+from unisono.errors import JobError, Unreadable
+from unisono.received import open_file, whole_number
 from unisono.study.simulation.scenario import HostKind
 
 T = TypeVar("T")
 
 LARGEST_TRACE = 64 * 2**20
 """Bytes."""
+
+LATEST_S, SHORTEST_S = 1e12, 1.0
+"""Of a trace: no moment is later, or earlier than as long before 1970, and no trace shorter."""
+
+MOST_AVAILABLE = 10**6
 
 COLUMNS = ("start", "end", "available", "price_per_hour", "zone")
 """Of a trace: the first three are needed."""
@@ -158,17 +166,22 @@ class MarketTrace:
             JobError: it cannot be read, or a value is wrong; names line and column.
         """
         try:
-            if path.stat().st_size > LARGEST_TRACE:
-                raise JobError(f"{path} is larger than {LARGEST_TRACE} bytes")
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = sorted(_Reader(path, file).rows(), key=lambda found: (found[1].zone, found[1].start))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            with open_file(path) as file:
+                if os.fstat(file.fileno()).st_size > LARGEST_TRACE:
+                    raise JobError(f"{path} is larger than {LARGEST_TRACE} bytes")
+                lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
+                rows = sorted(_Reader(path, lines).rows(), key=lambda found: (found[1].zone, found[1].start))
+        except (OSError, Unreadable, UnicodeDecodeError, csv.Error) as error:
             raise JobError(f"the trace {path} cannot be read: {error}") from error
         if not rows:
             raise JobError(f"the trace {path} has no rows")
         _require_whole(path, rows)
         first = min(row.start for _, row in rows)
         last = max(row.end for _, row in rows)
+        if last - first < SHORTEST_S:
+            raise JobError(
+                f"the trace {path} covers {last - first:g} s: it is read again and again, and has to be longer"
+            )
         moved = [TraceRow(row.start - first, row.end - first, row.available, row.price, row.zone) for _, row in rows]
         return cls(moved, last - first)
 
@@ -270,15 +283,16 @@ class _Reader:
                     line, column, text, "has no offset from UTC: write 2026-01-31T12:00:00+00:00"
                 ) from None
             seconds, aware = moment.timestamp(), True
-        if not math.isfinite(seconds) or (self._aware is not None and aware != self._aware):
-            raise self._wrong(line, column, text, "is no finite number, or other rows have times of the other kind")
+        if not abs(seconds) < LATEST_S or (self._aware is not None and aware != self._aware):
+            raise self._wrong(line, column, text, "is no number of seconds, or other rows have times of the other kind")
         self._aware = aware
         return seconds
 
     def _available(self, line: int, text: str) -> int:
-        if not text.strip().isdecimal() or int(text) > 10**6:
-            raise self._wrong(line, "available", text, "is no whole number of hosts from 0 on")
-        return int(text)
+        found = whole_number(text.strip())
+        if found is None or not 0 <= found <= MOST_AVAILABLE:
+            raise self._wrong(line, "available", text, f"is no whole number of hosts from 0 to {MOST_AVAILABLE}")
+        return found
 
     def _price(self, line: int, fields: dict[str, str]) -> float | None:
         text = (fields.get("price_per_hour") or "").strip()

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unisono.adapt.step_time import StepTime
-from unisono.errors import JobError
+from unisono.errors import JobError, Unreadable
+from unisono.received import open_file
 
 LARGEST_FILE = 2**20
 """Bytes of a scenario's file."""
@@ -81,7 +82,7 @@ class HostKind(_Part):
     speed: Annotated[float, Field(gt=0, le=1e3)] = 1.0
     boot_s: Seconds = 60.0
     notice_s: Seconds = 0.0
-    between_losses_s: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    between_losses_s: Annotated[float, Field(ge=1, le=1e12)] | None = None
     away_s: Seconds = 1200.0
     whole_zone: Share = 0.58  # of the drops in the traces of Wu et al. (SkyPilot), NSDI 2024
     zones: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -262,13 +263,17 @@ def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenar
 
 def _file(path: Path) -> _File:
     try:
-        if path.stat().st_size > LARGEST_FILE:
+        with open_file(path) as file:
+            text = file.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
             raise JobError(f"{path} is larger than {LARGEST_FILE} bytes: a scenario is a short text")
-        return _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError) as error:
+        return _File.model_validate(tomllib.loads(text.decode()))
+    except (OSError, Unreadable, UnicodeDecodeError) as error:
         raise JobError(f"the scenario {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{path} is no TOML: {error}") from error
+    except RecursionError:
+        raise JobError(f"{path} is nested too deep for a scenario") from None
     except ValidationError as error:
         raise JobError(f"{path}: {problems(error)}") from error
 
