@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from forged import forge, safetensors_of, state_json
 from same_trees import same
-from unisono.checkpoint.share import Share, copied
+from unisono.checkpoint.share import Share, copied, require_each_once
 from unisono.checkpoint.snapshot import Snapshot, read_model, read_snapshot, read_some
 from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.tensors import read_tensors
 from unisono.errors import CheckpointError, UnisonoWarning, WorkerLost
 
 pytestmark = pytest.mark.unit
@@ -123,6 +125,34 @@ def test_what_a_process_reads_are_copies_of_what_it_wants(together: Together, tm
     shutil.rmtree(tmp_path / "step-00000005")
     found.model["e"].add_(1)
     assert torch.equal(found.model["e"], whole.model["e"][1:3] + 1)
+
+
+def test_a_checkpoint_that_a_running_job_removes_while_it_is_read_is_passed_over(tmp_path: Path) -> None:
+    store, whole = CheckpointStore(tmp_path), snapshot(5)
+    store.save(whole, verified=whole.digests())
+    store.save(replace(whole, step=6), verified=whole.digests())
+    store.wait()
+
+    def read(folder: Path) -> Snapshot:
+        def removed(path: Path) -> dict[str, torch.Tensor]:
+            found = read_tensors(path)
+            if path.name == "state.safetensors" and folder.name.endswith("6"):  # the last of its files
+                shutil.rmtree(folder)
+            return found
+
+        return read_snapshot(folder, removed)
+
+    found = store.newest(read)
+    store.close()
+    assert found is not None
+    assert found.step == 5
+
+
+def test_names_of_tensors_are_counted_in_no_more_time_than_there_are_names() -> None:
+    names = [f"tensor {number}" for number in range(50_000)]
+    require_each_once(names, [names[rank::8] for rank in range(8)], "model")
+    with pytest.raises(CheckpointError, match="tensor 7 of its model was written by 2 devices"):
+        require_each_once(names, [*(names[rank::8] for rank in range(8)), ["tensor 7"]], "model")
 
 
 def damaged(how: str, folder: Path) -> None:

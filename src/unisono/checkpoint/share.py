@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +85,6 @@ def require_each_once(names: Sequence[str], written: Sequence[Sequence[str]], pa
     Raises:
         CheckpointError: names one.
     """
-    counts: Mapping[str, int] = {name: sum(name in each for each in map(set, written)) for name in names}
-    if odd := next((name for name, count in counts.items() if count != 1), ""):
+    counts = Counter(chain.from_iterable(written))
+    if odd := next((name for name in names if counts[name] != 1), ""):
         raise CheckpointError(f"{odd} of its {part} was written by {counts[odd]} devices of its worker, and not by one")

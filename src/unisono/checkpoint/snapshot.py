@@ -257,7 +257,7 @@ def _read_text(path: Path, parts: Iterable[str]) -> tuple[dict[str, Any], dict[s
         text = read_object(path / STATE)
     except (OSError, Unreadable) as error:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
-    if type(text.get("step")) is not int or any(part not in text for part in parts):
+    if type(step := text.get("step")) is not int or not 0 <= step < 2**63 or any(part not in text for part in parts):
         raise CheckpointError(f"{path / STATE} lacks the step, or the model: it is no whole checkpoint")
     return text, files
 
@@ -300,7 +300,10 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 def _require_digests(path: Path, parts: Mapping[str, Any]) -> None:
     """Refuse what was read if it is not what all workers held when it was written."""
-    told = read_object(path / MANIFEST).get("digests")
+    try:
+        told = read_object(path / MANIFEST).get("digests")
+    except (OSError, Unreadable) as error:  # a running job may have removed it meanwhile
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if told is None:
         return
     for part, tree in parts.items():
