@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import os
 import socket
 import stat
 import threading
@@ -462,6 +463,23 @@ def test_a_token_behind_a_link_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(JobError, match="cannot be read"):
         make_token(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_no_token_and_not_waited_for(make: Callable[..., None], tmp_path: Path) -> None:
+    make(token_file(tmp_path), 0o600)
+    with pytest.raises(JobError, match="token"):
+        read_token(token_file(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"x" * 43 + b"x", b"x" * 43 + b" " * 300 + b"x", b"\xff" * 43, b"x" * 2**20]
+)
+def test_what_is_no_token_is_refused(text: bytes, tmp_path: Path) -> None:
+    token_file(tmp_path).touch(0o600)
+    token_file(tmp_path).write_bytes(text)
+    with pytest.raises(JobError, match="no token"):
+        read_token(token_file(tmp_path))
 
 
 # -- what it does

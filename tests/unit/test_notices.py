@@ -239,7 +239,7 @@ def test_without_variables_the_address_is_that_of_the_link_and_a_wrong_one_is_re
     assert NoticeSource.of_environment("gcp", {"GCE_METADATA_HOST": "meta:8080"}).endpoints == {
         "gcp": Endpoint("meta", 8080)
     }
-    for wrong in ("https://meta", "http://", "http://meta:x", "file:///etc/passwd"):
+    for wrong in ("https://meta", "http://", "http://meta:x", "file:///etc/passwd", "http://" + "x" * 64, "a..b"):
         with pytest.raises(JobError, match="GCE_METADATA_HOST"):
             NoticeSource.of_environment("gcp", {"GCE_METADATA_HOST": wrong})
     with pytest.raises(JobError, match="aws, gcp, azure"):

@@ -311,6 +311,7 @@ WRONG: list[Any] = [
     *({**STEP, "spans": [["step", 0, 10**30, 1, -1]]}, {**STEP, "spans": [["step", 0, 1.5, 1, -1]]}),
     *({**STEP, "spans": [ROW], "rank": 1}, {**STEP, "spans": [ROW], "at": -1}, {**STEP, "spans": [ROW], "more": 1}),
     {**STEP, "spans": [["step", 0, 10, 7, -1]]},
+    {**STEP, "spans": [ROW], "workers": 2**40},  # of which no ranks could be counted
 ]
 
 

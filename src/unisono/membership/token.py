@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import ssl
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,9 @@ OUTDATED = (
 
 GROUP, EVERYBODY = 0o070, 0o007
 
+LARGEST = 256
+"""Bytes of a token's file."""
+
 _FORM = re.compile(r"[A-Za-z0-9_-]{43}")  # 256 bits
 _OPEN_ONLY_ITSELF = os.O_CLOEXEC | os.O_NOFOLLOW  # a link that somebody else put there leads nowhere
 
@@ -109,11 +113,11 @@ def read_token(path: Path) -> str:
         JobError: it cannot be read, is none, or others than its owner can read it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | _OPEN_ONLY_ITSELF)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN_ONLY_ITSELF)  # a pipe is not waited for
         with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
             found = os.fstat(file.fileno())
             mode, is_shared = found.st_mode, found.st_uid == 0 != os.geteuid()  # by root, who knows the group
-            token = file.read(256).strip()
+            token = file.read(LARGEST + 1).strip() if stat.S_ISREG(mode) and found.st_size <= LARGEST else ""
     except OSError as error:
         raise JobError(f"the token of the job cannot be read: {error}") from error
     if mode & (EVERYBODY if is_shared else EVERYBODY | GROUP):

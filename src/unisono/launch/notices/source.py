@@ -36,6 +36,7 @@ class Endpoint:
         try:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             host, port = parts.hostname, parts.port or 80
+            (host or "").encode("idna")
         except ValueError:
             host, port = None, 80
         if not host or parts.scheme != "http":

@@ -17,6 +17,7 @@ from unisono.study.spans.clocks import Correction, Look, corrections
 from unisono.train.record.step_timeline import FOLDER
 
 MOST_FILES = 4096
+MOST_WORKERS = 65536
 LONGEST = 10**18
 """Nanoseconds from one moment to another: thirty years."""
 
@@ -243,7 +244,7 @@ def _look(found: Mapping[str, Any]) -> Look:
 def _step(found: Any) -> WorkerStep:
     about = value_of(STEP, found, "a step")
     spans = tuple(_spans(about["at"], about["spans"]))
-    _require(0 <= about["at"] <= LONGEST and len(spans) > 0 and 0 <= about["rank"] < about["workers"])
+    _require(0 <= about["at"] <= LONGEST and len(spans) > 0 and 0 <= about["rank"] < about["workers"] <= MOST_WORKERS)
     _require(about["step"] >= -1 and about["generation"] >= 0)
     return WorkerStep(about["step"], about["done"], about["generation"], about["rank"], about["workers"], spans)
 
