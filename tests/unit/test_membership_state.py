@@ -47,7 +47,8 @@ from unisono.membership.state import (
     find,
     next_deadline,
     status,
-    trains_alone,
+    why_no_checkpoint,
+    why_not_replaced,
 )
 
 pytestmark = pytest.mark.unit
@@ -739,11 +740,32 @@ def test_a_worker_that_is_to_be_replaced_leaves_and_another_one_is_started() -> 
     assert job.state.size == 2
 
 
-def test_a_worker_trains_alone_if_no_other_one_that_stays_has_the_weights() -> None:
-    assert trains_alone(training(1).state, "w1")
-    assert not trains_alone(training(2).state, "w1")
-    assert trains_alone(training(2).happen(LeaveAsked("w2")).state, "w1")
-    assert not trains_alone(Job().enlist(2).ready("w1").state, "w1")  # it has nothing yet that could be lost
+def test_a_worker_is_not_replaced_if_no_other_one_that_stays_has_the_weights() -> None:
+    assert "w1 trains alone" in why_not_replaced(training(1).state, "w1")
+    assert why_not_replaced(training(2).state, "w1") == ""
+    assert "w1 trains alone" in why_not_replaced(training(2).happen(LeaveAsked("w2")).state, "0")
+    assert why_not_replaced(Job().enlist(2).ready("w1").state, "w1") == ""  # it has nothing yet that could be lost
+
+
+def test_a_worker_that_is_lost_while_it_is_to_be_replaced_is_replaced_once() -> None:
+    job = training(2).happen(ReplaceAsked("1")).end("w2", -9)
+    started = job.heard(Start)
+    job.arrive("w1")
+    assert [*started, *job.heard(Start)] == ["a"]
+    assert job.state.size == 2
+
+
+def test_whoever_asks_for_what_cannot_be_is_told_why() -> None:
+    job = training(2)
+    assert why_not_replaced(job.state, "1") == "" == why_no_checkpoint(job.state)
+    assert "agent of a host" in why_not_replaced(job.state, "a")
+    assert why_not_replaced(job.happen(ReplaceAsked("1")).state, "w2") == "w2 leaves already"  # twice in a row
+    lost = training(2).end("w1", -9).state
+    assert why_not_replaced(lost, "0") == "0 is gone already"  # the rank of a worker that has just died
+    assert "nobody trains now" in why_no_checkpoint(lost)
+    assert "the job stops" in why_not_replaced(training(2).happen(StopAsked()).state, "0")
+    over = training(1).happen(StopAsked()).arrive("w1").end("w1", 75).state
+    assert why_not_replaced(over, "w1") == "the job is over" == why_no_checkpoint(over)
 
 
 def test_the_main_worker_alone_is_told_that_a_checkpoint_is_due() -> None:

@@ -249,28 +249,28 @@ class Service:
         return self._done(machine.Resized(body.workers))
 
     async def _leave(self, request: Request) -> Response:
-        return await self._of_one(request, machine.LeaveAsked)
+        return await self._of_one(request, machine.LeaveAsked, lambda state, who: "")
 
     async def _replace(self, request: Request) -> Response:
-        return await self._of_one(request, machine.ReplaceAsked)
+        return await self._of_one(request, machine.ReplaceAsked, machine.why_not_replaced)
 
-    async def _of_one(self, request: Request, event: Callable[[str], machine.Event]) -> Response:
+    async def _of_one(
+        self, request: Request, event: Callable[[str], machine.Event], obstacle: Callable[[machine.State, str], str]
+    ) -> Response:
         try:
             body = parse(_leave, await request.body())
         except Unreadable as error:
             return _refused(400, error)
         state = self._coordinator.state
-        name = machine.find(state, str(body.who))
-        if name is None:
+        if machine.find(state, str(body.who)) is None:
             return _refused(404, JobError(f"{body.who} takes no part in this job"))
-        if event is machine.ReplaceAsked and machine.trains_alone(state, name):
-            why = f"{name} trains alone, and the job would leave with it: have another worker first (unisono resize 2)"
+        if why := obstacle(state, str(body.who)):
             return _refused(409, JobError(why))
         return self._done(event(str(body.who)))
 
     async def _checkpoint(self, request: Request) -> Response:
-        if self._coordinator.state.minted is None:
-            return _refused(409, JobError("nobody trains now who could write a checkpoint"))
+        if why := machine.why_no_checkpoint(self._coordinator.state):
+            return _refused(409, JobError(why))
         return self._done(machine.CheckpointAsked())
 
     async def _stop(self, request: Request) -> Response:

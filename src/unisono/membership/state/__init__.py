@@ -29,11 +29,11 @@ from unisono.membership.state.event import (
 )
 from unisono.membership.state.rows import Agent, Signs, Worker
 from unisono.membership.state.state import State
-from unisono.membership.state.status import find, status, takes_part, trains_alone
+from unisono.membership.state.status import find, status, takes_part, why_no_checkpoint, why_not_replaced
 from unisono.membership.state.transitions import step
 
 __all__ = [
-    "step", "next_deadline", "find", "status", "takes_part", "trains_alone",
+    "step", "next_deadline", "find", "status", "takes_part", "why_no_checkpoint", "why_not_replaced",
     "State", "ElasticConfig", "Worker", "Agent", "Signs",
     "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "ReplaceAsked", "CheckpointAsked",
     "StopAsked", "Restarted", "Tick",

@@ -40,7 +40,7 @@ from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, 
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Signs, Worker, pair
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
-from unisono.membership.state.status import find
+from unisono.membership.state.status import find, main_worker, why_no_checkpoint, why_not_replaced
 
 
 def hear(update: StateUpdate, event: Event) -> None:
@@ -350,7 +350,7 @@ def _leave_asked(update: StateUpdate, who: str) -> None:
 def _replace_asked(update: StateUpdate, who: str) -> None:
     """A worker leaves at the next boundary, and its place stays open for another one."""
     worker = update.state.workers.get(find(update.state, who) or "")
-    if worker is not None and worker.phase in (*MEMBER, *CANDIDATE) and not worker.leaving:
+    if worker is not None and not why_not_replaced(update.state, who):
         if worker.phase in MEMBER:
             update.depart(worker)
         update.put(worker, leaving=True)
@@ -359,8 +359,8 @@ def _replace_asked(update: StateUpdate, who: str) -> None:
 
 def _checkpoint_asked(update: StateUpdate) -> None:
     """The main worker alone is told: all who would hear of it at different steps would each write one."""
-    main = next((update.state.workers.get(worker) for worker, rank in update.state.ranks.items() if rank == 0), None)
-    if main is not None and main.phase in MEMBER:
+    main = main_worker(update.state)
+    if main is not None and not why_no_checkpoint(update.state):
         update.tell(main, CheckpointDue())
         update.note("asked to checkpoint")
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from unisono.membership.state.rows import Worker
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Worker
 from unisono.membership.state.state import State
 
 
@@ -12,6 +12,41 @@ def find(state: State, who: str) -> str | None:
     if who in state.workers or who in state.agents:
         return who
     return next((worker for worker, rank in state.ranks.items() if str(rank) == who), None)
+
+
+def why_not_replaced(state: State, who: str) -> str:
+    """What is in the way of a worker that is to be replaced, for people; empty if nothing is."""
+    if state.over is not None or state.stopping:
+        return "the job is over" if state.over is not None else "all workers leave: the job stops"
+    if who in state.agents:
+        return f"{who} is the agent of a host: name one of its workers"
+    worker = state.workers.get(find(state, who) or "")
+    if worker is None:
+        return f"{who} is gone already"
+    if worker.phase not in (*MEMBER, *CANDIDATE):
+        return f"{worker.id} is {worker.phase} already"
+    if worker.leaving:
+        return f"{worker.id} leaves already"
+    if trains_alone(state, worker.id):
+        return (
+            f"{worker.id} trains alone, and the job would leave with it: have another worker first (unisono resize 2)"
+        )
+    return ""
+
+
+def why_no_checkpoint(state: State) -> str:
+    """What is in the way of a checkpoint, for people; empty if nothing is."""
+    if state.over is not None:
+        return "the job is over"
+    main = main_worker(state)
+    if main is None:
+        return "nobody trains now who could write a checkpoint"
+    return "" if main.phase in MEMBER else f"the main worker is {main.phase}: ask again when another one is"
+
+
+def main_worker(state: State) -> Worker | None:
+    """The worker with rank 0; None before there is one."""
+    return next((state.workers.get(worker) for worker, rank in state.ranks.items() if rank == 0), None)
 
 
 def takes_part(state: State, worker: str) -> bool:
