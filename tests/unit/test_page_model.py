@@ -311,5 +311,10 @@ def test_a_long_line_is_not_read_again_and_again(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "x": "x" * (8 * PART)}) + "\n")
     assert lines_of(follower, FolderSource(tmp_path))[0][0]["step"] == 1
     asked = list[int]()
-    follower.news(lambda name, first, most: asked.append(most) or b"")  # type: ignore[func-returns-value]
+
+    def read(name: str, first: int, most: int) -> bytes:
+        asked.append(most)
+        return b""
+
+    follower.news(read)
     assert asked == [2 * PART]
