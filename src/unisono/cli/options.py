@@ -263,7 +263,9 @@ StrategyName = Annotated[
 PolicyNames = Annotated[
     list[str] | None,
     typer.Option(
-        "--policy", help="A policy that adapts the training: noise-scale, ada-scale, module:Class; repeat for more."
+        "--policy",
+        help="A policy that adapts the training: noise-scale, ada-scale, goodput, scaling, straggler, topology, "
+        "batch-size-schedule, edge-of-stability or module:Class; repeat for more.",
     ),
 ]
 LogTo = Annotated[
