@@ -50,6 +50,6 @@ def _tell(process: "subprocess.Popen[bytes]", say: Callable[[str], None], log: P
     assert process.stdout is not None
     link = process.stdout.readline(LONGEST_LINK).decode("ascii", errors="replace").strip()
     if link:
-        say(f"the page: {link} (opens once, within an hour; others get a link to look from it)")
+        say(f"the page: {link} (opens once, within an hour; Share, there, gives a link for others)")
     elif process.wait() not in (0, -signal.SIGTERM):
         say(f"there is no page: see {log}")
