@@ -16,45 +16,56 @@ from unisono.errors import JobError
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A TOML file: the work, the hosts, the job.")]
+Folders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--from",
+        metavar="FOLDER",
+        help="A run folder or a study's, from which times are taken; repeat for more.",
+        show_default=False,
+    ),
+]
+Deadline = Annotated[str | None, typer.Option(metavar="TIME", help="The time that it may take, such as 8h or 90m.")]
+Budget = Annotated[float | None, typer.Option(help="What it may cost, in the scenario's currency.")]
+Minimise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cost|time", help="Search for the hosts, checkpoints and policies with the least cost or time."
+    ),
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policies",
+        metavar="NAMES",
+        help="Policies to put side by side on the same seeds: names with commas, or none; repeat for more.",
+        show_default=False,
+    ),
+]
+Seeds = Annotated[int, typer.Option(min=1, max=100_000, help="The number of simulated jobs.")]
+FirstSeed = Annotated[int, typer.Option(min=0, max=2**62, help="The first seed.")]
+Processes = Annotated[
+    int | None, typer.Option(min=1, max=512, help="Processes that simulate; by default one for each core.")
+]
+ReportFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Write a report and its plots there.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
 def simulate(
-    scenario: Annotated[Path, typer.Argument(metavar="SCENARIO", help="A TOML file: the work, the hosts, the job.")],
-    measured: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FOLDER",
-            help="A run folder or a study's, from which times are taken; repeat for more.",
-            show_default=False,
-        ),
-    ] = None,
-    deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help="The time that it may take, such as 8h or 90m.")
-    ] = None,
-    budget: Annotated[float | None, typer.Option(help="What it may cost, in the scenario's currency.")] = None,
-    minimise: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cost|time", help="Search for the hosts, checkpoints and policies with the least cost or time."
-        ),
-    ] = None,
-    policies: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policies",
-            metavar="NAMES",
-            help="Policies to put side by side on the same seeds: names with commas, or none; repeat for more.",
-            show_default=False,
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=100_000, help="The number of simulated jobs.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, max=2**62, help="The first seed.")] = 0,
-    processes: Annotated[
-        int | None, typer.Option(min=1, max=512, help="Processes that simulate; by default one for each core.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write a report and its plots there.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    scenario: ScenarioFile,
+    measured: Folders = None,
+    deadline: Deadline = None,
+    budget: Budget = None,
+    minimise: Minimise = None,
+    policies: Policies = None,
+    seeds: Seeds = 40,
+    seed: FirstSeed = 0,
+    processes: Processes = None,
+    out: ReportFolder = None,
+    as_json: Json = False,
 ) -> None:
     """Simulate a job on hosts that come, go and cost: how long, how dear, how likely by the deadline.
 
