@@ -77,7 +77,7 @@ def test_a_change_has_to_pass_each_part_of_check_docs_and_test_once_whatever_fai
     parts = [line.partition("#")[0].split()[1:] for line in rules if line.startswith(("check:", "test:"))]
     flags = {"--keep-going", "--jobs", "2"}
     made = [each for each in (tmp_path / "made.txt").read_text().split() if each not in flags]
-    wanted = {"docs", "compiled", "slurm", *(part for each in parts for part in each)}
+    wanted = {"docs", "compiled", "slurm", "browser", *(part for each in parts for part in each)}
     wanted -= {"unit"}  # which unit-and-procs has
     assert sorted(made) == sorted(wanted)
     assert made[-1] == "alone"

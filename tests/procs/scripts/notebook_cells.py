@@ -68,8 +68,8 @@ class Kernel:
         self._asked = ""
 
     def execute(self, code: str) -> dict[str, Any]:
-        """Execute a cell to its end; returns its reply."""
-        self._asked = self.client.execute(code)
+        """Execute a cell to its end, whatever became of the one before; returns its reply."""
+        self._asked = self.client.execute(code, stop_on_error=False)  # else the next one may be aborted, too
         return self.reply()
 
     def begin(self, code: str, is_enough: Callable[[str], bool]) -> None:
