@@ -63,7 +63,7 @@ def _verdict(found: Simulation) -> list[str]:
     if found.is_extrapolation:
         measured = found.scenario.measured_to
         known = f"no more than {counted(measured, 'worker')} were measured" if measured else "nothing was measured"
-        said.append(f"This is an extrapolation: {known}, and {found.scenario.room} are simulated.")
+        said.append(f"This is an extrapolation: {known}, and the job has room for {found.scenario.room}.")
     return said
 
 
