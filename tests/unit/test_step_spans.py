@@ -330,6 +330,21 @@ def test_a_line_that_is_none_is_left_out_and_counted(line: Any, tmp_path: Path) 
     assert found.left_out == [f"{tmp_path / FOLDER / 'w1.jsonl'}: 1 lines cannot be read and are left out"]
 
 
+def test_steps_that_took_no_time_are_not_explained_by_it(tmp_path: Path) -> None:
+    timeless = [
+        {**STEP, "step": number, "spans": [["step", 5, 5, 1, -1], ["compute", 5, 5, 1, -1]]} for number in range(3)
+    ]
+    with pytest.raises(JobError, match="no step is recorded"):
+        explained(read([written(tmp_path, HEADER, *timeless, {**STEP, "step": 3, "spans": [["data", 0, 9, 1, -1]]})]))
+    assert explained(read([written(tmp_path, HEADER, *timeless, {**STEP, "step": 4, "spans": [ROW]})])).step == 4
+
+
+def test_a_worker_is_not_compared_with_others_that_took_no_time() -> None:
+    slow, fast = simple(40.0, 60.0), taken(span("step", 0, 60), span("forward", 1, 1, number=1), rank=1)
+    workers = [WorkerRecord(f"w{place}", "a", 1, "a", (0, 0.0), [each]) for place, each in enumerate((slow, fast))]
+    assert "slower" not in " ".join(explained(on_one_clock(workers)).words)
+
+
 def test_a_line_that_is_just_being_written_is_not_looked_at(tmp_path: Path) -> None:
     file = written(tmp_path, HEADER, {**STEP, "spans": [ROW]}) / FOLDER / "w1.jsonl"
     file.write_bytes(file.read_bytes() + b'{"step":1,"do')

@@ -88,6 +88,7 @@ def comparable(timelines: StepTimelines) -> dict[int, dict[int, WorkerStep]]:
         number: workers
         for number, workers in timelines.by_step.items()
         if {each.rank for each in workers.values()} == set(range(next(iter(workers.values())).workers))
+        and _length(workers) > 0  # nobody has written down how long a damaged one took
     }
     by_generation: dict[int, list[int]] = {}
     for number, workers in whole.items():
@@ -129,7 +130,7 @@ def _slow(timelines: StepTimelines, steps: Mapping[int, Mapping[int, WorkerStep]
     found = []
     for place, took in sorted(medians.items()):
         others = [time for other, time in medians.items() if other != place]
-        if others and took >= SLOW * median(others):
+        if others and took >= SLOW * median(others) > 0:
             name = _named(timelines, place, steps[number].get(place))
             found.append(
                 f"Worker {name} is {took / median(others):.1f} times slower in compute than the others "
