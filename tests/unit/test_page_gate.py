@@ -214,3 +214,27 @@ def test_sessions_do_not_grow_for_ever_and_who_may_act_stays(site: Site) -> None
 
 def test_guesses_are_slowed_down(site: Site) -> None:
     assert {site.enter("x").status for _ in range(400)} == {401, 429}
+
+
+def test_whoever_does_not_take_the_news_gives_up_the_place_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = site.entered(site.keys.look)
+    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in {"host": HOST, **session}.items()]
+    scope = {"type": "http", "method": "GET", "path": "/stream", "headers": named, "query_string": b"", "root_path": ""}
+    asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in asked:
+            return message
+        return await asyncio.sleep(3600, {})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise TimeoutError("nobody takes it")
+
+    async def viewers() -> int:
+        with pytest.raises(TimeoutError) as kept:  # as a server's log keeps it
+            await site.app(scope, receive, send)
+        assert kept.value.__traceback__ is not None
+        return site.page.hub.viewers
+
+    assert asyncio.run(viewers()) == 0

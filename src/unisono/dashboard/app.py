@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import Send
 
 from unisono.dashboard.gate import Gate, Keys
 from unisono.dashboard.hub import Hub
@@ -89,6 +90,16 @@ def is_open(method: str, path: str) -> bool:
     return (method in ("GET", "HEAD") and path in files()) or (method == "POST" and path == "/enter")
 
 
+class _Stream(StreamingResponse):
+    """Lets go of the news as soon as nobody takes them, and not when the garbage is collected: places are few."""
+
+    body_iterator: AsyncGenerator[str, None]
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
 class Page:
     """The routes.
 
@@ -145,13 +156,14 @@ class Page:
     async def _stream(self, request: Request) -> Response:
         if self.hub.viewers >= MOST_VIEWERS:
             return _refused(503, JobError(f"{MOST_VIEWERS} browsers look at this page already: close one"))
-        return StreamingResponse(self._events(request.scope["may"]), media_type="text/event-stream")
+        return _Stream(self._events(request.scope["may"]), media_type="text/event-stream")
 
-    async def _events(self, may: str) -> AsyncIterator[str]:
+    async def _events(self, may: str) -> AsyncGenerator[str, None]:
         first = {"name": self._source.name, "may": may}
-        async for news in self.hub.news():
-            yield f"data: {json.dumps({**first, **news}, allow_nan=False)}\n\n"
-            first = {}
+        async with aclosing(self.hub.news()) as found:
+            async for news in found:
+                yield f"data: {json.dumps({**first, **news}, allow_nan=False)}\n\n"
+                first = {}
 
     async def _asked(self, request: Request) -> Response:
         if request.scope["may"] != "act":

@@ -1,7 +1,7 @@
 """Follows a run for all who look at its page; while nobody does, it does nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -85,7 +85,7 @@ class Hub:
             await self._tell()
         return is_behind
 
-    async def news(self) -> AsyncIterator[dict[str, Any]]:
+    async def news(self) -> AsyncGenerator[dict[str, Any], None]:
         """All that is known of the run, and then whatever is new, until the viewer goes."""
         seen, version = Viewed(), -1
         self.viewers += 1
