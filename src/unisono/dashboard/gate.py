@@ -4,19 +4,16 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from time import monotonic
 from typing import Any, Literal
 
+from unisono.membership.asgi import App, NotAdmitted, Receive, Scope, Send, body_of, header, read_already
 from unisono.membership.auth import Rate
 from unisono.membership.token import is_loopback
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 May = Literal["act", "look"]
 
 POLICY = (
@@ -41,19 +38,6 @@ REQUESTS_PER_S = 50.0
 MOST_SESSIONS = 64
 FRESH_S = 3600.0
 """Seconds for which a link that nobody has used opens: it may stand in a log."""
-
-
-class Turned(Exception):
-    """Why somebody does not get in.
-
-    Args:
-        status: the status of the answer.
-        reason: the reason, for people.
-    """
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,62 +129,38 @@ class Gate:
             return
         try:
             self._check(scope)
-            body = await _body(receive)
-        except Turned as turned:
+            body = await body_of(receive, LARGEST_BODY, BODY_S)
+        except NotAdmitted as turned:
             await _answer(scope, send, turned)
             return
-        await self._app(scope, _again(body, receive), _with_headers(send))
+        await self._app(scope, read_already(body, receive), _with_headers(send))
 
     def _check(self, scope: Scope) -> None:
         if scope["type"] != "http":
-            raise Turned(400, "a page has no such connections")
+            raise NotAdmitted(400, "a page has no such connections")
         host = _one(scope, b"host")
         if not self._is_ours(host):
-            raise Turned(403, "this is not the address of a page")  # a name that somebody pointed here
+            raise NotAdmitted(403, "this is not the address of a page")  # a name that somebody pointed here
         origins = [value for name, value in scope["headers"] if name == b"origin"]
         own = f"{self._scheme}://{host}".encode()
         if any(origin.lower() != own.lower() for origin in origins) or (scope["method"] != "GET" and not origins):
-            raise Turned(403, "other pages have no access")
+            raise NotAdmitted(403, "other pages have no access")
         session = self._keys.session(_cookie(scope, self._cookie), _one(scope, PAGE_HEADER))
         if session is not None:
             if _one(scope, b"sec-fetch-site") not in ("", "same-origin", "none"):
-                raise Turned(403, "other pages have no access")
+                raise NotAdmitted(403, "other pages have no access")
             scope["may"] = session.may
             return
         if self._rate.take():
-            raise Turned(429, "too many requests")
+            raise NotAdmitted(429, "too many requests")
         if not self._is_open(scope["method"], scope["path"]):
-            raise Turned(401, "open the page with the link that was printed for it")
+            raise NotAdmitted(401, "open the page with the link that was printed for it")
 
     def _is_ours(self, host: str) -> bool:
         """Whether a ``name:port`` is this page's. The port may be another one's: a tunnel's, say."""
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         name = name.removeprefix("[").removesuffix("]").lower()
         return is_loopback(name) or name in self._names
-
-
-async def _body(receive: Receive) -> bytes:
-    body, more = b"", True
-    try:
-        async with asyncio.timeout(BODY_S):
-            while more:
-                message = await receive()
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > LARGEST_BODY:
-                    raise Turned(413, f"a request has at most {LARGEST_BODY} bytes")
-    except TimeoutError:
-        raise Turned(408, "the request took too long") from None
-    return body
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    bodies = [body]
-
-    async def read() -> MutableMapping[str, Any]:
-        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await receive()
-
-    return read
 
 
 def _with_headers(send: Send) -> Send:
@@ -215,7 +175,7 @@ def _with_headers(send: Send) -> Send:
     return sent
 
 
-async def _answer(scope: Scope, send: Send, turned: Turned) -> None:
+async def _answer(scope: Scope, send: Send, turned: NotAdmitted) -> None:
     if scope["type"] != "http":
         await send({"type": "websocket.close"})
         return
@@ -226,9 +186,7 @@ async def _answer(scope: Scope, send: Send, turned: Turned) -> None:
 
 
 def _one(scope: Scope, name: bytes) -> str:
-    """The value of a header that is there exactly once; otherwise empty."""
-    values = [value for key, value in scope["headers"] if key == name]
-    return values[0].decode("latin-1") if len(values) == 1 else ""
+    return header(scope, name).decode("latin-1")
 
 
 def _cookie(scope: Scope, name: str) -> str:

@@ -1,19 +1,13 @@
 """The outermost layer of the coordinator: nobody gets past it without the job's token."""
 
-import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
+from unisono.membership.asgi import App, NotAdmitted, Receive, Scope, Send, body_of, header, read_already
 from unisono.membership.token import OUTDATED, REFUSED
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +62,6 @@ class Rate:
         return 0.0
 
 
-class _Refusal(Exception):
-    """Why somebody does not get in."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
 class AuthMiddleware:
     """Lets a request or a connection in if it holds the token, was meant for this address, and is within limits.
 
@@ -101,7 +86,7 @@ class AuthMiddleware:
             return
         try:
             self._check(scope)
-        except _Refusal as refusal:
+        except NotAdmitted as refusal:
             await _refuse(scope, send, refusal)
             return
         if scope["type"] == "websocket":
@@ -111,19 +96,19 @@ class AuthMiddleware:
 
     def _check(self, scope: Scope) -> None:
         if scope["type"] not in ("http", "websocket"):
-            raise _Refusal(400, "unknown kind of connection")
-        if _header(scope, b"host").decode("latin-1").lower() not in self._hosts:
-            raise _Refusal(403, "this is not the address of a coordinator")  # a name that somebody pointed here
+            raise NotAdmitted(400, "unknown kind of connection")
+        if header(scope, b"host").decode("latin-1").lower() not in self._hosts:
+            raise NotAdmitted(403, "this is not the address of a coordinator")  # a name that somebody pointed here
         if _has(scope, b"origin"):
-            raise _Refusal(403, "web pages have no access")
-        if not hmac.compare_digest(_header(scope, b"authorization"), self._expected):
-            raise _Refusal(REFUSED, OUTDATED)
+            raise NotAdmitted(403, "web pages have no access")
+        if not hmac.compare_digest(header(scope, b"authorization"), self._expected):
+            raise NotAdmitted(REFUSED, OUTDATED)
         if self._rate.take():
-            raise _Refusal(429, "too many requests")
+            raise NotAdmitted(429, "too many requests")
 
     async def _connect(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._connections >= self._limits.connections:
-            await _refuse(scope, send, _Refusal(503, "too many connections"))
+            await _refuse(scope, send, NotAdmitted(503, "too many connections"))
             return
         self._connections += 1
         try:
@@ -133,39 +118,14 @@ class AuthMiddleware:
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._limits.request_s):
-                body = await _read(receive, self._limits.body)
-        except TimeoutError:
-            await _refuse(scope, send, _Refusal(408, "the request took too long"))
-        except _Refusal as refusal:
+            body = await body_of(receive, self._limits.body, self._limits.request_s)
+        except NotAdmitted as refusal:
             await _refuse(scope, send, refusal)
         else:
-            await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, read_already(body, receive), send)
 
 
-async def _read(receive: Receive, most: int) -> bytes:
-    """The whole body of a request; what comes of it when the client goes away does not matter any more."""
-    body = b""
-    more = True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > most:
-            raise _Refusal(413, f"a request has at most {most} bytes")
-    return body
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    bodies = [body]
-
-    async def read() -> MutableMapping[str, Any]:
-        return {"type": "http.request", "body": bodies.pop(), "more_body": False} if bodies else await receive()
-
-    return read
-
-
-async def _refuse(scope: Scope, send: Send, refusal: _Refusal) -> None:
+async def _refuse(scope: Scope, send: Send, refusal: NotAdmitted) -> None:
     body = json.dumps({"error": refusal.reason}).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     if refusal.status == REFUSED:
@@ -178,12 +138,6 @@ async def _refuse(scope: Scope, send: Send, refusal: _Refusal) -> None:
         headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": f"{kind}.start", "status": refusal.status, "headers": headers})
     await send({"type": f"{kind}.body", "body": body})
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    """The value of a header that is there exactly once; otherwise empty."""
-    values = [value for key, value in scope["headers"] if key.lower() == name]
-    return values[0] if len(values) == 1 else b""
 
 
 def _has(scope: Scope, name: bytes) -> bool:
