@@ -23,7 +23,10 @@ LONGEST: Any = {"EPOCHS": "40"}
 WAYS: Any = {"slices": {}, "stages": {"STAGES": "1f1b"}, "matrices": {"MATRICES": "1"}}
 
 
-@pytest.fixture(scope="session", params=["slices", "stages", pytest.param("matrices", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="session",
+    params=["slices", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stages", "matrices"))],
+)
 def way(request: pytest.FixtureRequest) -> Any:
     """How a model lies on several devices."""
     return WAYS[request.param]

@@ -83,5 +83,5 @@ def test_an_agent_uses_the_jobs_folder_only_if_the_token_of_this_start_lies_ther
 
 def test_without_ray_the_cure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(JobError, match=r"pip install 'unisono\[ray\]'"):
+    with pytest.raises(JobError, match=r"pip install '\.\[ray\]'"):
         driver.run(__file__)
