@@ -487,6 +487,13 @@ def test_a_member_is_replaced_once_all_ask_for_it_and_only_in_the_generation_tha
     assert [note.fields["worker"] for note in job.notes if note.event == "replaced"] == ["w2"]
 
 
+def test_a_policy_cannot_replace_the_only_worker_for_the_job_would_leave_with_it() -> None:
+    job = training(1).hear("w1", Replace(generation=1, rank=0))
+    assert [note.event for note in job.notes][-1] == "not replaced"
+    assert not job.state.workers["w1"].leaving
+    assert job.heard(RegroupDue) == []
+
+
 def test_a_member_that_computes_wrong_results_is_in_no_generation_wherever_the_others_stand() -> None:
     job = training(3).hear("w1", Replace(generation=1, rank=1))
     job.arrive("w1", "w3", at_boundary=False)

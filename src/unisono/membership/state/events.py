@@ -225,7 +225,11 @@ def _replace(update: StateUpdate, message: Replace) -> None:
     if message.rank >= len(roster):
         return
     worker = update.state.workers.get(roster[message.rank].worker)
-    if worker is not None and worker.phase in MEMBER and not worker.is_faulty:
+    if worker is None or worker.phase not in MEMBER or worker.is_faulty:
+        return
+    if len(roster) == 1:  # nobody has compared its results, and the job would leave with it
+        update.note("not replaced", worker=worker.id, host=worker.host, why="it trains alone")
+    else:
         update.put(worker, leaving=True, is_faulty=True)
         update.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
 
