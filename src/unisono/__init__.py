@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
     from unisono.sync.parameter_server import ParameterServer
     from unisono.sync.strategy import AllReduce, Strategy
+    from unisono.train.model.kfac import KFAC
     from unisono.train.model.tensors import digest
     from unisono.train.model.whole_matrix import whole_matrix
     from unisono.train.run import Run
@@ -58,6 +59,7 @@ __all__ = [
     "DiLoCo",
     "EdgeOfStability",
     "GoodputPolicy",
+    "KFAC",
     "LinearScaling",
     "LocalSGD",
     "Logger",
@@ -106,6 +108,7 @@ _HOMES = {
     "DiLoCo": "unisono.sync.averaging",
     "EdgeOfStability": "unisono.adapt.edge_policy",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
+    "KFAC": "unisono.train.model.kfac",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",
     "Logger": "unisono.loggers.logger",

@@ -14,6 +14,7 @@ from unisono.errors import JobError, ModelError
 from unisono.train.assembly import Inside
 from unisono.train.group.devices import Devices
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
+from unisono.train.model.shared_work import SharingOptimizer
 from unisono.train.model.slices import is_sliced, materialise, require_sliced, slice_module, slice_of
 from unisono.train.model.stages import Placement, Stages
 from unisono.train.model.staging import Staging, move, staging_of
@@ -141,10 +142,11 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
         if isinstance(module, nn.Module):
             move(module, inside.device)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    devices = inside.membership.workers.devices
+    _require_whole_layers(optimizers, devices)
     prepared, trained = Prepared.of(model, optimizers, state), inside.trained
     if inside.job.deterministic:
         refuse_unset_memory(prepared.optimizers)
-    devices = inside.membership.workers.devices
     if staging_of(prepared.modules) is not None:
         if state:
             raise ModelError(
@@ -160,6 +162,16 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     inside.collectives.change(partial(inside.first_weights.act, prepared, resumes=is_first))
     inside.collectives.together(inside.steps.make_together)
     inside.listeners.tell(lambda one: one.prepared(prepared, trained.progress.position.step))
+
+
+def _require_whole_layers(optimizers: Sequence[Any], devices: Devices) -> None:
+    """Refuse statistics of layers that are spread over devices."""
+    sharing = next((one for one in optimizers if isinstance(one, SharingOptimizer)), None)
+    if sharing is not None and devices.count > 1:
+        raise ModelError(
+            f"{type(sharing).__name__} needs whole layers, and each worker has {devices.count} devices, which hold "
+            f"parts of them: use one device per worker, or another optimizer"
+        )
 
 
 def _require_of(prepared: Prepared) -> None:

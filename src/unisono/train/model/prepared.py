@@ -15,6 +15,7 @@ from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
 from unisono.train.model.places import BufferPlace, places_of
+from unisono.train.model.shared_work import statistics_of
 from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
 from unisono.train.model.stage_optimizers import groups_of, update_own
 from unisono.train.model.staging import staging_of
@@ -83,10 +84,18 @@ class Prepared:
         ids = {id(parameter) for parameter in _owned(optimizers)}
         return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in ids}
 
+    def reduced_for(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+        """What the next update of these optimizers goes by: their parameters, and behind these their statistics."""
+        return self.trained_by(optimizers) | statistics_of(optimizers)
+
+    def gradient_holders(self) -> list[Tensor]:
+        """All tensors in which backward passes may leave something: the parameters, and statistics that are due."""
+        return [*self.parameters.values(), *statistics_of(self.optimizers).values()]
+
     def clear_gradients(self, but: Sequence[Tensor] = ()) -> None:
-        """Have no gradients in the parameters, but in some of them."""
+        """Have no gradients in the parameters, but in some of them; nor in statistics."""
         kept = {id(parameter) for parameter in but}
-        for parameter in self.parameters.values():
+        for parameter in self.gradient_holders():
             if id(parameter) not in kept:
                 parameter.grad = None
 

@@ -47,6 +47,7 @@ from unisono.train.step.loss import ForwardPass, Shard, require_agreement, total
 from unisono.train.step.owned_update import whole_update
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.sharded_update import ShardedUpdate
+from unisono.train.step.shared_pieces import SharedPieces
 from unisono.train.step.why_whole import why_whole
 
 if TYPE_CHECKING:
@@ -122,13 +123,12 @@ class StepEngine:
         self._rank = workers.rank if rank is None else rank
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap, spans=spans)
-        self._prepared, self._devices = prepared, workers.devices
+        self._prepared, self._devices, self._monitoring = prepared, workers.devices, execution.monitoring
         self._slicing, self._pipeline = _on_devices(prepared, workers, device)
         self._forward = ForwardPass(job, prepared, device, spans)
         self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
         self._gradients: dict[tuple[object, ...], Gradients] = {}
-        self._monitoring = execution.monitoring
         self._known: dict[float, list[str]] = {signature_of(()): []}
         self._scaled, self._found, self._repeats, self._spans = scaled, found, repeats, spans
         self.witness: Witness | None = None
@@ -140,6 +140,7 @@ class StepEngine:
             list(prepared.weights().values()), self._buffer_tensors, partial(kept_by, prepared.optimizers)
         )
         self._update: Update | ShardedUpdate = update or whole_update(prepared, workers, execution)
+        self._pieces = SharedPieces(workers, execution.shard_optimizer)
         self.why_whole = (
             why_whole(prepared, workers, execution, survives=survives)
             if update is None
@@ -276,18 +277,20 @@ class StepEngine:
             if call.update is None:
                 with self._scaled(call.optimizers):
                     self._update.work_out(call.optimizers)
+                    self._pieces.work_out(call.optimizers)
 
         keeps = self.cause(call)
 
         def make() -> None:
             set_places(buffers)
             if keeps is not None:
-                parameters = self._prepared.trained_by(call.optimizers)
+                parameters = self._prepared.reduced_for(call.optimizers)
                 keeps.keep(attempt.report.loss, parameters, self._prepared.buffers, buffers)
             elif self._cause is not None:
                 self._cause.let_go()
             with nullcontext() if call.update else self._scaled(call.optimizers):
                 if call.update is None:
+                    self._pieces.give(call.optimizers)
                     self._update.apply(call.optimizers)
                 else:
                     self._make_own(call.update, call.optimizers, attempt)
@@ -331,7 +334,7 @@ class StepEngine:
         if not call.clip.limits:
             return 0.0
         self.has_lost |= not gradients.has_kept()
-        norm = call.clip.apply(gradients.parameters, self._slicing.norm if self._slicing else global_norm)
+        norm = call.clip.apply(gradients.trained, self._slicing.norm if self._slicing else global_norm)
         gradients.keep()
         return norm
 
@@ -507,7 +510,8 @@ class StepEngine:
         """Compute a shard, of whichever worker, beside the attempt."""
         shard = Shard.of(call, number, is_audited=True)
         assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
-        held = [parameter.grad for parameter in self._prepared.parameters.values()]
+        holders = self._prepared.gradient_holders()
+        held = [parameter.grad for parameter in holders]
         with generators_kept(), self._buffers.aside() as made:
             self._prepared.clear_gradients()
             self._forward.compute(call, shard, call.load(number))
@@ -518,7 +522,7 @@ class StepEngine:
             for each, parameter in enumerate(gradients.parameters):
                 shard.mark.take(each, parameter.grad)
             found = shard.mark.finish(shard.read(), made())
-        for parameter, gradient in zip(self._prepared.parameters.values(), held, strict=True):
+        for parameter, gradient in zip(holders, held, strict=True):
             parameter.grad = gradient
         self._workers.tick()
         return found
@@ -636,15 +640,19 @@ class StepEngine:
         return int(self._job.bucket_mb * 2**20)
 
     def _gradients_of(self, call: Call) -> Gradients:
-        key = (*map(id, call.optimizers), *map(Tensor.stride, self._prepared.parameters.values()))
+        reduced, trained = self._prepared.reduced_for(call.optimizers), self._prepared.trained_by(call.optimizers)
+        strides = map(Tensor.stride, self._prepared.parameters.values())
+        key = (*map(id, call.optimizers), len(reduced), *strides)
         if key not in self._gradients:
             require_agreement(self._workers.transport, call.decided)  # what follows is made together
             compressed = torch.bfloat16 if self._job.compression == "bf16" else None
             fusion = Fusion(self._bucket_bytes, compressed, self._checked_bytes)
-            trained = self._prepared.trained_by(call.optimizers)
             norms = SquaredNorms(len(trained), self._monitoring.blocks_of(trained.values()))
-            make = self._slicing.gradients if self._slicing else Gradients
-            self._gradients[key] = make(trained, self._reducer, fusion, norms)
+            self._gradients[key] = (
+                self._slicing.gradients(trained, self._reducer, fusion, norms)
+                if self._slicing
+                else Gradients(reduced, self._reducer, fusion, norms, len(reduced) - len(trained))
+            )
         return self._gradients[key]
 
 

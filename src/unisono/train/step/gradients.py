@@ -49,8 +49,12 @@ class Gradients:
         reducer: the reducer that adds up all workers' gradients. Making an object of this class is collective.
         fusion: the settings of the buckets.
         norms: a counter that takes each shard's gradient while :attr:`is_watched`.
+        statistics: the number of statistics, the last of the parameters: added up alike, but part of no norm.
 
     Attributes:
+        names: the names of all that is added up.
+        parameters: the tensors, likewise.
+        trained: those without the statistics.
         is_watched: whether somebody wants to know each shard's squared norm.
         witness: a function that gets what was written to checked memory, to inject a fault.
         mark: a digest that takes the gradients of the shard under way, if that is audited.
@@ -59,9 +63,17 @@ class Gradients:
 
     leaves_single = True
 
-    def __init__(self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        reducer: Reducer,
+        fusion: Fusion,
+        norms: SquaredNorms,
+        statistics: int = 0,
+    ) -> None:
         self.names = tuple(parameters)
         self.parameters: Sequence[Tensor] = tuple(parameters.values())
+        self.trained = self.parameters[: len(self.parameters) - statistics]
         self.came_twice = self.is_watched = False
         self.witness: Witness | None = None
         self.mark: ShardDigest | None = None
@@ -189,7 +201,7 @@ class Gradients:
 
     def mean_squared_norm(self) -> float:
         """Of the mean gradient, which was assigned. Collective: where all of a large one is read, each reads a part."""
-        mean = [parameter.grad for parameter in self.parameters]
+        mean = [parameter.grad for parameter in self.trained]
         if self._shares_reading:
             transport = self._reducer.transport
             squares = transport.all_gather(squares_of(mean, transport.rank, transport.world_size))
@@ -304,7 +316,7 @@ class Gradients:
     def _take(self, number: int, gradient: Tensor | None) -> None:
         self._note(number, gradient)
         self._marked(number, gradient)
-        if self.is_watched:
+        if self.is_watched and number < len(self.trained):
             self._norms.take(number, gradient)
         self._arrived[number] = True
         bucket, place = self._places[number]

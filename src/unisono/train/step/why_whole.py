@@ -10,6 +10,7 @@ from unisono.reduce.segment import sees_writes
 from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.shared_work import SharingOptimizer
 from unisono.train.model.tensors import COUNTS_HOLDERS
 from unisono.train.model.update import READERS, has_own_step, may_change_gradients
 from unisono.train.model.whole_matrix import cost_of
@@ -31,7 +32,8 @@ def why_whole(prepared: Prepared, workers: Workers, execution: Execution, *, sur
     if not wanted:
         return "nobody has asked to split them"
     why = why_whole_by_optimizers(prepared.optimizers)
-    if why and wanted is True and not any(cost_of(one) for one in prepared.optimizers):
+    have_owners = any(cost_of(one) or isinstance(one, SharingOptimizer) for one in prepared.optimizers)
+    if why and wanted is True and not have_owners:
         raise JobError(f"shard_optimizer=True {why}")
     if seat is None or any(one.device.type != "cpu" for one in prepared.parameters.values()):
         if wanted is True and not survives:

@@ -308,7 +308,7 @@ class ExactSteps:
         prepared = self.trained.require_prepared()
         given = UpdateCause.of(cause, prepared.buffers)
         prepared.clear_gradients()
-        given.set(prepared.trained_by(call.optimizers), prepared.buffers)
+        given.set(prepared.reduced_for(call.optimizers), prepared.buffers)
         scaled = self.trained.policy_state.scaled
         if call.update is not None:
             call.update.make(given.loss, call.optimizers, scaled)

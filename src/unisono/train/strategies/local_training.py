@@ -17,6 +17,7 @@ from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
+from unisono.train.model.shared_work import SharingOptimizer
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
@@ -78,10 +79,16 @@ class LocalTraining:
         Raises:
             JobError: there is state that no two workers may have apart.
         """
-        if further := [place.name for place in self._trained.require_prepared().buffers if place.chosen is not None]:
+        prepared = self._trained.require_prepared()
+        if further := [place.name for place in prepared.buffers if place.chosen is not None]:
             raise JobError(
                 f"run.prepare(state=…): with strategy={str(self._trained.policy_state.strategy)!r} workers train apart "
                 f"between two rounds, and nobody combines {further[0]}. Leave state out, or use strategy='all-reduce'"
+            )
+        if sharing := next((one for one in prepared.optimizers if isinstance(one, SharingOptimizer)), None):
+            raise JobError(
+                f"{type(sharing).__name__} adds up statistics over all workers, which train apart with "
+                f"strategy={str(self._trained.policy_state.strategy)!r}: use 'all-reduce', or another optimizer"
             )
         self._trained.anticipate()
         strategy, before = self._trained.policy_state.strategy, self._before

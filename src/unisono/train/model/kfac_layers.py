@@ -1,0 +1,215 @@
+"""The layers that K-FAC knows, and how the two factors of each are added up in a backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unisono.errors import ModelError
+
+KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
+"""Classes with a rule. Subclasses may compute something else."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownLayer:
+    """A layer with two factors: A of what goes in, and G of the gradient at what comes out.
+
+    The backward pass leaves in ``grad`` of each of the following its sum over all samples, where a is what goes in
+    (a patch of it, with a 1 for the bias), and g is the gradient of the loss, as the backward pass has it.
+
+    Attributes:
+        name: the name of the module.
+        module: the module.
+        inputs: Σ a aᵀ, averaged over positions. Shape (n, n).
+        outputs: Σ g gᵀ, added up over positions. Shape (m, m).
+        count: the number of samples. Shape (1,).
+    """
+
+    name: str
+    module: nn.Linear | nn.Conv2d
+    inputs: Tensor
+    outputs: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, name: str, module: nn.Linear | nn.Conv2d) -> KnownLayer:
+        """A layer without sums."""
+        weight, has_bias = module.weight, _trains_bias(module)
+        rows, columns = weight.shape[0], weight[0].numel() + has_bias
+        dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
+        shapes = (columns, columns), (rows, rows), (1,)
+        made = (torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True) for shape in shapes)
+        return cls(name, module, *made)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The weight, and the bias if it is trained."""
+        bias = self.module.bias
+        return [self.module.weight, bias] if _trains_bias(self.module) and bias is not None else [self.module.weight]
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """What backward passes leave, by name."""
+        return {
+            f"inputs of {self.name}": self.inputs,
+            f"outputs of {self.name}": self.outputs,
+            f"samples of {self.name}": self.count,
+        }
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient as a matrix, with that of the bias as its last column. Shape (m, n)."""
+        found = [one.grad for one in self.parameters]
+        if any(one is None for one in found):
+            return None
+        return torch.cat([one.to(self.inputs.dtype).reshape(len(one), -1) for one in found if one is not None], 1)
+
+    def cut(self, matrix: Tensor) -> list[Tensor]:
+        """Copies of the parts of a matrix like the gradient that belong to each parameter, in its shape."""
+        own = self.parameters
+        parts = matrix.split([one[0].numel() for one in own], 1)
+        return [
+            part.reshape(one.shape).to(one.dtype, copy=True, memory_format=torch.contiguous_format)
+            for part, one in zip(parts, own, strict=True)
+        ]
+
+    def factor(self, number: int) -> Tensor | None:
+        """A (0) or G (1) by the mean over the step's samples; None if no sample has come by.
+
+        Where the loss is a mean over the samples, g has been divided by their number once, and whoever adds up divides
+        everything by some weight. Both drop out of A = inputs / count and G = outputs · count.
+        """
+        total, count = (self.inputs, self.outputs)[number].grad, self.count.grad
+        if total is None or count is None:
+            return None
+        return total / count if number == 0 else total * count
+
+    def forget(self) -> None:
+        """The sums are used."""
+        for one in self.sums.values():
+            one.grad = None
+
+    def listen(self, is_due: Callable[[], bool]) -> Any:
+        """Have each backward pass add to the sums. Returns the handle of the hook."""
+        reference, asks = weakref.ref(self), weakref.WeakMethod(is_due)
+
+        def hook(module: nn.Module, args: Sequence[Any], options: Any, output: Tensor) -> Tensor | None:  # a function:
+            layer, due = reference(), asks()  # a copy of the model has the same one, and copies nothing of it
+            if layer is None or due is None or layer.module is not module or not torch.is_grad_enabled() or not due():
+                return None
+            given = args[0] if args else options["input"]
+            found: Tensor = _Tap.apply(output, given, *layer.sums.values(), layer)  # type: ignore[no-untyped-call]
+            return found
+
+        return self.module.register_forward_hook(hook, with_kwargs=True)
+
+    def rows_of_inputs(self, found: Tensor) -> tuple[Tensor, int]:
+        """What goes in, as rows a, and the number of samples that it has."""
+        module = self.module
+        if isinstance(module, nn.Conv2d):
+            found = found if found.dim() == 4 else found[None]
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            padded = F.pad(found, module._reversed_padding_repeated_twice, mode)
+            patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
+            rows = patches.transpose(1, 2).flatten(0, 1)
+        else:
+            found = found if found.dim() > 1 else found[None]
+            rows = found.flatten(0, -2)
+        rows = rows.to(self.inputs.dtype)
+        return (F.pad(rows, (0, 1), value=1.0) if len(self.parameters) == 2 else rows), len(found)
+
+    def rows_of_outputs(self, found: Tensor) -> Tensor:
+        """The gradient at what comes out, as rows g."""
+        if isinstance(self.module, nn.Conv2d):
+            found = (found if found.dim() == 4 else found[None]).flatten(2).transpose(1, 2)
+        return found.reshape(-1, found.shape[-1]).to(self.outputs.dtype)
+
+
+class _Tap(torch.autograd.Function):
+    """Lets a layer's output pass, and its gradient; on the way back it adds to the layer's sums."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, found: Tensor, *rest: Any) -> Tensor:
+        ctx.mark_dirty(output)  # it stays as it is; without this, nothing behind it could write to it in place
+        ctx.save_for_backward(found)
+        ctx.layer = rest[-1]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        layer: KnownLayer = ctx.layer
+        with torch.no_grad():
+            (found,) = ctx.saved_tensors
+            rows, samples = layer.rows_of_inputs(found.detach())
+            positions = max(1, len(rows)) / max(1, samples)
+            others = layer.rows_of_outputs(gradient.detach())
+            sums = rows.T @ rows / positions, others.T @ others, torch.full_like(layer.count, samples)
+        return gradient, None, *sums, None
+
+
+def known_layers(model: nn.Module, skip: Sequence[str]) -> tuple[list[KnownLayer], dict[str, list[Tensor]]]:
+    """The layers with a rule, and all other trained parameters by the module that has them, as "name (Kind)".
+
+    Args:
+        model: the model.
+        skip: names of modules that count as unknown, with all that is in them.
+
+    Raises:
+        ModelError: a layer shares its weights with another module, or has slices of them; names both, and the cure.
+    """
+    holders = _holders(model)
+    if odd := next((name for name in skip if name not in dict(model.named_modules())), ""):
+        raise ModelError(f"KFAC(skip=…): the model has no module {odd!r}; names are those of model.named_modules()")
+    layers: list[KnownLayer] = []
+    for name, module in model.named_modules():
+        is_skipped = any(name == each or name.startswith(f"{each}.") for each in skip)
+        if is_skipped or type(module) not in KNOWN or not module.weight.requires_grad:
+            continue
+        if isinstance(module, nn.Conv2d) and module.groups != 1:
+            continue
+        for parameter in module.parameters():
+            if len(held := holders[id(parameter)]) > 1:
+                raise ModelError(
+                    f"KFAC: {' and '.join(held)} are one tensor (tied weights), whose gradient is no product of one "
+                    f"layer's factors: untie them, or leave the layer to the other optimizer, KFAC(skip=[{name!r}])"
+                )
+        if type(module.weight) is not nn.Parameter:
+            raise ModelError(
+                f"KFAC: the weight of {name} is a {type(module.weight).__name__}, of which a device holds a part or "
+                f"nothing: use one device per worker, or another optimizer for models that are spread over devices"
+            )
+        layers.append(KnownLayer.of(name or "model", module))
+    taken = {id(parameter) for layer in layers for parameter in layer.parameters}
+    others: dict[str, list[Tensor]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in taken:
+                taken.add(id(parameter))
+                others.setdefault(f"{name or 'model'} ({type(module).__name__})", []).append(parameter)
+    return layers, others
+
+
+def _trains_bias(module: nn.Linear | nn.Conv2d) -> bool:
+    return module.bias is not None and module.bias.requires_grad
+
+
+def _holders(model: nn.Module) -> dict[int, list[str]]:
+    """Of each parameter the names under which modules have it."""
+    found: dict[int, list[str]] = {}
+    for prefix, parameter in _named(model):
+        found.setdefault(id(parameter), []).append(prefix)
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{name}.{own}" if name else own, parameter
