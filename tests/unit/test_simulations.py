@@ -17,7 +17,7 @@ from unisono.cli.app import application
 from unisono.cli.simulate import seconds_of
 from unisono.errors import JobError
 from unisono.job import Job
-from unisono.study.simulation.answers import Expectation, Spread, answer, enough, rates, wilson
+from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono.study.simulation.calibration import measured
 from unisono.study.simulation.scenario import Durations, HostKind, How, Scenario, Workload, read_scenario
 from unisono.study.simulation.search import Goal, command, frontier, mixes, search
@@ -173,9 +173,9 @@ def test_the_cheapest_mix_within_the_deadline_is_found() -> None:
 
 
 def test_what_exceeds_the_budget_comes_behind_what_does_not() -> None:
-    dear = Expectation(Spread(1.0, 1.0), Spread(90.0, 120.0), 1.0, 0.9, 1.0, {}, 0.0, 10)
+    dear = Expectation(Spread(1.0, 1.0), Spread(90.0, 120.0), Likelihood.of(10, 10), None, {}, 0.0, 10)
     slow = replace(dear, seconds=Spread(5.0, 5.0), cost=Spread(40.0, 60.0))
-    late = replace(slow, in_time=0.5)
+    late = replace(slow, in_time=Likelihood.of(5, 10))
     goal = Goal("time", budget=100.0)
     assert sorted([late, dear, slow], key=goal.key) == [slow, dear, late]
 
@@ -261,6 +261,20 @@ def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
     assert "extrapolation" in page
     assert "unisono run -n" in page
     assert (out / "plots" / "candidates.png").stat().st_size > 5000
+
+
+def test_limits_alone_are_answered_and_a_table_without_limits_has_no_column_for_them(tmp_path: Path) -> None:
+    scenario = tmp_path / "job.toml"
+    scenario.write_text(JOB)
+    words = ["simulate", str(scenario), "--seeds", "1", "--processes", "1"]
+    runner = CliRunner()
+    plain = runner.invoke(application(words), words).stdout
+    assert "in time" not in plain.split("Glossary")[0]
+    limited = runner.invoke(application(words), [*words, "--budget", "0.01"]).stdout
+    assert "It costs 0.01 at most with a probability of 0 %" in " ".join(limited.split())
+    assert "budget" in limited.split("This is an extrapolation")[1], "a column"
+    found = json.loads(runner.invoke(application(words), [*words, "--budget", "9e9", "--json"]).stdout)
+    assert found["variants"][0]["in_budget"] == 1.0
 
 
 def test_an_unknown_policy_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from unisono.study.analysis.estimate import NOTHING, counted, duration, number, 
 from unisono.study.report.charts import Chart
 from unisono.study.report.document import Block, Document, Section
 from unisono.study.report.written_table import Field, WrittenTable
-from unisono.study.simulation.answers import Expectation, enough
-from unisono.study.simulation.search import command
+from unisono.study.simulation.answers import Expectation, Likelihood, enough
+from unisono.study.simulation.search import Goal, command
 from unisono.study.simulation.simulation import Simulation
 
 ASSUMED: tuple[str, ...] = (
@@ -30,6 +30,7 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("p50, p95", "The median over all seeds, and what 95 % of them do not exceed."),
     ("seed", "One course of events: when hosts go and come, and how long each step takes."),
     ("in time", "The share of the seeds done by the deadline; in brackets its 95 % interval (Wilson, JASA 1927)."),
+    ("in budget", "The share of the seeds that are done and cost no more than the budget, with its interval."),
     ("regroup", "A generation ends or forms; losses that nobody has noticed yet are a part of it."),
     ("repeated", "Steps that were computed again, since nobody was left who had their result, and broken-off steps."),
     ("waiting", "Too few workers, or a job that all had left."),
@@ -59,7 +60,13 @@ def _verdict(found: Simulation) -> list[str]:
         f"{one.seeds} seeds; it costs {number(one.cost.p50)} and {number(one.cost.p95)}."
     ]
     if found.wish.deadline_s is not None:
-        said.append(f"It is done within {_long(found.wish.deadline_s)} with a probability of {_likely(one)}.")
+        said.append(f"It is done within {_long(found.wish.deadline_s)} with a probability of {_likely(one.in_time)}.")
+    elif one.in_time.share < 1:
+        said.append(
+            f"It is done at all with a probability of {_likely(one.in_time)}: what is not is counted as endless."
+        )
+    if one.in_budget is not None:
+        said.append(f"It costs {number(found.wish.budget)} at most with a probability of {_likely(one.in_budget)}.")
     if found.is_extrapolation:
         measured = found.scenario.measured_to
         known = f"no more than {counted(measured, 'worker')} were measured" if measured else "nothing was measured"
@@ -99,21 +106,24 @@ def _margin(found: Simulation) -> str:
 
 
 def _answers(found: Simulation) -> WrittenTable:
-    rows = [[Field(one.name), *_fields(one.answer)] for one in found.variants]
-    return WrittenTable(["policies", *HEAD], rows, text_columns=1)
+    rows = [[Field(one.name), *_fields(one.answer, found.wish)] for one in found.variants]
+    return WrittenTable(["policies", *_head(found.wish)], rows, text_columns=1)
 
 
-HEAD = ("time p50", "time p95", "cost p50", "cost p95", "in time", "workers lost")
+def _head(wish: Goal) -> list[str]:
+    """Of the columns of :func:`_fields`."""
+    limits = [name for name, limit in (("in time", wish.deadline_s), ("in budget", wish.budget)) if limit is not None]
+    return ["time p50", "time p95", "cost p50", "cost p95", *limits, "workers lost"]
 
 
-def _fields(one: Expectation) -> list[Field]:
-    low, high = percent(one.in_time_low), percent(one.in_time_high)
+def _fields(one: Expectation, wish: Goal) -> list[Field]:
+    chances = (one.in_time if wish.deadline_s is not None else None, one.in_budget)
     return [
         Field(_long(one.seconds.p50)),
         Field(_long(one.seconds.p95)),
         Field(number(one.cost.p50)),
         Field(number(one.cost.p95)),
-        Field(percent(one.in_time), f"{low} … {high}"),
+        *(Field(percent(each.share), f"{percent(each.low)} … {percent(each.high)}") for each in chances if each),
         Field(number(one.losses)),
     ]
 
@@ -132,11 +142,11 @@ def _candidates(found: Simulation) -> list[Section]:
             Field(one.hosts),
             Field(", ".join(one.scenario.job.policies) or "none"),
             Field(str(one.scenario.job.checkpoint_every or "none")),
-            *_fields(one.answer),
+            *_fields(one.answer, found.wish),
         ]
         for one in found.candidates
     ]
-    table = WrittenTable(["hosts", "policies", "checkpoint every", *HEAD], rows, text_columns=2)
+    table = WrittenTable(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
     said = [command(one.scenario) for one in found.candidates[:1]]
     return [Section("Figures: the best candidates", [Block("table", table=table), Block("code", said)])]
 
@@ -184,8 +194,8 @@ def _change(factor: float) -> str:
     return f"{100 * (factor - 1):+.1f} %"
 
 
-def _likely(one: Expectation) -> str:
-    return f"{percent(one.in_time)} ({percent(one.in_time_low)} … {percent(one.in_time_high)})"
+def _likely(one: Likelihood) -> str:
+    return f"{percent(one.share)} ({percent(one.low)} … {percent(one.high)})"
 
 
 def _long(seconds: float) -> str:

@@ -33,15 +33,28 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Likelihood:
+    """The share of seeds of which something holds, and its 95 % interval (Wilson, JASA 1927)."""
+
+    share: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, good: int, tried: int) -> Likelihood:
+        """Of so many seeds, of which it holds for some."""
+        return cls(good / tried, *wilson(good, tried))
+
+
+@dataclass(frozen=True, slots=True)
 class Expectation:
     """What outcomes of one scenario say.
 
     Attributes:
         seconds: the seconds of the whole job; infinite for one that was not done.
         cost: the cost of all hosts, until the job was done or given up.
-        in_time: the share of the seeds that were done by the deadline, or at all if there is none.
-        in_time_low: the lower end of its 95 % interval (Wilson, JASA 1927).
-        in_time_high: the upper one.
+        in_time: the seeds that were done by the deadline, or at all if there is none.
+        in_budget: the seeds that were done, and cost no more than the budget; None without a budget.
         lost: mean seconds, by what they were lost to.
         losses: the mean number of workers that were lost, or left on notice.
         seeds: the number of seeds.
@@ -49,31 +62,32 @@ class Expectation:
 
     seconds: Spread
     cost: Spread
-    in_time: float
-    in_time_low: float
-    in_time_high: float
+    in_time: Likelihood
+    in_budget: Likelihood | None
     lost: Mapping[str, float]
     losses: float
     seeds: int
 
 
-def answer(outcomes: Sequence[SimulatedOutcome], deadline_s: float | None = None) -> Expectation:
+def answer(
+    outcomes: Sequence[SimulatedOutcome], deadline_s: float | None = None, budget: float | None = None
+) -> Expectation:
     """Put outcomes of one scenario together.
 
     Args:
         outcomes: at least one.
         deadline_s: the seconds that the job may take; None for any.
+        budget: what it may cost; None for any.
     """
     seconds = [each.seconds if each.done else math.inf for each in outcomes]
     good = sum(each <= (math.inf if deadline_s is None else deadline_s) and each < math.inf for each in seconds)
-    low, high = wilson(good, len(outcomes))
+    cheap = None if budget is None else sum(each.done and each.cost <= budget for each in outcomes)
     lost = {part: float(np.mean([each.lost[part] for each in outcomes])) for part in outcomes[0].lost}
     return Expectation(
         seconds=Spread.of(seconds),
         cost=Spread.of([each.cost for each in outcomes]),
-        in_time=good / len(outcomes),
-        in_time_low=low,
-        in_time_high=high,
+        in_time=Likelihood.of(good, len(outcomes)),
+        in_budget=None if cheap is None else Likelihood.of(cheap, len(outcomes)),
         lost=lost,
         losses=float(np.mean([each.losses for each in outcomes])),
         seeds=len(outcomes),

@@ -47,7 +47,7 @@ class Goal:
 
     def holds(self, answer: Expectation) -> bool:
         """Whether an answer is within the limits."""
-        return answer.in_time >= self.certainty and answer.cost.p95 <= (
+        return answer.in_time.share >= self.certainty and answer.cost.p95 <= (
             math.inf if self.budget is None else self.budget
         )
 
@@ -55,7 +55,7 @@ class Goal:
         """By which answers are ordered, the best first."""
         is_short = not self.holds(answer)
         aim = answer.cost.p50 if self.aim == "cost" else answer.seconds.p50
-        return is_short, 1 - answer.in_time if is_short else 0.0, aim
+        return is_short, 1 - answer.in_time.share if is_short else 0.0, aim
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,10 @@ class SimulationSettings:
         numbers = tuple(range(self.first_seed, self.first_seed + seeds))
         return Request(tuple(scenarios), numbers, until_s(scenarios[0], self.wish.deadline_s))
 
+    def answer(self, outcomes: Sequence[SimulatedOutcome]) -> Expectation:
+        """What outcomes of one scenario come to, within the limits."""
+        return answer(outcomes, self.wish.deadline_s, self.wish.budget)
+
 
 def until_s(scenario: Scenario, deadline_s: float | None) -> float:
     """The virtual seconds after which a job is given up."""
@@ -128,7 +132,7 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
     scenarios = [_with(scenario, names) for names in chosen]
     found = outcomes(asked.request(scenarios, asked.seeds), asked.processes)
     variants = [
-        Variant(", ".join(names) or "no policies", answer(each, asked.wish.deadline_s), each)
+        Variant(", ".join(names) or "no policies", asked.answer(each), each)
         for names, each in zip(chosen, found, strict=True)
     ]
     if not any(each.done for one in variants for each in one.outcomes):
@@ -152,7 +156,7 @@ def _with(scenario: Scenario, policies: tuple[str, ...]) -> Scenario:
 
 def _answers(asked: SimulationSettings, scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
     found = outcomes(asked.request(scenarios, seeds), asked.processes)
-    return [answer(each, asked.wish.deadline_s) for each in found]
+    return [asked.answer(each) for each in found]
 
 
 def _guesses(scenario: Scenario, asked: SimulationSettings) -> list[Guess]:
@@ -216,8 +220,10 @@ def _written(found: Expectation) -> dict[str, object]:
         "seconds_p95": finite(found.seconds.p95),
         "cost_p50": found.cost.p50,
         "cost_p95": found.cost.p95,
-        "in_time": found.in_time,
-        "in_time_95": [found.in_time_low, found.in_time_high],
+        "in_time": found.in_time.share,
+        "in_time_95": [found.in_time.low, found.in_time.high],
+        "in_budget": None if found.in_budget is None else found.in_budget.share,
+        "in_budget_95": None if found.in_budget is None else [found.in_budget.low, found.in_budget.high],
         "lost_s": dict(found.lost),
         "losses": found.losses,
     }
