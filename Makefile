@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -160,6 +160,9 @@ bench-guests: $(READY)  ## a step of a framework that trains on a run, beside th
 
 bench-coordinator: $(READY)  ## what the coordinator costs with 16 to 4096 workers, but for the sockets
 	@$(BIN)/python -m benchmarks coordinator $(OPTIONS)
+
+bench-simulated-day: $(READY)  ## unisono simulate's world for a day with 10 000 workers, of which 500 are killed
+	@$(BIN)/python -m benchmarks simulated-day $(OPTIONS)
 
 bench-coordinator-sockets: $(READY)  ## a coordinator with 1024 connections over TLS: memory, processor, delays, losses and joins
 	@$(BIN)/python -m benchmarks coordinator-sockets $(OPTIONS)

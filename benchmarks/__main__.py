@@ -31,6 +31,7 @@ from benchmarks import (
     second_order,
     shards,
     shuffles,
+    simulated_day,
     soak,
     split_update,
     stale,
@@ -466,6 +467,19 @@ def coordinator_command(
     sizes = tuple(workers or ((4, 16) if quick else coordinator.SIZES))
     few = {"beats": 20, "losses": 1} if quick else {}
     _publish(coordinator.run(coordinator.Choice(sizes, per_host, probes=probes, seed=seed, **few)), output)
+
+
+@app.command("simulated-day")
+def simulated_day_command(
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, max=20_000, help="eight a host")] = 10_000,
+    events: Annotated[int, typer.Option(min=1, help="workers that are killed in the day")] = 500,
+    share: Annotated[float, typer.Option(min=0.001, max=1.0, help="of the day, with its share of the events")] = 1.0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """A day of a job on thousands of workers in virtual time: processor time and peak memory."""
+    choice = simulated_day.Choice(16, 500, 0.01) if quick else simulated_day.Choice(workers, events, share)
+    _publish(simulated_day.run(choice), output)
 
 
 @app.command("split-update")

@@ -86,7 +86,7 @@ def run(choice: Choice) -> Report:
         ("workers", "start", "sent", "heartbeat", "loss told", "regroup", "sent", "on disk", "join", "sent", "on disk"),
         [_row(size, phases, choice) for size, phases in found.items()],
         (
-            "Start: until all are connected, ready, and know the first generation. Loss told: from a process's end to",
+            "Start: until all are connected, ready, and work in the first generation. Loss told: from the end to",
             "the last word about it. Regroup: from there to the last word of the next generation, with the arrivals",
             "of all others. Join: the same for a worker that comes instead. Sent: to all workers and agents together.",
             "On disk: the growth of the coordinator's state. Medians.",
@@ -121,7 +121,7 @@ def measured(workers: int, choice: Choice) -> dict[str, Phase]:
         with closing(crowd.coordinator):
             with crowd.phase("start"):
                 crowd.start()
-            crowd.form()
+                crowd.form()
             with crowd.phase("beats"):
                 crowd.beat(chance.choices(crowd.members, k=choice.beats))
             for _ in range(choice.losses):

@@ -31,6 +31,7 @@ from unisono.membership.messages import (
 )
 from unisono.membership.state import (
     AgentHeard,
+    Bundle,
     CheckpointAsked,
     Disconnected,
     ElasticConfig,
@@ -118,6 +119,21 @@ def test_fewer_shards_than_the_fewest_workers_end_the_job_and_say_so() -> None:
     job = Job(smallest=4, largest=4).enlist(4).connect("w1", shards=2)
     assert job.state.over is not None
     assert "only 2 shards" in job.state.over.reason
+
+
+def test_what_a_bundle_says_comes_to_the_same_as_its_messages_one_by_one() -> None:
+    def said(worker: str) -> list[Heard]:
+        """Its worker has formed the generation, and stands at the next boundary."""
+        arrived = Arrived(generation=1, acts=5, loop=0, at_boundary=True, step=5)
+        return [Heard(worker, message) for message in (Formed(generation=1, seconds={"form": 0.5}), arrived)]
+
+    one_by_one, bundled = with_joiner(3), with_joiner(3)
+    events = [event for worker in ("w1", "w2", "w3") for event in said(worker)]
+    for event in events:
+        one_by_one.happen(event)
+    bundled.happen(Bundle(events))
+    assert bundled.state.generation == 2
+    assert bundled.state == one_by_one.state
 
 
 def test_there_are_never_more_workers_than_shards() -> None:

@@ -10,6 +10,7 @@ from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state.event import (
     Action,
     AgentHeard,
+    Bundle,
     Changed,
     CheckpointAsked,
     Disconnected,
@@ -36,6 +37,6 @@ __all__ = [
     "step", "next_deadline", "find", "status", "takes_part", "why_no_checkpoint", "why_not_replaced",
     "State", "ElasticConfig", "Worker", "Agent", "Signs",
     "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "ReplaceAsked", "CheckpointAsked",
-    "StopAsked", "Restarted", "Tick",
+    "StopAsked", "Restarted", "Tick", "Bundle",
     "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget", "Changed",
 ]  # fmt: skip

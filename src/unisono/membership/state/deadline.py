@@ -1,8 +1,6 @@
 """The time for which each worker and each agent may be silent."""
 
-from dataclasses import replace
-
-from unisono.membership.state.rows import Agent, Signs, Worker
+from unisono.membership.state.rows import Agent, Signs, Worker, changed
 from unisono.membership.state.state import State
 
 LONGER = 3.0
@@ -104,11 +102,11 @@ def excused(state: State, now: float) -> State:
         return state
 
     def put_off(signs: Signs) -> Signs:
-        return replace(signs, at=signs.at + gap, since=signs.since + gap)
+        return changed(signs, at=signs.at + gap, since=signs.since + gap)
 
-    return replace(
+    return changed(
         state,
-        workers=state.workers.mapped(lambda worker: replace(worker, signs=put_off(worker.signs))),
-        agents=state.agents.mapped(lambda agent: replace(agent, signs=put_off(agent.signs))),
+        workers=state.workers.mapped(lambda worker: changed(worker, signs=put_off(worker.signs))),
+        agents=state.agents.mapped(lambda agent: changed(agent, signs=put_off(agent.signs))),
         arrival=None if state.arrival is None else state.arrival + gap,
     )

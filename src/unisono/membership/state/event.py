@@ -1,5 +1,6 @@
 """The events that change the coordinator's state, and the actions that follow."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,5 +126,12 @@ class Tick:
     """Time has passed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Several events at one moment: all have their effects, in this order, before anything follows from them."""
+
+    events: Sequence[Heard | AgentHeard | Disconnected]
+
+
 Asked = Resized | LeaveAsked | ReplaceAsked | CheckpointAsked | StopAsked
-Event = Heard | AgentHeard | Disconnected | Asked | Restarted | Tick
+Event = Heard | AgentHeard | Disconnected | Asked | Restarted | Tick | Bundle

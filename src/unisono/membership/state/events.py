@@ -1,7 +1,5 @@
 """The effect of each event on the state, before the transitions that follow from it."""
 
-from dataclasses import replace
-
 from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, WorkerEnded
 from unisono.membership.messages import (
@@ -23,6 +21,7 @@ from unisono.membership.messages import (
 from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, waited_since, worker_deadline
 from unisono.membership.state.event import (
     AgentHeard,
+    Bundle,
     CheckpointAsked,
     Disconnected,
     Event,
@@ -37,7 +36,7 @@ from unisono.membership.state.event import (
     Tick,
 )
 from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed, try_again
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Signs, Worker, pair
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Signs, Worker, changed, pair
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.membership.state.status import find, main_worker, why_no_checkpoint, why_not_replaced
@@ -46,6 +45,9 @@ from unisono.membership.state.status import find, main_worker, why_no_checkpoint
 def hear(update: StateUpdate, event: Event) -> None:
     """Let an event have its effect. Of a job that is over, only whoever connects is told so."""
     match event:
+        case Bundle(events):
+            for each in events:
+                hear(update, each)
         case Restarted():
             _restart(update)
         case Heard(_, WorkerHello() as hello):
@@ -100,7 +102,7 @@ def _greet(update: StateUpdate, hello: WorkerHello) -> None:
         pid=hello.pid,
         phase="preparing" if is_new else worker.phase,
         joins=state.minted is not None if is_new else worker.joins,
-        signs=replace(worker.signs, connected=True, at=update.now),
+        signs=changed(worker.signs, connected=True, at=update.now),
     )
     if worker.farewell is not None:
         update.tell(worker, worker.farewell)
@@ -146,7 +148,7 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
     writes = worker.farewell is not None and worker.farewell.preempted  # a checkpoint, which takes as long as it takes
     if worker.phase == "asked" or (worker.phase == "removed" and not writes):
         return
-    silent, worker = worker, replace(worker, signs=replace(worker.signs, at=update.now))
+    silent, worker = worker, changed(worker, signs=changed(worker.signs, at=update.now))
     match message:
         case Ready() if worker.phase in ("preparing", "ready"):
             _ready(update, worker, message)
@@ -175,7 +177,7 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
 def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
     if worker.phase != "ready" or worker.loop != message.loop:
         update.set(last_turn=update.state.last_turn + 1, quick=0)
-        worker = replace(worker, turn=update.state.last_turn)
+        worker = changed(worker, turn=update.state.last_turn)
         if update.state.minted is not None:
             doubt(update, worker.agent)
     update.put(worker, phase="ready", loop=message.loop, address=message.address)
@@ -198,7 +200,8 @@ def _formed(update: StateUpdate, worker: Worker, message: Formed) -> None:
     for part, length in message.seconds.items():
         seconds[part] = max(length, seconds.get(part, 0.0))
     update.put(worker, formed=True)
-    update.set(seconds=seconds)
+    if seconds != update.state.seconds:
+        update.set(seconds=seconds)
     if (agent := update.state.agents[worker.agent]).failed:
         update.put_agent(agent, failed=0)
     if not update.state.workers.count("forms"):
@@ -235,7 +238,7 @@ def _replace(update: StateUpdate, message: Replace) -> None:
 
 
 def _progress(update: StateUpdate, worker: Worker, message: Progress) -> None:
-    signs = replace(worker.signs, step=message.step, samples_per_s=message.samples_per_s, pulse=message.pulse)
+    signs = changed(worker.signs, step=message.step, samples_per_s=message.samples_per_s, pulse=message.pulse)
     update.put(worker, signs=signs)
     known = update.state.loop
     if message.loop is not None and (known is None or message.loop > known):
@@ -391,14 +394,14 @@ def _disconnected(update: StateUpdate, worker: str | None, agent: str | None) ->
 def _cut_off(update: StateUpdate, signs: Signs) -> Signs:
     """Without a connection, which is no sign of life: whoever was silent for long has half the time left."""
     half = update.state.settings.failure_timeout_s / 2
-    return replace(signs, connected=False, at=max(signs.at, update.now - half))
+    return changed(signs, connected=False, at=max(signs.at, update.now - half))
 
 
 def _restart(update: StateUpdate) -> None:
     state, signs = update.state, Signs(at=update.now, started=update.now, since=update.now)
     update.set(
-        workers=state.workers.mapped(lambda worker: replace(worker, signs=signs, unformed=0)),
-        agents=state.agents.mapped(lambda agent: replace(agent, signs=signs)),
+        workers=state.workers.mapped(lambda worker: changed(worker, signs=signs, unformed=0)),
+        agents=state.agents.mapped(lambda agent: changed(agent, signs=signs)),
         judged_at=update.now,
         due_since=None if state.due_since is None else update.now,
         arrival=None if state.arrival is None else update.now,

@@ -10,7 +10,7 @@ from unisono.membership.state.rows import CANDIDATE, MEMBER, Excluded, Worker
 from unisono.membership.state.tables import AgentTable, LinkTable, WorkerTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class State:
     """All that the coordinator knows. Pydantic converts it to plain values, and back.
 

@@ -1,7 +1,6 @@
 """A step of the state machine: the state as an event makes it, and the actions that follow."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -9,7 +8,7 @@ from unisono.membership.agent_messages import End, ToAgent, TurnedAway
 from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
-from unisono.membership.state.rows import MEMBER, SAID_AGAIN, Agent, Excluded, Link, Worker, kept_phase
+from unisono.membership.state.rows import MEMBER, SAID_AGAIN, Agent, Excluded, Link, Worker, changed, kept_phase
 from unisono.membership.state.state import State
 from unisono.membership.state.tables import LinkTable
 
@@ -55,13 +54,13 @@ class StateUpdate:
 
     def set(self, **fields: Any) -> None:
         """Change fields of the state."""
-        self.state = replace(self.state, now=self.now, **fields)
+        self.state = changed(self.state, now=self.now, **fields)
 
     def put(self, worker: Worker, **fields: Any) -> Worker:
         """Change fields of a worker."""
         if fields.get("phase", worker.phase) != worker.phase:
-            fields["signs"] = replace(fields.get("signs", worker.signs), since=self.now)
-        before, worker = worker, replace(worker, **fields)
+            fields["signs"] = changed(fields.get("signs", worker.signs), since=self.now)
+        before, worker = worker, changed(worker, **fields)
         if worker.phase != before.phase or worker.formed != before.formed:
             self.moved.add(worker.agent)
         self.heard.add(worker.id)
@@ -89,7 +88,7 @@ class StateUpdate:
         """Change fields of an agent."""
         self.moved.add(agent.id)
         self._rows["agents"].add(agent.id)
-        self.set(agents=self.state.agents.put(replace(agent, **fields)))
+        self.set(agents=self.state.agents.put(changed(agent, **fields)))
 
     def drop_agent(self, agent: Agent) -> None:
         """Forget an agent."""
@@ -114,7 +113,7 @@ class StateUpdate:
 
     def finish(self) -> tuple[State, tuple[Action, ...]]:
         """The state, and the actions."""
-        self.state = self.state if self.state.now == self.now else replace(self.state, now=self.now)
+        self.state = self.state if self.state.now == self.now else changed(self.state, now=self.now)
         rows = {table: frozenset(ids) for table, ids in self._rows.items() if ids}
         if rows:
             self.actions.append(Changed(rows))
@@ -251,7 +250,7 @@ class StateUpdate:
             preempted: whether the job is to go on later.
         """
         farewell = Removed(reason=reason, preempted=preempted)
-        self.put(worker, phase="removed", farewell=farewell, signs=replace(worker.signs, at=self.now))
+        self.put(worker, phase="removed", farewell=farewell, signs=changed(worker.signs, at=self.now))
         if worker.phase in MEMBER:
             self.note("left", worker=worker.id, host=worker.host, reason=reason)
         if worker.phase == "asked":

@@ -74,7 +74,11 @@ class Table(Mapping[str, Row], Generic[Row]):
 
     def count(self, *marks: Hashable) -> int:
         """The number of rows with one of these marks, of which no row has two."""
-        return sum(len(self._marked[mark]) for mark in marks if mark in self._marked)
+        found = 0
+        for mark in marks:
+            if (names := self._marked.get(mark)) is not None:
+                found += len(names)
+        return found
 
     def marked(self, *marks: Hashable) -> list[Row]:
         """The rows with one of these marks, of which no row has two, in order."""

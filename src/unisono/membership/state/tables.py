@@ -1,6 +1,7 @@
 """The workers, the agents and the connections, each with its index."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
+from functools import cache
 from itertools import product
 
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Link, Phase, Worker
@@ -42,20 +43,21 @@ class WorkerTable(Table[Worker]):
         """The number of an agent's workers that are candidates, members or others."""
         return self.count(*((agent, part) for part in parts))
 
-    def number(self, phases: Iterable[Phase], leaving: bool | None = None, connected: bool | None = None) -> int:
+    def number(self, phases: tuple[Phase, ...], leaving: bool | None = None, connected: bool | None = None) -> int:
         """The number of workers in these phases; of all, or only of those that leave, or are connected, or not."""
         return self.count(*_stands(phases, leaving, connected))
 
     def those(
-        self, phases: Iterable[Phase], leaving: bool | None = None, connected: bool | None = None
+        self, phases: tuple[Phase, ...], leaving: bool | None = None, connected: bool | None = None
     ) -> list[Worker]:
         """The workers themselves."""
         return self.marked(*_stands(phases, leaving, connected))
 
 
-def _stands(phases: Iterable[Phase], leaving: bool | None, connected: bool | None) -> Iterable[Hashable]:
+@cache
+def _stands(phases: tuple[Phase, ...], leaving: bool | None, connected: bool | None) -> tuple[Hashable, ...]:
     leavings, connecteds = ((False, True) if each is None else (each,) for each in (leaving, connected))
-    return product(phases, leavings, connecteds)
+    return tuple(product(phases, leavings, connecteds))
 
 
 class LinkTable(Table[Link]):

@@ -1,7 +1,5 @@
 """The transitions from one state to the next: the effect of an event, and what follows from it."""
 
-from dataclasses import replace
-
 from unisono.membership.agent_messages import Start
 from unisono.membership.messages import JobOver
 from unisono.membership.state.arrival import (
@@ -21,7 +19,7 @@ from unisono.membership.state.event import Action, Event, Forget, Restarted, Tic
 from unisono.membership.state.events import hear
 from unisono.membership.state.reach import keep_in_reach
 from unisono.membership.state.roster import MintedGeneration, Seat
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Signs, Worker
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Signs, Worker, changed
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 
@@ -223,7 +221,9 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     survivors = {worker.id for worker in before.workers.those(("arrived",))}
     for name, message in new.messages(before.minted, survivors):
         worker = before.workers[name]
-        signs = replace(worker.signs, at=update.now, pulse=worker.signs.pulse.model_copy(update={"still_s": 0.0}))
+        pulse = worker.signs.pulse
+        pulse = pulse.model_copy(update={"still_s": 0.0}) if pulse.still_s else pulse
+        signs = changed(worker.signs, at=update.now, pulse=pulse)
         update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)

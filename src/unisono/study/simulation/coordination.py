@@ -130,6 +130,7 @@ class Coordination:
         self._hosts: dict[str, Host] = {}
         self._where: dict[str, Host] = {}
         self._generation: SimulatedGeneration | None = None
+        self._starting: dict[float, list[tuple[str, str]]] = {}
         self._vanished: set[str] = set()  # workers and agents that nobody has given up yet
         self._told_at = 0.0
 
@@ -182,9 +183,8 @@ class Coordination:
     def _fall_silent(self, host: Host) -> None:
         if self.over is not None:
             return
-        for name in sorted(host.workers & self._vanished):
-            self._tell(machine.Disconnected(worker=name))
-        self._tell(machine.Disconnected(agent=host.agent))
+        cut = [machine.Disconnected(worker=name) for name in sorted(host.workers & self._vanished)]
+        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=host.agent)]))
         self._watch()
 
     def _watch(self) -> None:
@@ -236,25 +236,29 @@ class Coordination:
             self._stop()
 
     def _say_all(self, names: Iterable[str], message: FromWorker) -> None:
-        for name in names:
-            self._tell(machine.Heard(name, message))
+        self._tell(machine.Bundle([machine.Heard(name, message) for name in names]))
 
     def _start(self, agent: str, order: Start) -> None:
-        for name in order.workers:
-            self._agenda.later(order.delay_s + self._took.start_s, partial(self._begin, agent, name))
+        moment = self._agenda.now + order.delay_s + self._took.start_s
+        if moment not in self._starting:
+            self._starting[moment] = []
+            self._agenda.at(moment, partial(self._begin, moment))
+        self._starting[moment] += [(agent, name) for name in order.workers]
 
-    def _begin(self, agent: str, name: str) -> None:
-        """A worker has connected, and is ready."""
-        host = self._hosts.get(agent)
-        if host is None or not host.alive or name not in self.state.workers or self.over is not None:
-            return
-        host.workers.add(name)
-        self._where[name] = host
-        hello = WorkerHello(worker=name, host=agent, pid=1, shards=self._scenario.work.shards)
-        self._tell(machine.Heard(name, hello))
-        known = self.state.workers.get(name)
-        if known is not None:
-            self._tell(machine.Heard(name, Ready(loop=0 if known.joins else None)))
+    def _begin(self, moment: float) -> None:
+        """Workers have connected, and are ready."""
+        shards, names = self._scenario.work.shards, []
+        for agent, name in self._starting.pop(moment):
+            host = self._hosts.get(agent)
+            if host is not None and host.alive and name in self.state.workers and self.over is None:
+                host.workers.add(name)
+                self._where[name] = host
+                names.append(name)
+        hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
+        self._tell(machine.Bundle([machine.Heard(hello.worker, hello) for hello in hellos]))
+        known = [self.state.workers[name] for name in names if name in self.state.workers]
+        ready = {joins: Ready(loop=0 if joins else None) for joins in (False, True)}
+        self._tell(machine.Bundle([machine.Heard(worker.id, ready[worker.joins]) for worker in known]))
 
     def _end(self, agent: str, order: End) -> None:
         for name in order.workers:
@@ -424,8 +428,10 @@ class Coordination:
         acts = self._acts
         arrived = Arrived(generation=generation.number, acts=acts, loop=0, at_boundary=True, step=acts)
         again = Ready(loop=0, generation=generation.number)
+        said: list[machine.Heard] = []
         for name in generation.workers:
             known = self.state.workers.get(name)
             if name in self._where and known is not None and known.phase == "working":
                 lacks = name in generation.joiners and not generation.formed
-                self._tell(machine.Heard(name, again if lacks else arrived))
+                said.append(machine.Heard(name, again if lacks else arrived))
+        self._tell(machine.Bundle(said))
