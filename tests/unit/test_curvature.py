@@ -237,11 +237,6 @@ def test_without_a_step_there_is_no_batch(tmp_path: Path) -> None:
         on(1, tmp_path / "run", lambda run: run.curvature(loss_fn))
 
 
-def test_workers_that_come_and_go_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="come and go"):
-        train(Trade(JOB, 2, tmp_path, is_elastic=True), lambda run: asked(run, loss_fn))
-
-
 def test_the_edge_of_stability_falls_at_once_and_rises_slowly() -> None:
     def decided(policy: EdgeOfStability, rate: float, **metrics: float) -> list[Any]:
         view = View(1, 0, 8, 8, 8, 1, 1, 1, learning_rate=rate, metrics=metrics)

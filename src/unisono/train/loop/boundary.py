@@ -64,6 +64,7 @@ class Boundary:
         """
         if not self.trained.is_doubted and not self.steps.is_open:
             self._keep_state(is_end=is_end)
+        self.requests.compare &= self.steps.is_open
         if is_back := self.trained.is_doubted:
             self.verification.go_back()
         if self.requests.regroup and (is_back or not is_end) and not self.steps.is_open:
@@ -78,8 +79,7 @@ class Boundary:
     def _keep_state(self, *, is_end: bool) -> None:
         step = self.trained.progress.position.step
         self.checkpoints.requested |= self.requests.checkpoint
-        wants = self.requests.leave or self.requests.regroup
-        is_due = wants or self.integrity.due(step) or self.checkpoints.due(step)
+        is_due = self.requests.compare or self.integrity.due(step) or self.checkpoints.due(step)
         verified = self.verification.verify() if is_due or is_end else None
         if is_end:
             return

@@ -56,10 +56,15 @@ class BodyWrites:
         self._has_written |= self._is_new
         self._left = self._sums = None  # what an attempt does that does not count is no write
 
+    def goes_on(self) -> None:
+        """A call is over that has changed nothing, and the body goes on: it may write yet."""
+        self._sums = self._summing.thirds(self._all()) if self._calls < FIRST else None
+        self._left = self._marked()
+
     @property
     def are_new(self) -> bool:
         """Whether anything was changed since the last update, before another call has begun."""
-        if self._left is None:
+        if self._left is None or self._is_new:
             return self._is_new
         if self._left != self._marked():
             return True

@@ -140,9 +140,9 @@ class Snapshots:
             self._listeners.tell(lambda one: one.unregistered_scheduler(prepared))
 
 
-GIVEN = tuple[list[Any], dict[str, Any], bool, bool]
-"""The form of what is handed over: the state, what is known of older ones, whether the workers are to leave, and
-whether they have been asked for a checkpoint."""
+GIVEN = tuple[list[Any], dict[str, Any], bool, bool, bool]
+"""The form of what is handed over: the state, what is known of older ones, whether the workers are to leave, whether
+they have been asked for a checkpoint, and whether they are to compare the state at the next boundary."""
 
 
 class Recovery(Recovers):
@@ -186,7 +186,9 @@ class Recovery(Recovers):
 
     def give(self) -> list[Any]:
         """The state, for a worker that lacks it, and all else that decides what comes next."""
-        return [self._trained.give(), self._integrity.known.tree(), self._requests.leave, self._requests.checkpoint]
+        requests = self._requests
+        wanted = [requests.leave, requests.checkpoint, requests.compare]
+        return [self._trained.give(), self._integrity.known.tree(), *wanted]
 
     def digests(self) -> list[int] | None:
         """Of what an update changes, where all who have made the same updates hold the same."""
@@ -213,8 +215,8 @@ class Recovery(Recovers):
 
     def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set the state that another worker has given."""
-        state, known, leave, checkpoint = value_of(GIVEN, given, "what another worker gave")
-        self._requests.leave, self._requests.checkpoint = leave, checkpoint
+        state, known, leave, checkpoint, compare = value_of(GIVEN, given, "what another worker gave")
+        self._requests.leave, self._requests.checkpoint, self._requests.compare = leave, checkpoint, compare
         self._steps.forget()
         self._trained.take(state, joins=joins, follow=follow)
         self._integrity.take(known)

@@ -87,14 +87,18 @@ class Requests:
         leave: a worker was asked to leave, and the job with it.
         regroup: a new generation is due.
         checkpoint: a checkpoint was asked for from outside.
+        compare: the state is compared at the next boundary, since workers leave or come there. A generation that is
+            formed before, after a loss, does not change that: some may be at it already, and others get this request
+            from them.
     """
 
     def __init__(self) -> None:
-        self.leave = self.regroup = self.checkpoint = False
+        self.leave = self.regroup = self.checkpoint = self.compare = False
 
     def note(self, *, leave: bool = False, regroup: bool = False, checkpoint: bool = False) -> None:
         """Workers want this, too. In a change."""
         self.leave, self.regroup = self.leave or leave, self.regroup or regroup
+        self.compare |= leave or regroup
         self.checkpoint |= checkpoint
 
 

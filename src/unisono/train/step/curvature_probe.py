@@ -60,6 +60,7 @@ class CurvatureProbe:
             draws = _Draws(lambda number: self._drawn(1 + number, _signs), question.vectors)
             trace, error = trace_of(self._product, draws)
             found = replace(found, trace=trace, trace_error=error)
+        self._engine.measured()
         return replace(found, products=self._products)
 
     def _critical(self, start: float) -> Curvature:

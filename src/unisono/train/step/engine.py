@@ -215,6 +215,11 @@ class StepEngine:
         self._prepared.clear_gradients()
         return report.loss, found
 
+    def measured(self) -> None:
+        """A call that has only measured is over, and the script goes on in the same body."""
+        if self._cause is not None:
+            self._body.goes_on()
+
     def mean_loss(self, call: Call, elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext) -> float:
         """The mean loss of a call, by forward passes alone. Collective; changes neither weights nor buffers.
 

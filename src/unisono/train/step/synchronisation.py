@@ -179,7 +179,7 @@ class Synchronisation:
         Returns:
             whether all workers have the same weights after it.
         """
-        is_due = self._requests.leave or self._requests.regroup or self._checkpoints.due(step.number + 1)
+        is_due = self._requests.compare or self._checkpoints.due(step.number + 1)
         ends = self._steps.computer.step_ends(step, self._collectives, is_due=is_due)
         if ends:
             self._synchronise()

@@ -147,13 +147,8 @@ class ExactSteps:
         """Measure curvature on the batch of a call. Collective; changes nothing.
 
         Raises:
-            JobError: a worker has several devices, or workers come and go.
+            JobError: a worker has several devices.
         """
-        if self.membership.is_elastic:
-            raise JobError(
-                "run.curvature: workers that come and go are not supported yet: start the job with a number of workers "
-                "that stays, such as unisono run -n 2"
-            )
         if self.membership.workers.devices.count > 1:
             raise JobError("run.curvature needs whole weights, and this worker has several devices: use one")
 
