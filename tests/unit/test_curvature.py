@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.thread_crew import Trade, train
 from unisono.adapt.curvature import Curvature, critical_step, largest_eigenvalue, trace_of
 from unisono.adapt.edge_policy import EdgeOfStability
+from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.view import View
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss
 from unisono.job import Job
@@ -28,7 +30,7 @@ from unisono.train.step.loss import BackwardDone
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
 
 JOB = Job(batch_size=20, shards=5, seed=1, threads=1)
-ALL: Any = {"iterations": 6, "vectors": 2}
+ALL: Any = {"iterations": 6, "vectors": 2, "confidence": True}
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,45 @@ def test_figures_are_the_same_on_any_number_of_workers_and_training_goes_on_as_w
     for workers in (2, 3, 5):
         for found, figures in on(workers, tmp_path / f"{workers}", lambda run: trained(run, **ALL), split=workers == 3):
             assert (found, figures) == (digest, expected), workers
+
+
+def test_a_monitor_measures_every_so_many_steps_and_policies_see_it(tmp_path: Path) -> None:
+    def script(run: Run) -> list[dict[str, float]]:
+        model, seen = Net(attends=False), []
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        for step in run.steps(data(), epochs=1, shuffle=False):
+            step.run(loss_fn)
+            seen.append(step.curvature)
+        run.finish()
+        return [*seen, {"next start": run.inside.trained.monitors.critical_step}]
+
+    monitoring = Monitoring(curvature_every=2, curvature={"vectors": 1})
+    trade = Trade(JOB, 1, tmp_path / "1", Execution(overlap=False, monitoring=monitoring))
+    (expected,) = train(trade, script)
+    measured = ["critical_sharpness", "critical_step", "hessian_trace"]
+    assert [sorted(one) for one in expected[:3]] == [measured, [], measured]
+    assert expected[3]["next start"] == expected[2]["critical_step"]
+    lines = [json.loads(line) for line in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("hessian_trace") for line in lines if "loss" in line] == [
+        one.get("hessian_trace") for one in expected[:3]
+    ]
+    for found in train(replace(trade, workers=2, folder=tmp_path / "2", is_elastic=True), script):
+        assert found == expected
+
+
+def test_the_confidence_of_a_layer_is_the_share_of_its_gradient_that_is_no_noise(tmp_path: Path) -> None:
+    model, shards, sizes = Net(attends=False), [], []
+    for shard in range(5):
+        loss, weight = loss_fn(model, [each[4 * shard : 4 * shard + 4] for each in data().tensors])
+        shards.append(torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.first.parameters()))]))
+        sizes.append(float(weight))
+    mean = sum(one * size for one, size in zip(shards, sizes, strict=True)) / sum(sizes)
+    exact = GradientNorms([float(one.square().sum()) for one in shards], sizes, float(mean.square().sum()))
+    ((_, (found,)),) = on(1, tmp_path, lambda run: trained(run, at=[0], confidence=True, critical=False))
+    assert set(found.confidence) == {"first", "last"}  # and not the one that nobody uses
+    assert found.confidence["first"] == pytest.approx(exact.noise.signal / exact.mean, rel=1e-4)
+    assert 0 < found.confidence["first"] < 1
+    assert found.figures["confidence/first"] == found.confidence["first"]
 
 
 def hessian(model: Net) -> Tensor:

@@ -67,11 +67,12 @@ def test_workers_die_and_come_around_measurements(pool: ThreadPoolExecutor, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("play", [replace(THREE, workers=2), THREE, SPLITTING, FIVE])
 def test_workers_die_and_come_at_many_points_around_measurements(
     play: Play, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    struck(pool, replace(play, folder=tmp_path), BLOWS)
+    struck(pool, replace(play, folder=tmp_path), BLOWS // 2)
 
 
 @pytest.mark.parametrize("through", ["b", "bc"])

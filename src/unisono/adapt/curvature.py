@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.adapt.norms import GradientNorms
 from unisono.errors import JobError
 
 Vector = list[Tensor]
@@ -35,6 +36,7 @@ class CurvatureQuestion:
         vectors: the number of drawn vectors for its trace; 0 leaves it out.
         critical: whether to measure the critical step and sharpness, by one gradient and about 6 forward passes.
         start: the first guess of the critical step, such as the one that was found before, which saves passes.
+        confidence: whether to measure how sure each layer's gradient is, by two gradients.
 
     Raises:
         JobError: a number is out of range.
@@ -44,6 +46,7 @@ class CurvatureQuestion:
     vectors: int = 0
     critical: bool = True
     start: float = 1.0
+    confidence: bool = False
 
     def __post_init__(self) -> None:
         if self.iterations < 0 or self.vectors < 0 or not 0 < self.start < math.inf:
@@ -67,6 +70,8 @@ class Curvature:
             Scalable Measure of Loss Landscape Curvature, arXiv 2601.16979).
         products: the number of products with the Hessian that it took; each costs about as much as two gradients.
         passes: the number of forward passes over the batch for the critical step.
+        confidence: by layer (a module's name), the share of its mean gradient's squared norm that is no noise; see
+            :func:`confidence_of`. A layer without a gradient is left out.
     """
 
     loss: float = math.nan
@@ -77,6 +82,7 @@ class Curvature:
     critical_sharpness: float = math.nan
     products: int = 0
     passes: int = 0
+    confidence: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -86,8 +92,19 @@ class Curvature:
             "critical_sharpness": self.critical_sharpness,
             "largest_eigenvalue": self.largest,
             "hessian_trace": self.trace,
+            **{f"confidence/{layer}": value for layer, value in self.confidence.items()},
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def confidence_of(norms: GradientNorms) -> float:
+    """How sure a gradient is: an estimate of |G|² / (|G|² + tr(Σ)/B), from 0 (noise alone) to 1 (no noise).
+
+    With G the true gradient, Σ the covariance of one sample's and B the batch, E |ḡ|² = |G|² + tr(Σ)/B for the mean
+    gradient ḡ; |G|² is estimated from the shards' gradients (McCandlish et al., arXiv 1812.06162, appendix A), and
+    what is outside of 0 … 1 is cut off.
+    """
+    return min(1.0, max(0.0, norms.noise.signal / norms.mean))
 
 
 def largest_eigenvalue(product: Product, start: Vector, most: int) -> tuple[float, int]:

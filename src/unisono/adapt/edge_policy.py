@@ -12,7 +12,8 @@ from unisono.errors import JobError
 class EdgeOfStability(Policy):
     """Keeps the learning rate at a share of what the critical sharpness allows. Experimental.
 
-    The script measures it every so many steps, before ``step.run``, with ``run.curvature(loss_fn)``.
+    It is measured every so many steps: by ``unisono.init(monitor=Monitoring(curvature_every=10))``, or by the script
+    with ``run.curvature(loss_fn)`` before ``step.run``.
 
     With the sharpness λ the loss would rise from a learning rate of 2/λ on, so the next one is share · 2/λ. It falls
     at once, and rises by a factor of ``growth`` per measurement at most, which is its warm-up.

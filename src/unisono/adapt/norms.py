@@ -1,8 +1,8 @@
 """The noise of gradients, from the squared norms of a step's gradients."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
 from unisono.received import short
@@ -169,6 +169,9 @@ class Monitoring:
         one_in: one block in so many of a gradient is read; 0 chooses so that a million elements are read.
         links_every: steps from one after which latency and bandwidth between the workers are measured to the next; 0
             for none.
+        curvature_every: steps from one before whose update curvature is measured to the next; 0 for none.
+        curvature: what is measured then, by the names of :class:`~unisono.adapt.curvature.CurvatureQuestion`; the
+            critical sharpness alone, if nothing is said.
 
     Raises:
         JobError: a number is below 0.
@@ -177,8 +180,14 @@ class Monitoring:
     every: int = 0
     one_in: int = 0
     links_every: int = 0
+    curvature_every: int = 0
+    curvature: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.curvature_every < 0:
+            raise JobError(
+                f"Monitoring(curvature_every={short(self.curvature_every)}): use a number of steps, or 0 for never"
+            )
         if self.every < 0:
             raise JobError(f"monitor={short(self.every)}: use a number of steps, or 0 to watch none")
         if self.links_every < 0:
@@ -195,6 +204,10 @@ class Monitoring:
     def measures_links(self, steps: int) -> bool:
         """Whether the connections between workers are measured after so many steps."""
         return bool(self.links_every) and steps % self.links_every == 0
+
+    def measures_curvature(self, step: int, call: int) -> bool:
+        """Whether curvature is measured before the update of a call of ``step.run``."""
+        return bool(self.curvature_every) and call == 0 and step % self.curvature_every == 0
 
     def blocks_of(self, tensors: Iterable["Tensor"]) -> int:
         """How many blocks one stands for, in gradients of these tensors."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from unisono.adapt.curvature import Curvature, CurvatureQuestion
+from unisono.adapt.curvature import Curvature
 from unisono.adapt.view import BatchShape
 from unisono.data.feed import Asked, Feed, Shuffle
 from unisono.data.loop_feeds import LoopFeeds
@@ -22,7 +22,7 @@ from unisono.errors import JobError, ModelError
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
-from unisono.train.config.arguments import require_kinds, require_known
+from unisono.train.config.arguments import question_of, require_kinds
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
@@ -256,15 +256,16 @@ class StepLoop:
         prepared.check_unchanged()
         self.trained.require_same_trained()
         self.steps.is_computing = True
-        return self.steps.compute(
-            StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self.source), self.collectives
-        )
+        call = StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self.source)
+        monitoring = self.config.execution.monitoring
+        if monitoring.measures_curvature(step.number, step.calls):
+            question = question_of({"start": self.trained.monitors.critical_step, **monitoring.curvature})
+            step.curvature |= self.steps.measure(call, question, self.collectives).figures
+        return self.steps.compute(call, self.collectives)
 
     def measure(self, loss_fn: LossFunction, said: Mapping[str, Any]) -> Curvature:
         """Measure curvature on the batch of the step under way; see :meth:`Run.curvature`. Collective."""
-        require_known(CurvatureQuestion, said)
-        require_kinds(CurvatureQuestion, said)
-        question = CurvatureQuestion(**said)
+        question = question_of(said)
         self.ending.require_open()
         step, prepared = self.steps.under_way, self.trained.prepared
         if step is None or prepared is None or self.source is None:

@@ -22,6 +22,7 @@ from unisono.membership.variables import Variables
 from unisono.received import LONGEST_S, short, whole_number
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
+from unisono.train.config.arguments import question_of
 from unisono.train.config.numerics import choose_device
 from unisono.train.config.run_config import (
     CHECKS,
@@ -295,6 +296,13 @@ def _execution(
     if not isinstance(monitoring, Monitoring):
         needed = any(policy.needs_monitor for policy in adaptation.policies)
         monitoring = Monitoring(monitoring or every or int(needed))
+    if monitoring.curvature_every:
+        question_of(monitoring.curvature)
+        if not adaptation.strategy.is_exact:
+            raise JobError(
+                f"Monitoring(curvature_every={monitoring.curvature_every}): with the strategy {adaptation.strategy} "
+                f"workers have weights of their own: leave it out, or use strategy='all-reduce'"
+            )
     checks = said["checks"] or told.get("UNISONO_CHECKS") or "some"
     audit: Any = _first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)
     if checks not in CHECKS:

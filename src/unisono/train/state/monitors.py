@@ -24,6 +24,7 @@ FORMS = {
     "timings": tuple[Timings, ...],
     "seconds": float,
     "links": Links | None,
+    "critical_step": float,
 }
 """Of the parts of their state."""
 
@@ -38,6 +39,7 @@ class Monitors:
         timings: the times of the newest step, by rank.
         seconds: the seconds of training so far: the slowest worker's step times, added up.
         links: the newest measurement of the connections between the workers; None before the first.
+        critical_step: the newest one that was measured, from which the next measurement starts; 1 before the first.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Monitors:
         self.timings: tuple[Timings, ...] = ()
         self.seconds = 0.0
         self.links: Links | None = None
+        self.critical_step = 1.0
         self._newest: GradientNorms | None = None
         self._step = -1
 
@@ -109,6 +112,7 @@ class Monitors:
             "timings": [asdict(each) for each in self.timings],
             "seconds": self.seconds,
             "links": None if self.links is None else self.links.figures(),
+            "critical_step": self.critical_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -121,3 +125,4 @@ class Monitors:
         self.noise, self.timings, self.links = found["noise"], found["timings"], found["links"]
         self._newest, self._step = found["newest"], found["step"]
         self.setting, self.steady, self.seconds = found["setting"], found["steady"], found["seconds"]
+        self.critical_step = found["critical_step"]

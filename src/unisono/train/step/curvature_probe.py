@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,8 +14,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 
-from unisono.adapt.curvature import Curvature, CurvatureQuestion, Vector, critical_step, largest_eigenvalue, trace_of
-from unisono.errors import LossError, ModelError
+from unisono.adapt.curvature import (
+    Curvature,
+    CurvatureQuestion,
+    Vector,
+    confidence_of,
+    critical_step,
+    dot,
+    largest_eigenvalue,
+    trace_of,
+)
+from unisono.adapt.norms import GradientNorms
+from unisono.errors import JobError, LossError, ModelError
 from unisono.plan.order import Stream, stream_seed
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.shared_work import SharingOptimizer
@@ -41,6 +52,7 @@ class CurvatureProbe:
         self._engine, self._prepared, self._call, self._seed = engine, prepared, call, seed
         self._parameters = prepared.trained_by(call.optimizers)
         self._products = 0
+        self._gradient: list[Tensor] | None = None
 
     def measure(self, question: CurvatureQuestion) -> Curvature:
         """Measure it. Collective.
@@ -60,12 +72,13 @@ class CurvatureProbe:
             draws = _Draws(lambda number: self._drawn(1 + number, _signs), question.vectors)
             trace, error = trace_of(self._product, draws)
             found = replace(found, trace=trace, trace_error=error)
+        if question.confidence:
+            found = replace(found, confidence=self._confidence())
         self._engine.measured()
         return replace(found, products=self._products)
 
     def _critical(self, start: float) -> Curvature:
-        _, gradient = self._engine.mean_gradient(self._call)
-        update, rate = self._update(gradient)
+        update, rate = self._update(self._mean_gradient())
 
         def loss_at(multiple: float) -> float:
             moved = {
@@ -80,6 +93,46 @@ class CurvatureProbe:
         step, passes = critical_step(loss_at, loss, start)
         sharpness = 2 / (step * rate) if rate else math.nan
         return Curvature(loss, critical_step=step, critical_sharpness=sharpness, passes=passes + 1)
+
+    def _mean_gradient(self) -> list[Tensor]:
+        if self._gradient is None:
+            _, self._gradient = self._engine.mean_gradient(self._call)
+        return self._gradient
+
+    def _confidence(self) -> dict[str, float]:
+        """How sure the gradient of each layer is, by name."""
+        mean = dict(zip(self._parameters, self._mean_gradient(), strict=True))
+        squares, loss_fn = list[float](), self._call.loss_fn
+
+        def along(model: Any, batch: Any) -> Any:
+            returned = loss_fn(model, batch)
+            parameters = list(self._parameters.values())
+            gradients = torch.autograd.grad(
+                _loss_of(returned, "confidence=True")[0], parameters, allow_unused=True, retain_graph=True
+            )
+            squares[:] = [0.0 if one is None else dot([one], [one]) for one in gradients]
+            return returned
+
+        call = replace(self._call, loss_fn=along)
+        with torch.enable_grad():
+            rows = [row for row in self._engine.shard_figures(call, further=lambda: squares) if row[1]]
+        if len(rows) < 2:
+            raise JobError(
+                f"run.curvature(confidence=True): the noise of a gradient is seen in that of several shards, and this "
+                f"batch has {len(rows)} with samples: use unisono.init(shards=…) with at least 2"
+            )
+        layers = defaultdict[str, list[int]](list)
+        for number, name in enumerate(self._parameters):
+            layers[name.rpartition(".")[0] or name].append(number)
+        norms = {
+            layer: GradientNorms(
+                [math.fsum(row[2 + number] for number in numbers) for row in rows],
+                [row[1] for row in rows],
+                math.fsum(dot([one], [one]) for one in (list(mean.values())[number] for number in numbers)),
+            )
+            for layer, numbers in layers.items()
+        }
+        return {layer: confidence_of(one) for layer, one in norms.items() if one.mean > 0}
 
     @torch.no_grad()
     def _update(self, gradient: Sequence[Tensor]) -> tuple[Vector, float]:
@@ -112,12 +165,7 @@ class CurvatureProbe:
         def along(model: Any, batch: Any) -> Any:
             with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
                 returned = loss_fn(model, batch)
-            if isinstance(returned, BackwardDone):
-                raise LossError(
-                    "run.curvature(iterations=…, vectors=…): the loss function goes backward by itself, and the second "
-                    "derivative needs its loss: return that, or measure the critical step alone"
-                )
-            loss, *weight = returned if isinstance(returned, tuple) else (returned,)
+            loss, *weight = _loss_of(returned, "iterations=…, vectors=…")
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, parameters, create_graph=True, allow_unused=True
             )
@@ -138,6 +186,16 @@ class CurvatureProbe:
         """A drawn vector, the same on all workers."""
         generator = torch.Generator().manual_seed(stream_seed(self._seed, Stream.CURVATURE, self._call.step, number))
         return [draw(parameter.shape, generator=generator).to(parameter) for parameter in self._parameters.values()]
+
+
+def _loss_of(returned: Any, asked: str) -> Sequence[Any]:
+    """What a loss function returned, as its loss and perhaps its weight."""
+    if isinstance(returned, BackwardDone):
+        raise LossError(
+            f"run.curvature({asked}): the loss function goes backward by itself, and derivatives need its loss: return "
+            f"that, or measure the critical step alone"
+        )
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
 class _Draws(Sequence[Vector]):

@@ -227,8 +227,33 @@ class StepEngine:
             call: the call.
             elsewhere: a function that returns a context in which the shards' losses are computed.
         """
+        rows = self.shard_figures(call, elsewhere)
+        tree = SummationTree(call.batch.shards)
+        parts = [loss * weight for loss, weight in rows], [weight for _, weight in rows]
+        loss, weight = (
+            tree.finish({Node(n, n + 1): part for n, part in enumerate(each)}, lambda one, other: one + other)
+            for each in parts
+        )
+        return float(loss / weight) if weight else math.nan
+
+    def shard_figures(
+        self,
+        call: Call,
+        elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
+        further: Callable[[], Sequence[float]] = tuple,
+    ) -> list[list[float]]:
+        """Figures of each shard of a call, by passes that change neither weights nor buffers. Collective.
+
+        Args:
+            call: the call.
+            elsewhere: a function that returns a context in which the shards' losses are computed.
+            further: a function that is called after each shard with samples, and returns more figures of it.
+
+        Returns:
+            by shard: the loss, its weight, and what ``further`` has returned.
+        """
         self._buffers.begin()
-        told = list[tuple[float, float]]()
+        told = list[list[float]]()
         try:
             with generators_kept():
                 for turn, batch in zip(self._rounds, call.shards, strict=True):
@@ -238,17 +263,11 @@ class StepEngine:
                         with self._told(f"step {call.step}, shard {shard.number}"), elsewhere():
                             self._forward.compute(call, shard, batch)
                     report = shard.read()
-                    told.append((report.loss * report.weight, report.weight))
+                    told.append([report.loss, report.weight, *(further() if shard.samples else ())])
         finally:
             self._buffers.rewind()
         self._workers.tick()
-        rows = [row for one in self._workers.gather_json(told) for row in one]
-        tree = SummationTree(call.batch.shards)
-        loss, weight = (
-            tree.finish({Node(n, n + 1): row[place] for n, row in enumerate(rows)}, lambda one, other: one + other)
-            for place in (0, 1)
-        )
-        return float(loss / weight) if weight else math.nan
+        return [row for one in self._workers.gather_json(told) for row in one]
 
     def work_out(self, call: Call, attempt: Attempt) -> Callable[[], None] | None:
         """Work out the update of an attempt, on every worker alike. Collective; changes neither weights nor buffers.

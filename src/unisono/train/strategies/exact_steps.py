@@ -292,7 +292,9 @@ class ExactSteps:
         report = attempt.report
         self.requests.note(leave=report.leave, regroup=report.regroup, checkpoint=report.checkpoint)
         if not step.calls:
-            self.trained.monitors.time(setting, [flags.timings for flags in attempt.flags])
+            monitors = self.trained.monitors
+            monitors.time(setting, [flags.timings for flags in attempt.flags])
+            monitors.critical_step = step.curvature.get("critical_step", monitors.critical_step)
         figures = {} if update is None else self._figures(step, attempt)
         for note in notes:
             note()
