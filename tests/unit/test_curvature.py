@@ -295,10 +295,11 @@ def test_the_edge_of_stability_falls_at_once_and_rises_slowly() -> None:
 def test_lanczos_finds_the_largest_of_many_eigenvalues() -> None:
     values = torch.linspace(-50, 7, 200).double()
     values[-1] = 9.5
-    found, products = largest_eigenvalue(lambda v: [v[0] * values], [torch.ones(200).double()], 100)
+    found, residual, products = largest_eigenvalue(lambda v: [v[0] * values], [torch.ones(200).double()], 100)
     assert found == pytest.approx(9.5, rel=2e-3)
+    assert float((values - found).abs().min()) <= residual < 0.5
     assert products < 100
-    assert largest_eigenvalue(lambda v: [3 * v[0]], [torch.ones(4)], 9) == (3.0, 1)
+    assert largest_eigenvalue(lambda v: [3 * v[0]], [torch.ones(4)], 9) == (3.0, 0.0, 1)
 
 
 def test_the_trace_of_a_diagonal_needs_one_vector() -> None:

@@ -43,7 +43,7 @@ def measured(
 
 THREE = Play(3, Path(), script=measured, joiners=1)
 SPLITTING = Play(2, Path(), SPLIT, script=measured, joiners=1)
-FIVE = Play(5, Path(), script=measured, job=Job.create(batch_size=8, shards=5))
+FIVE = Play(5, Path(), script=measured, job=Job.create(batch_size=10, shards=5))
 
 
 def struck(pool: ThreadPoolExecutor, play: Play, tried: int) -> None:

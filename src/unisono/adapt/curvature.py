@@ -61,7 +61,8 @@ class Curvature:
 
     Attributes:
         loss: the mean loss where it was measured.
-        largest: the largest eigenvalue of the Hessian, by Lanczos (C. Lanczos, 1950).
+        largest: the largest eigenvalue λ of the Hessian, by Lanczos (C. Lanczos, 1950).
+        residual: |H v - λ v| for the unit vector v that it was found with: an eigenvalue is no further from it.
         trace: the trace of the Hessian: the mean of z·Hz over vectors z of ±1 (M. F. Hutchinson, 1989).
         trace_error: the standard error of that mean, from the spread of the vectors.
         critical_step: the least multiple of the optimizers' next update with which the loss is larger than without it;
@@ -70,12 +71,13 @@ class Curvature:
             Scalable Measure of Loss Landscape Curvature, arXiv 2601.16979).
         products: the number of products with the Hessian that it took; each costs about as much as two gradients.
         passes: the number of forward passes over the batch for the critical step.
-        confidence: by layer (a module's name), the share of its mean gradient's squared norm that is no noise; see
+        confidence: the share of the mean gradient's squared norm that is no noise, by layer (a module's name); see
             :func:`confidence_of`. A layer without a gradient is left out.
     """
 
     loss: float = math.nan
     largest: float = math.nan
+    residual: float = math.nan
     trace: float = math.nan
     trace_error: float = math.nan
     critical_step: float = math.nan
@@ -107,8 +109,8 @@ def confidence_of(norms: GradientNorms) -> float:
     return min(1.0, max(0.0, norms.noise.signal / norms.mean))
 
 
-def largest_eigenvalue(product: Product, start: Vector, most: int) -> tuple[float, int]:
-    """The largest eigenvalue of a symmetric matrix, and how many products it took.
+def largest_eigenvalue(product: Product, start: Vector, most: int) -> tuple[float, float, int]:
+    """The largest eigenvalue of a symmetric matrix, its residual, and how many products it took.
 
     Lanczos without reorthogonalisation: copies of eigenvalues that are found already do no harm to the largest.
 
@@ -119,20 +121,22 @@ def largest_eigenvalue(product: Product, start: Vector, most: int) -> tuple[floa
     """
     current, before = _scaled(start, 1 / _norm(start)), [torch.zeros_like(each) for each in start]
     diagonal, beside, found, settled = list[float](), list[float](), math.nan, 0
+    residual = math.nan
     for number in range(1, most + 1):
         image = product(current)
         if number > 1:
             image = _added(image, before, -beside[-1])
         diagonal.append(dot(current, image))
         image = _added(image, current, -diagonal[-1])
-        last, found = found, _largest(diagonal, beside)
+        length, last = _norm(image), found
+        found, share = _largest(diagonal, beside)
+        residual = length * abs(share)
         settled = settled + 1 if abs(found - last) <= TOLERANCE * abs(found) else 0
-        length = _norm(image)
         if settled == 2 or length <= 1e-12 * max(map(abs, diagonal)):
-            return found, number
+            return found, residual, number
         beside.append(length)
         before, current = current, _scaled(image, 1 / length)
-    return found, most
+    return found, residual, most
 
 
 def trace_of(product: Product, draws: Sequence[Vector]) -> tuple[float, float]:
@@ -185,6 +189,8 @@ def _added(vector: Vector, other: Vector, factor: float) -> Vector:
     return [one + factor * two for one, two in zip(vector, other, strict=True)]
 
 
-def _largest(diagonal: Sequence[float], beside: Sequence[float]) -> float:
+def _largest(diagonal: Sequence[float], beside: Sequence[float]) -> tuple[float, float]:
+    """The largest eigenvalue of a tridiagonal matrix, and the last element of its unit vector."""
     edges = beside[: len(diagonal) - 1]
-    return float(np.linalg.eigvalsh(np.diag(diagonal) + np.diag(edges, 1) + np.diag(edges, -1))[-1])
+    values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(edges, 1) + np.diag(edges, -1))
+    return float(values[-1]), float(vectors[-1, -1])

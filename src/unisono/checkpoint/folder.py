@@ -14,6 +14,9 @@ from unisono.errors import JobError, LaunchError, Superseded, UnisonoWarning, Un
 from unisono.jsonl import append_line, open_lines, raw_lines, read_lines, to_json
 from unisono.received import parse_json, read_object
 
+ASKED, FOUND = "asked.json", "found.json"
+"""Files with which ``unisono curvature`` asks workers, and in which it finds what they have measured."""
+
 
 class RunFolder:
     """``job.json``, ``journal.jsonl``, ``metrics.jsonl``, ``checkpoints/``, ``logs/`` and ``result.json``.

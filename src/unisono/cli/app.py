@@ -159,6 +159,12 @@ def _verify(app: typer.Typer) -> None:
     app.command("verify", **SCRIPT)(verify)
 
 
+def _curvature(app: typer.Typer) -> None:
+    from unisono.cli.curvature import curvature
+
+    app.command("curvature", **SCRIPT)(curvature)
+
+
 COMMANDS = {
     "run": _run,
     "join": _join,
@@ -174,6 +180,7 @@ COMMANDS = {
     "slurm": _slurm,
     "k8s": _k8s,
     "verify": _verify,
+    "curvature": _curvature,
 }
 """What loads each command, in the order of the help."""
 

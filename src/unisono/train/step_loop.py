@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
 from unisono.adapt.curvature import Curvature
 from unisono.adapt.view import BatchShape
+from unisono.checkpoint.folder import ASKED, FOUND
 from unisono.data.feed import Asked, Feed, Shuffle
 from unisono.data.loop_feeds import LoopFeeds
 from unisono.data.shards import Collate, Source
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError, ModelError
+from unisono.jsonl import to_json
 from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
+from unisono.received import read_object
 from unisono.train.config.arguments import question_of, require_kinds
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
@@ -257,11 +261,21 @@ class StepLoop:
         self.trained.require_same_trained()
         self.steps.is_computing = True
         call = StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self.source)
+        if (asked := self.config.recording.curvature) is not None:
+            self._end_with_figures(call, asked)
         monitoring = self.config.execution.monitoring
         if monitoring.measures_curvature(step.number, step.calls):
             question = question_of({"start": self.trained.monitors.critical_step, **monitoring.curvature})
             step.curvature |= self.steps.measure(call, question, self.collectives).figures
         return self.steps.compute(call, self.collectives)
+
+    def _end_with_figures(self, call: StepCall, folder: Path) -> NoReturn:
+        """Measure as ``unisono curvature`` asks in a folder, and end there, before any update."""
+        found = self.steps.measure(call, question_of(read_object(folder / ASKED)), self.collectives)
+        if self.membership.is_main:
+            (folder / FOUND).write_bytes(to_json({"samples": call.step.size, **asdict(found)}))
+        self.collectives.together(lambda workers: workers.barrier())
+        raise SystemExit(0)
 
     def measure(self, loss_fn: LossFunction, said: Mapping[str, Any]) -> Curvature:
         """Measure curvature on the batch of the step under way; see :meth:`Run.curvature`. Collective."""

@@ -138,7 +138,8 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
     for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
         if value is not None and value < 1:
             raise JobError(f"{name}={short(value)}: needs to be a positive whole number")
-    profile = _profile(told)
+    profile, curvature = _profile(told), told.path("UNISONO_CURVATURE")
+    loggers = loggers_of((*said["loggers"], *told.names("UNISONO_LOG_TO")), "loggers, UNISONO_LOG_TO")
     return Recording(
         _folder(said["run_dir"], told, number),
         told.path("UNISONO_RUN_DIR"),
@@ -149,10 +150,11 @@ def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
         trace=told.path("UNISONO_TRACE"),
         samples=told.switch("UNISONO_SAMPLES") is True,
         measures=told.switch("UNISONO_STUDY") is True,
-        loggers=loggers_of((*said["loggers"], *told.names("UNISONO_LOG_TO")), "loggers, UNISONO_LOG_TO"),
+        loggers=loggers if curvature is None else (),
         log_every_s=told.number("UNISONO_LOG_EVERY_S", SHORTEST_S, LONGEST_S) or LOG_EVERY_S,
         timeline=said["timeline"] or told.switch("UNISONO_TIMELINE") is True or profile is not None,
         profile=profile,
+        curvature=curvature,
     )
 
 
@@ -170,7 +172,8 @@ def _folder(argument: str | os.PathLike[str] | None, told: _Told, number: int) -
     # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
     if argument == "":
         raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
-    if argument is not None and told.path("UNISONO_TRACE") is None and not told.switch("UNISONO_STUDY"):
+    is_ours = told.path("UNISONO_TRACE") or told.path("UNISONO_CURVATURE") or told.switch("UNISONO_STUDY")
+    if argument is not None and not is_ours:
         return Path(argument)
     # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
     launched = told.path("UNISONO_RUN_DIR")

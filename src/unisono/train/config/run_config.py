@@ -164,6 +164,7 @@ class Recording:
         log_every_s: the seconds after which they get what is new.
         timeline: whether each worker's spans are noted.
         profile: the steps in which torch's profiler runs on each worker; None for none.
+        curvature: the folder in which ``unisono curvature`` says what to measure on a checkpoint, instead of training.
     """
 
     folder: Path | None = None
@@ -179,6 +180,7 @@ class Recording:
     log_every_s: float = 1.0
     timeline: bool = False
     profile: range | None = None
+    curvature: Path | None = None
 
     def term_in(self, path: Path) -> int | None:
         """The term in which the launcher holds a run folder; None for one that it does not hold."""

@@ -34,6 +34,7 @@ class FirstWeights:
         folder: the run folder.
         fingerprint: the fingerprint of job and machine, by name; that which checkpoints hold.
         allow_job_change: whether to go on from the checkpoint of another job.
+        measures: whether the weights are there to be measured, and not to go on from.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class FirstWeights:
         fingerprint: dict[str, Any],
         *,
         allow_job_change: bool,
+        measures: bool = False,
     ) -> None:
         self._trained, self._checkpoints, self._folder = trained, checkpoints, folder
-        self._fingerprint, self._allow_job_change = fingerprint, allow_job_change
+        self._fingerprint, self._allow_job_change, self._measures = fingerprint, allow_job_change, measures
 
     def note(self, name: str, value: int) -> None:
         """The script has said something else on which bits depend: checkpoints tell it, and those of others differ."""
@@ -71,7 +73,9 @@ class FirstWeights:
         def make() -> None:
             set_all(shared)
             self._trained.has_weights = True
-            if found is not None:
+            if found is not None and self._measures:
+                self._trained.begin_at(found)
+            elif found is not None:
                 self._trained.resume_from(found, begins=True)
 
         return Change(make, partial(self._resumed, found, workers) if resumes else lambda: None)

@@ -135,6 +135,12 @@ class Trained:
             with suppress(CheckpointError) if may_differ else nullcontext(), restoring(snapshot, "model"):
                 restore_models(prepared, snapshot)
 
+    def begin_at(self, snapshot: Snapshot) -> None:
+        """Set models, and all that :meth:`settle` does, but begin the script's data anew: for a measurement."""
+        self.restored = snapshot
+        with restoring(snapshot, "model"):
+            restore_models(self.require_prepared(), snapshot)
+
     def go_back(self, snapshot: Snapshot) -> None:
         """Set an older state that is known to be right, all of it."""
         self.resume_from(snapshot)

@@ -52,7 +52,7 @@ class CurvatureProbe:
         self._engine, self._prepared, self._call, self._seed = engine, prepared, call, seed
         self._parameters = prepared.trained_by(call.optimizers)
         self._products = 0
-        self._gradient: list[Tensor] | None = None
+        self._found: tuple[float, list[Tensor]] | None = None
 
     def measure(self, question: CurvatureQuestion) -> Curvature:
         """Measure it. Collective.
@@ -66,8 +66,8 @@ class CurvatureProbe:
             found = self._critical(question.start)
         if question.iterations:
             start = self._drawn(0, torch.randn)
-            largest, _ = largest_eigenvalue(self._product, start, question.iterations)
-            found = replace(found, largest=largest)
+            largest, residual, _ = largest_eigenvalue(self._product, start, question.iterations)
+            found = replace(found, largest=largest, residual=residual)
         if question.vectors:
             draws = _Draws(lambda number: self._drawn(1 + number, _signs), question.vectors)
             trace, error = trace_of(self._product, draws)
@@ -78,7 +78,8 @@ class CurvatureProbe:
         return replace(found, products=self._products)
 
     def _critical(self, start: float) -> Curvature:
-        update, rate = self._update(self._mean_gradient())
+        loss, gradient = self._mean_gradient()
+        update, rate = self._update(gradient)
 
         def loss_at(multiple: float) -> float:
             moved = {
@@ -87,21 +88,19 @@ class CurvatureProbe:
             }
             return self._engine.mean_loss(self._call, lambda: _moved(self._prepared, moved))
 
-        loss = loss_at(0.0)
-        if not math.isfinite(loss):
-            raise LossError(f"step {self._call.step}: the loss is {loss}, which has no curvature")
         step, passes = critical_step(loss_at, loss, start)
         sharpness = 2 / (step * rate) if rate else math.nan
-        return Curvature(loss, critical_step=step, critical_sharpness=sharpness, passes=passes + 1)
+        return Curvature(loss, critical_step=step, critical_sharpness=sharpness, passes=passes)
 
-    def _mean_gradient(self) -> list[Tensor]:
-        if self._gradient is None:
-            _, self._gradient = self._engine.mean_gradient(self._call)
-        return self._gradient
+    def _mean_gradient(self) -> tuple[float, list[Tensor]]:
+        """The mean loss, which is finite, and its gradient."""
+        if self._found is None:
+            self._found = self._engine.mean_gradient(self._call)
+        return self._found
 
     def _confidence(self) -> dict[str, float]:
         """How sure the gradient of each layer is, by name."""
-        mean = dict(zip(self._parameters, self._mean_gradient(), strict=True))
+        mean = dict(zip(self._parameters, self._mean_gradient()[1], strict=True))
         squares, loss_fn = list[float](), self._call.loss_fn
 
         def along(model: Any, batch: Any) -> Any:

@@ -1,0 +1,62 @@
+"""What `unisono curvature` refuses before it starts anything, and how it tells what it has found."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.cli.curvature import text_of
+from unisono.errors import JobError
+from unisono.launch.curvature import CurvatureRequest
+from unisono.launch.settings import Script
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> CurvatureRequest:
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    (tmp_path / "job.json").write_text('{"shards": 4}')
+    (tmp_path / "train.py").touch()
+    return CurvatureRequest(tmp_path, Script(str(tmp_path / "train.py")))
+
+
+def test_the_newest_checkpoint_is_measured_unless_another_is_named(request_: CurvatureRequest) -> None:
+    assert request_.checkpoint().name == "step-00000010"
+    assert replace(request_, step=5).checkpoint().name == "step-00000005"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step": 7}, "no checkpoint of step 7: it has 5, 10"),
+        ({"run": Path("nowhere")}, "nowhere has no checkpoint"),
+        ({"samples": 1}, "--samples 1: at least 2"),
+        ({"iterations": 0}, "--iterations 0: at least 1"),
+        ({"batches": 0}, "--batches 0: at least 1"),
+        ({"batches": 2}, "names no batch size"),
+        ({"workers": 5}, "4"),
+        ({"script": Script("missing.py")}, "there is no script missing.py"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: dict[str, Any], words: str, request_: CurvatureRequest) -> None:
+    with pytest.raises(JobError, match=words):
+        asked = replace(request_, **change)
+        asked.checkpoint()
+        asked.settings(Path())
+
+
+def test_the_job_is_one_of_more_and_larger_batches(request_: CurvatureRequest) -> None:
+    (request_.run / "job.json").write_text('{"batch_size": 32, "shards": 4}')
+    found = replace(request_, batches=3).settings(Path("place"))
+    assert found.shards == 12
+    assert found.extra_environment == {"UNISONO_CURVATURE": "place", "UNISONO_BATCH_SIZE": "96"}
+
+
+def test_an_update_that_never_hurts_has_no_critical_step() -> None:
+    figures = {"largest": 2.0, "residual": 0.01, "trace": 3.25, "trace_error": 0.5}
+    told = text_of({"step": 5, "samples": 20, "loss": 0.5, "critical_step": None, "critical_sharpness": 0.0, **figures})
+    assert "critical sharpness  0 (no multiple of the next update makes the loss larger)" in told
+    assert "trace               3.25 ± 0.5 (standard error)" in told
