@@ -136,7 +136,7 @@ def test_the_confidence_of_a_layer_is_the_share_of_its_gradient_that_is_no_noise
         loss, weight = loss_fn(model, [each[4 * shard : 4 * shard + 4] for each in data().tensors])
         shards.append(torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.first.parameters()))]))
         sizes.append(float(weight))
-    mean = sum(one * size for one, size in zip(shards, sizes, strict=True)) / sum(sizes)
+    mean = torch.stack([one * size for one, size in zip(shards, sizes, strict=True)]).sum(0) / sum(sizes)
     exact = GradientNorms([float(one.square().sum()) for one in shards], sizes, float(mean.square().sum()))
     ((_, (found,)),) = on(1, tmp_path, lambda run: trained(run, at=[0], confidence=True, critical=False))
     assert set(found.confidence) == {"first", "last"}  # and not the one that nobody uses

@@ -121,7 +121,7 @@ def measure(request: CurvatureRequest) -> dict[str, Any]:
                 f"arguments with which it trains"
             ) from None
     told = {"step": int(checkpoint.name[5:]), "batches": request.batches, **found}
-    (request.run / f"curvature-{checkpoint.name}.json").write_bytes(to_json(told, indent=1) + b"\n")
+    (request.run / f"curvature-{checkpoint.name}.json").write_bytes(to_json(told, indent=1))
     return told
 
 

@@ -106,7 +106,7 @@ class CurvatureProbe:
         def along(model: Any, batch: Any) -> Any:
             returned = loss_fn(model, batch)
             parameters = list(self._parameters.values())
-            gradients = torch.autograd.grad(
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
                 _loss_of(returned, "confidence=True")[0], parameters, allow_unused=True, retain_graph=True
             )
             squares[:] = [0.0 if one is None else dot([one], [one]) for one in gradients]
