@@ -353,6 +353,8 @@ def test_a_script_gives_its_job_a_name_that_can_be_one(name: str, label: str) ->
         (("--image", "i", "--restarts", "-1"), "--restarts -1: at least 0"),
         (("--image", "i", "--spot", "moon"), "'moon' is not one of"),
         (("--image", "i", "--grace-s", "-1"), "--grace-s -1"),
+        (("--image", "i", "--log-to", "csv,bogus"), "--log-to: there is no logger 'bogus': choose of tensorboard, csv"),
+        (("--image", "i", "--policy", "bogus"), "--policy: there is no policy 'bogus': choose of noise-scale"),
         (("--image", "i", "-o", "x", "--new-secret", "x"), "keys go into a file of their own"),
     ],
 )

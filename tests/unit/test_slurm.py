@@ -293,12 +293,14 @@ def test_the_command_prints_a_script_that_starts_where_it_was_written(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNISONO_CHECKPOINT_EVERY", raising=False)
     (tmp_path / "train.py").write_text("")
-    options = ["--time", "30", "--gpus", "2", "--module", "a/1", "--checkpoint-every", "50", "--", "--lr", "0.1"]
+    options = ["--time", "30", "--gpus", "2", "--module", "a/1", "--checkpoint-every", "50"]
+    options += ["--numerics", "portable", "--", "--lr", "0.1"]
     assert unisono("slurm", "train.py", *options) == 0
     written = capfd.readouterr().out
     assert f"cd -- {tmp_path} || exit 1\nmodule load a/1 || exit 1\n" in written
     assert f"    {sys.executable} train.py --lr 0.1\n" in written
     assert "\nexport UNISONO_CHECKPOINT_EVERY=50\n" in written
+    assert "\nexport MKL_CBWR=COMPATIBLE\n" in written
     assert "#SBATCH --job-name=train\n" in written
     assert written.startswith("#!/bin/bash\n# written by: unisono slurm train.py --time 30 ")
 

@@ -39,12 +39,21 @@ def policies_named(names: Sequence[str], batch_size: int, where: str = "--policy
     return [_made(name, batch_size, where) for name in names]
 
 
+def require_policies(names: Sequence[str], where: str) -> None:
+    """Refuse names that no host can know; whether modules are there, each finds out by itself.
+
+    Raises:
+        JobError: there is no such policy; says which there are.
+    """
+    if wrong := [name for name in names if name not in NAMED and ":" not in name]:
+        listed = ", ".join(NAMED)
+        raise JobError(f"{where}: there is no policy {short(wrong[0])}: choose of {listed}, or write module:Class")
+
+
 def _made(name: str, batch_size: int, where: str) -> Policy:
+    require_policies((name,), where)
     if name in NAMED:
         return NAMED[name](batch_size)
-    if ":" not in name:
-        listed = ", ".join(NAMED)
-        raise JobError(f"{where}: there is no policy {short(name)}: choose of {listed}, or write module:Class")
     found = imported(name, where)
     try:
         policy = found()

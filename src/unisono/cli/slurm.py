@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import CheckpointEvery, read_workers
+from unisono.cli.options import CheckpointEvery, Numerics, read_workers
 from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
 from unisono.launch.settings import Script
@@ -69,6 +69,7 @@ def slurm(
     python: Interpreter = sys.executable,
     runs: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder in which run folders are made.")] = RUNS,
     checkpoint_every: CheckpointEvery = None,
+    numerics: Numerics = None,
     requeues: Annotated[
         int, typer.Option(help="The number of times that a preempted job is started again.")
     ] = REQUEUES,
@@ -98,6 +99,7 @@ def slurm(
         runs=runs,
         checkpoint_every=checkpoint_every,
         requeues=requeues,
+        numerics=numerics,
     )
     text = text_of(job, ["unisono", *sys.argv[1:]])
     require_valid(text)

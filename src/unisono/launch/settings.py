@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from unisono.adapt.named import require_policies
 from unisono.errors import JobError
 from unisono.launch.notices.source import NoticeSource
 from unisono.launch.pinning.pins import Pinning
 from unisono.launch.tuning import Tuning
+from unisono.loggers.named import require_loggers
 from unisono.received import LONGEST_S
 from unisono.sync.named import strategy_of
 
@@ -121,10 +123,10 @@ class LaunchSettings:
         shards: the job's shards, if the person sets them here.
         threads: torch threads of each worker, if the person sets them here.
         checkpoint_every: steps between checkpoints, if the person sets them here.
-        policies: policies by name, besides the script's; the workers find out whether they exist.
+        policies: policies by name, besides the script's; the workers find out whether modules of them are there.
         numerics: the level of numerics, if the person sets it here.
         strategy: the strategy by which the workers synchronise, if the person sets it here.
-        log_to: loggers by name, besides the script's; the workers find out whether they exist.
+        log_to: loggers by name, besides the script's; the workers find out whether modules and packages are there.
         audit: the share of the work that is computed twice, if the person sets it here.
         allow_job_change: whether a resumed job may differ from the checkpoint's.
         insecure_data: whether workers of several hosts may speak plain text with each other.
@@ -213,5 +215,7 @@ class LaunchSettings:
         _ = self.notice_source
         if self.strategy is not None:
             strategy_of(self.strategy)
+        require_policies(self.policies, "--policy")
+        require_loggers(self.log_to, "--log-to")
         if is_here:
             self.script.require_readable()

@@ -37,12 +37,21 @@ def loggers_of(given: Sequence[Logger | str], where: str = "loggers") -> tuple[L
     return found
 
 
+def require_loggers(names: Sequence[str], where: str) -> None:
+    """Refuse names that no host can know; whether modules and packages are there, each finds out by itself.
+
+    Raises:
+        JobError: there is no such logger; says which there are.
+    """
+    if wrong := [name for name in names if name not in NAMED and ":" not in name]:
+        listed = ", ".join(NAMED)
+        raise JobError(f"{where}: there is no logger {short(wrong[0])}: choose of {listed}, or write module:Class")
+
+
 def _made(name: str, where: str) -> Logger:
+    require_loggers((name,), where)
     if name in NAMED:
         return NAMED[name]()
-    if ":" not in name:
-        listed = ", ".join(NAMED)
-        raise JobError(f"{where}: there is no logger {short(name)}: choose of {listed}, or write module:Class")
     try:
         logger = imported(name, where)()
     except JobError:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import JobError
+from unisono.host.processor_paths import variables_of
 from unisono.launch.ending.result import RUNS
 from unisono.launch.settings import Script
 from unisono.launch.slurm.words import CONTROL, NOTICE_S, directive, require_line, seconds_of
@@ -129,6 +130,7 @@ class BatchJob:
         runs: the folder in which run folders are made.
         checkpoint_every: steps between checkpoints; None for what the script says.
         requeues: the number of times that the job may be started again.
+        numerics: the level of numerics; None for what the script says.
     """
 
     script: Script
@@ -142,6 +144,7 @@ class BatchJob:
     runs: Path = RUNS
     checkpoint_every: int | None = None
     requeues: int = REQUEUES
+    numerics: str | None = None
 
     def check(self) -> None:
         """Refuse what cannot work on any cluster.
@@ -183,6 +186,12 @@ class BatchJob:
             raise JobError("study: say with --cores-per-gpu how many cores there are for each GPU")
         if self.workers and any(word.partition("=")[0] == "--workers" for word in words):
             raise JobError("--workers stands before study and after it: before it for an array, else after it")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the script sets for all tasks, before torch is loaded."""
+        every = {} if self.checkpoint_every is None else {"UNISONO_CHECKPOINT_EVERY": str(self.checkpoint_every)}
+        return every | variables_of(self.numerics)
 
     @property
     def study(self) -> bool:
