@@ -173,7 +173,7 @@ bench-device-memory: $(READY)  ## the most memory that tensors take on a device:
 bench-split-update: $(READY)  ## the update of two workers: whole, split, and split so that a loss is survived
 	@$(BIN)/python -m benchmarks split-update $(OPTIONS)
 
-bench-second-order: $(READY)  ## Muon on two workers, by everybody or by owners; and what curvature costs beside a step
+bench-second-order: $(READY)  ## Muon on two workers, by everybody or by owners; what curvature costs; OPTIONS=--kfac: K-FAC beside SGD and AdamW
 	@$(BIN)/python -m benchmarks second-order $(OPTIONS)
 
 bench-disturbed: $(READY)  ## a worker or a connection becomes slow: what policies get back of what that costs; needs root

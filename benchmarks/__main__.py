@@ -21,6 +21,7 @@ from benchmarks import (
     flips,
     growth,
     guests,
+    kfac,
     looking,
     network,
     numerics,
@@ -511,9 +512,13 @@ def second_order_command(
     steps: Annotated[int, typer.Option(help="counted in each job")] = 20,
     seed: Seed = 0,
     quick: Quick = False,
+    with_kfac: Annotated[bool, typer.Option("--kfac", help="K-FAC beside SGD and AdamW instead")] = False,
     output: Output = RESULTS,
 ) -> None:
-    """Muon: every worker updates all matrices, or each has one owner."""
+    """Muon: every worker updates all matrices, or each has one owner. With --kfac: K-FAC beside SGD and AdamW."""
+    if with_kfac:
+        _publish(kfac.run(1 if quick else 5), output)
+        return
     choice = second_order.Choice(
         models=_models(model, ("tiny",) if quick else second_order.Choice().models),
         workers=workers,

@@ -86,6 +86,7 @@ SHORT = {
     "large_gpt.py --layers 4 --width 32 --context 16": 2,
     "gan.py": 2,
     "digits.py": 2,
+    "kfac.py": 3,
     "keras_convnet.py": 2,
     "lightning_autoencoder.py": 2,
     "transformers_clm.py --layers 1 --samples 200": 2,

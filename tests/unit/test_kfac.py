@@ -283,6 +283,26 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
         unisono.KFAC(Net(), **settings)
 
 
+def test_curvature_is_measured_beside_it_but_for_the_critical_step(tmp_path: Path) -> None:
+    def script(run: Run) -> tuple[str, str]:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.Tanh(), nn.Linear(4, 3))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).sin().view(weight.shape))
+        optimizer = kfac(model)
+        run.prepare(model, optimizer)
+        for step in run.steps(samples(20), epochs=1):
+            if step.number and run.world_size > 1:
+                assert run.curvature(loss_fn, critical=False, vectors=1).products == 1
+                with pytest.raises(ModelError, match="KFAC goes by more than the gradient"):
+                    run.curvature(loss_fn)
+            step.run(loss_fn)
+        return run.finish(), state_of(optimizer)
+
+    (serial,) = train(Trade(JOB, 1, tmp_path / "1", SHARED), script)
+    assert set(train(Trade(JOB, 2, tmp_path / "2", SHARED), script)) == {serial}
+
+
 def test_workers_that_train_apart_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="use 'all-reduce', or another optimizer"):
         train(Trade(JOB, 2, tmp_path, strategy="local-sgd"), trained)

@@ -110,6 +110,14 @@ class KnownLayer:
 
         return self.module.register_forward_hook(hook, with_kwargs=True)
 
+    @torch.no_grad()
+    def sums_of(self, found: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a pass adds to the sums, given what has gone in and the gradient at what has come out."""
+        rows, samples = self.rows_of_inputs(found.detach())
+        positions = max(1, len(rows)) / max(1, samples)
+        others = self.rows_of_outputs(gradient.detach())
+        return rows.T @ rows / positions, others.T @ others, torch.full_like(self.count, samples)
+
     def rows_of_inputs(self, found: Tensor) -> tuple[Tensor, int]:
         """What goes in, as rows a, and the number of samples that it has."""
         module = self.module
@@ -145,13 +153,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         layer: KnownLayer = ctx.layer
-        with torch.no_grad():
-            (found,) = ctx.saved_tensors
-            rows, samples = layer.rows_of_inputs(found.detach())
-            positions = max(1, len(rows)) / max(1, samples)
-            others = layer.rows_of_outputs(gradient.detach())
-            sums = rows.T @ rows / positions, others.T @ others, torch.full_like(layer.count, samples)
-        return gradient, None, *sums, None
+        (found,) = ctx.saved_tensors
+        return gradient, None, *layer.sums_of(found, gradient), None
 
 
 def known_layers(model: nn.Module, skip: Sequence[str]) -> tuple[list[KnownLayer], dict[str, list[Tensor]]]:

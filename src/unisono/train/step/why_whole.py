@@ -71,6 +71,8 @@ def why_whole_by_optimizers(optimizers: Sequence[Optimizer]) -> str:
             return (
                 f"has no use for parts of matrices, which {type(optimizer).__name__} updates whole: each has an owner"
             )
+        if isinstance(optimizer, SharingOptimizer):
+            return f"has no use for parts of layers, of which {type(optimizer).__name__} needs the whole"
         if type(optimizer) not in READERS:
             names = ", ".join(kind.__name__ for kind in READERS)
             return f"cannot split {type(optimizer).__name__}: it splits optimizers that go element by element ({names})"
