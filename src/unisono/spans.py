@@ -31,6 +31,13 @@ the others, ``form`` (connecting), and ``copy`` (the state, and what computes)."
 
 KINDS: Final = frozenset(get_args(Kind))
 
+FOLDER = "timeline"
+"""In the run folder: one file per worker."""
+
+CLOCK_MARK = "unisono clock "
+"""What the first event of a file of torch's profiler is called, with the moment behind it in nanoseconds of
+``time.perf_counter``: so its clock can be put beside that of a worker's spans."""
+
 
 class WorkSpan(NamedTuple):
     """A span of a worker's time.

@@ -30,8 +30,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_command_line_starts_without_torch() -> None:
-    program = "import sys, unisono.cli.app; sys.exit('torch' in sys.modules)"
+def test_the_command_line_tells_of_all_commands_without_torch() -> None:
+    program = "import sys, unisono.cli.app as cli; cli.application(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from chrome_traces import require_sound
 from unisono.errors import JobError, LaunchError
-from unisono.spans import Spans
+from unisono.spans import CLOCK_MARK, FOLDER, Spans
 from unisono.study.spans.chrome import chrome_trace
 from unisono.study.spans.clocks import Correction, Look, corrections, looks_by_exchanges
 from unisono.study.spans.critical_path import critical_path, shares
 from unisono.study.spans.explanation import explained, parts_of
 from unisono.study.spans.recorded import PlacedSpan, StepTimelines, WorkerRecord, WorkerStep, on_one_clock, read
-from unisono.train.record.step_timeline import FOLDER, HostClock, StepTimeline, is_kept
-from unisono.train.record.torch_profile import MARK
+from unisono.train.record.step_timeline import HostClock, StepTimeline, is_kept
 
 pytestmark = pytest.mark.unit
 
@@ -381,7 +380,7 @@ def test_a_trace_has_all_that_a_viewer_needs() -> None:
 
 
 def profile_of(*events: Any) -> dict[str, Any]:
-    mark = {"ph": "X", "name": f"{MARK}{2 * MS}", "ts": 500.0, "dur": 1.0, "pid": 1, "tid": 1}
+    mark = {"ph": "X", "name": f"{CLOCK_MARK}{2 * MS}", "ts": 500.0, "dur": 1.0, "pid": 1, "tid": 1}
     return {"traceEvents": [*events, mark]}
 
 

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from unisono.cli.tables import show_table
 from unisono.jsonl import to_json
-from unisono.study.replay.plot import require_drawable
 from unisono.study.spans.chrome import chrome_trace, write
 from unisono.study.spans.explanation import NAMES, Explanation, explained, parts_of
 from unisono.study.spans.picture import draw
@@ -41,6 +40,8 @@ def timeline(
     Writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and says what takes the time of the median step.
     """
     if plot is not None:
+        from unisono.study.replay.plot import require_drawable  # loads torch
+
         require_drawable(plot)
     timelines = read(runs)
     for words in timelines.left_out:

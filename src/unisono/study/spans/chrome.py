@@ -10,10 +10,10 @@ from typing import Any
 
 from unisono.errors import JobError, Unreadable
 from unisono.received import LARGEST_JSON, open_file, parse_object, whole_number
+from unisono.spans import CLOCK_MARK
 from unisono.study.spans.clocks import Correction
 from unisono.study.spans.critical_path import critical_path
 from unisono.study.spans.recorded import PlacedSpan, StepTimelines, WorkerStep
-from unisono.train.record.torch_profile import MARK
 
 Event = Mapping[str, Any]
 
@@ -108,7 +108,9 @@ def _profiled(process: int, file: Path, correction: Correction, zero: int) -> It
     except (OSError, Unreadable) as error:
         raise JobError(f"{file} cannot be read: {error}; remove it to leave torch's events out") from error
     kept = [one for one in events if _is_sound(one)] if isinstance(events, list) else []
-    marks = [(whole_number(one["name"].removeprefix(MARK)), one) for one in kept if one["name"].startswith(MARK)]
+    marks = [
+        (whole_number(one["name"].removeprefix(CLOCK_MARK)), one) for one in kept if one["name"].startswith(CLOCK_MARK)
+    ]
     if not marks or marks[0][0] is None:
         raise JobError(f"{file} does not say what this host's clock showed; remove it to leave torch's events out")
     at, mark = marks[0]

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from unisono.errors import JobError, Unreadable
 from unisono.jsonl import raw_lines
 from unisono.received import parse_json, value_of
-from unisono.spans import KINDS, Kind
+from unisono.spans import FOLDER, KINDS, Kind
 from unisono.study.spans.clocks import Correction, Look, corrections
-from unisono.train.record.step_timeline import FOLDER
 
 MOST_FILES = 4096
 MOST_WORKERS = 65536

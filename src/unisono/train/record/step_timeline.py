@@ -17,13 +17,10 @@ from unisono.data.order import Order
 from unisono.errors import LaunchError
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
-from unisono.spans import Spans, WorkSpan
+from unisono.spans import FOLDER, Spans, WorkSpan
 from unisono.train.group.membership import Membership
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
-
-FOLDER = "timeline"
-"""In the run folder: one file per worker."""
 
 DENSE = 1000
 """Steps from the first on of which each is kept; of the later ones a tenth up to ten times as many, and so on."""

@@ -6,16 +6,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from unisono.train.record.step_timeline import FOLDER
+from unisono.spans import CLOCK_MARK, FOLDER
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
 
 if TYPE_CHECKING:
     from torch.profiler import profile
-
-MARK = "unisono clock "
-"""What the first recorded event is called, with the moment behind it in nanoseconds of ``time.perf_counter``: so its
-clock can be put beside that of a worker's spans."""
 
 
 class TorchProfile(Listener):
@@ -39,7 +35,7 @@ class TorchProfile(Listener):
 
         self._profile = profile()
         self._profile.start()
-        with record_function(f"{MARK}{round(perf_counter() * 1e9)}"):
+        with record_function(f"{CLOCK_MARK}{round(perf_counter() * 1e9)}"):
             pass
 
     def step_ends(self, step: Step, after: int) -> None:
