@@ -363,7 +363,7 @@ def page_command(
     """What it costs training that somebody looks at its page: beside a job that has none."""
     choice = _side_by_side("page", model, workers, step_ms, quick=quick)
     report = pairs.run(_often(choice, rounds, turns, seed))
-    spent = looking.processor_time(model, workers, int(report.settings["batch"]), 2.0 if quick else 20.0)
+    spent = looking.processor_time(workers, step_ms, 2.0 if quick else 20.0)
     _publish(replace(report, grids=[*report.grids, spent]), output)
 
 

@@ -11,9 +11,13 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.chromium import LINK
-from benchmarks.elastic_job import PROGRAM, Job, running
+from benchmarks.elastic_job import Job, running
 from benchmarks.report import Grid
-from benchmarks.side_by_side import await_steps, names
+
+SLEPT = ("-m", "benchmarks.programs.slept")
+ENOUGH_STEPS = 100_000
+WARM_UP_STEPS = 40
+SETTLING_S = 5.0
 
 
 @contextmanager
@@ -46,39 +50,40 @@ def _read(stream: http.client.HTTPResponse) -> None:
         return
 
 
-def processor_time(model: str, workers: int, batch: int, seconds: float) -> Grid:
+def processor_time(workers: int, step_ms: float, seconds: float) -> Grid:
     """What the page's process takes of a processor while a job trains: unlike a time, much the same on a busy machine.
 
     Args:
-        model: a name in ``WORKLOADS``.
-        workers: of the job.
-        batch: of the job, in samples.
+        workers: of the job, which sleep in place of computing: so a step takes as long as it is to take.
+        step_ms: how long that is, in milliseconds.
         seconds: how long it is looked at.
     """
     options = ["-n", str(workers), "--max-restarts", "3", "--page"]
-    with running(options, [*PROGRAM, model, str(2 * workers), "sgd", str(batch)]) as job:
-        job.until(lambda: len(names(job)) == workers, "all workers train")
-        with looking(job):
-            await_steps(job, 40)  # what its start takes is over
-            time.sleep(2.0)
-            page, first, begun = _page_of(job), len(job.commits(names(job)[0])), time.monotonic()
-            before = sum(page.cpu_times()[:2])
-            time.sleep(seconds)
-            spent, took = sum(page.cpu_times()[:2]) - before, time.monotonic() - begun
-            steps = len(job.commits(names(job)[0])) - first
-    share = spent / took
+    with running(options, [*SLEPT, str(workers), str(step_ms), str(ENOUGH_STEPS)]) as job, looking(job):
+        job.until(lambda: _steps(job) >= WARM_UP_STEPS, "the job trains")
+        page = _page_of(job)
+        time.sleep(SETTLING_S)  # what its start takes is over
+        first, before, begun = _steps(job), sum(page.cpu_times()[:2]), time.monotonic()
+        time.sleep(seconds)
+        spent, took = sum(page.cpu_times()[:2]) - before, time.monotonic() - begun
+        steps = _steps(job) - first
     row = (
         f"{1e6 * spent / steps:.0f} µs",
         f"{1000 * took / steps:.1f} ms",
-        f"{100 * share:.2f} %",
+        f"{100 * spent / took:.2f} %",
         str(psutil.cpu_count()),
     )
     return Grid(
-        f"the page's process while somebody looks, for {seconds:g} s",
+        f"the page's process while somebody looks, for {seconds:g} s, and workers sleep {step_ms:g} ms in each step",
         ("processor time per step", "a step", "of one core", "cores"),
         [row],
         ("It has a low priority (nice 10): where workers need all cores, they get them first.",),
     )
+
+
+def _steps(job: Job) -> int:
+    path = job.folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _page_of(job: Job) -> psutil.Process:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -242,7 +242,10 @@ def test_hosts_of_workers_without_end_are_forgotten_in_time() -> None:
 
 def test_a_page_that_stands_still_says_why_and_goes_on() -> None:
     class Faulty:
-        name = "faulty"
+        name, poll_s = "faulty", 0.01
+
+        def stamp(self, name: str) -> None:
+            return None
 
         def read(self, name: str, first: int, most: int) -> bytes:
             raise ZeroDivisionError("of a disk that nobody thought of")
@@ -260,6 +263,30 @@ def test_a_page_that_stands_still_says_why_and_goes_on() -> None:
             following.cancel()
 
     assert "nobody thought of" in asyncio.run(seen())["head"]["trouble"]
+
+
+def test_a_file_that_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+    class Counting(FolderSource):
+        reads: ClassVar[list[str]] = []
+
+        def read(self, name: str, first: int, most: int) -> bytes:
+            self.reads.append(name)
+            return super().read(name, first, most)
+
+    (tmp_path / "job.json").write_text('{"shards": 4}')
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(json.dumps(at(0, "started", world_size=1)) + "\n")
+
+    async def looked() -> None:
+        hub = Hub(Counting(tmp_path))
+        for _ in range(5):
+            await hub.look()
+        assert Counting.reads.count("journal.jsonl") == 1
+        journal.write_text(json.dumps(at(0, "started", world_size=3)) + "\n")  # another file, as long as the first
+        while len(hub.model.story.seats) != 3:
+            await hub.look()
+
+    asyncio.run(asyncio.wait_for(looked(), 30))
 
 
 # -- files

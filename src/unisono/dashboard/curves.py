@@ -52,6 +52,9 @@ class Point(NamedTuple):
     @property
     def row(self) -> list[float | None]:
         """For the browser: step, time, smallest and largest value, mean."""
+        if self.many == 1:
+            value = _rounded(self.total)
+            return [self.step, self.time, value, value, value]
         return [self.step, self.time, *map(_rounded, (self.low, self.high, self.total / self.many))]
 
 

@@ -11,11 +11,10 @@ from unisono.dashboard.source import JOB, JOURNAL, METRICS, RESULT, RunSource
 from unisono.errors import JobError, LaunchError, UnisonoError, Unreadable
 from unisono.received import parse_object, why_of
 
-POLL_S = 0.2
-"""How often the journal is looked at, in seconds: what happens is shown at once."""
+METRICS_S = 1.0
+"""How often the metrics are looked at, in seconds: each step costs the same, and each look besides."""
 
-METRICS_S = 0.6
-STATUS_S = 2.0
+STATUS_S = 3.0
 PACE_S = 0.2
 """Seconds between two messages to one viewer, at least."""
 
@@ -41,6 +40,7 @@ class Hub:
         self.viewers = 0
         self._source = source
         self._journal, self._metrics = Follower(JOURNAL), Follower(METRICS)
+        self._stamps: dict[str, object] = {}
         self._watched, self._changed = asyncio.Event(), asyncio.Condition()
         self._version = 0
         self._asked_at = self._measured_at = -STATUS_S
@@ -56,7 +56,7 @@ class Hub:
                 self.model.trouble, is_behind = (str(error) if expected else why_of(error))[:400], False
                 await self._tell()
                 await asyncio.sleep(STATUS_S)
-            await asyncio.sleep(0 if is_behind else POLL_S)
+            await asyncio.sleep(0 if is_behind else self._source.poll_s)
 
     async def look(self) -> bool:
         """Look once, and tell the viewers what is new.
@@ -72,7 +72,8 @@ class Hub:
             self.model.job = await asyncio.to_thread(self._object, JOB)
         now = asyncio.get_running_loop().time()
         with_metrics = self.model.is_behind or now - self._measured_at >= METRICS_S
-        journal, metrics = await asyncio.to_thread(self._read, with_metrics)
+        journal = await self._new_in(JOURNAL, self._journal)
+        metrics = await self._new_in(METRICS, self._metrics) if with_metrics else NewLines([])
         self._measured_at = now if with_metrics else self._measured_at
         self.model.take_journal(journal.lines, anew=journal.anew)
         self.model.take_metrics(metrics.lines, anew=metrics.anew)
@@ -103,9 +104,14 @@ class Hub:
             if not self.viewers:
                 self._watched.clear()
 
-    def _read(self, with_metrics: bool) -> tuple[NewLines, NewLines]:
-        read = self._source.read
-        return self._journal.news(read), self._metrics.news(read) if with_metrics else NewLines([])
+    async def _new_in(self, name: str, follower: Follower) -> NewLines:
+        """What has come in a file. A thread costs a hundred times what the stamp does, so that is looked at first."""
+        stamp = self._source.stamp(name)
+        if stamp is not None and stamp == self._stamps.get(name):
+            return NewLines([])
+        found = await asyncio.to_thread(follower.news, self._source.read)
+        self._stamps[name] = None if found.more else stamp
+        return found
 
     def _object(self, name: str) -> Mapping[str, Any]:
         data = self._source.read(name, 0, LARGEST_FILE)
@@ -117,16 +123,15 @@ class Hub:
         """How it stands; whether that is news."""
         before = self.model.status, self.model.result
         self._asked_at = asyncio.get_running_loop().time()
-        self.model.result = await asyncio.to_thread(self._object, RESULT)
-        try:
-            self.model.status = await asyncio.to_thread(self._status)
-        except (JobError, LaunchError):  # it is being started again, or has just ended
-            self.model.status = None
+        self.model.result, self.model.status = await asyncio.to_thread(lambda: (self._object(RESULT), self._status()))
         return before != (self.model.status, self.model.result)
 
     def _status(self) -> Mapping[str, Any] | None:
-        control = self._source.control()
-        return None if control is None else control.status()
+        try:
+            control = self._source.control()
+            return None if control is None else control.status()
+        except (JobError, LaunchError):  # it is being started again, or has just ended
+            return None
 
     async def _tell(self) -> None:
         async with self._changed:

@@ -19,6 +19,14 @@ class RunSource(Protocol):
         """Of the run, for people."""
         ...
 
+    @property
+    def poll_s(self) -> float:
+        """How often its journal is looked at, in seconds: what happens is shown within one."""
+        ...
+
+    def stamp(self, name: str) -> object:
+        """What is another one as soon as the file is, and costs next to nothing; None if that cannot be told."""
+
     def read(self, name: str, first: int, most: int) -> bytes:
         """Some bytes of a file of the run folder; none if there is no such file.
 
@@ -52,6 +60,19 @@ class FolderSource:
         """The name of the folder."""
         return self.folder.absolute().name
 
+    @property
+    def poll_s(self) -> float:
+        """Looking at a file that has not changed is cheap."""
+        return 0.2
+
+    def stamp(self, name: str) -> object:
+        """The file's number, length and time of change."""
+        try:
+            found = (self.folder / name).stat()
+        except OSError:  # reading tells why
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
     def read(self, name: str, first: int, most: int) -> bytes:
         """From the disk."""
         try:
@@ -80,6 +101,14 @@ class CoordinatorSource:
     def name(self) -> str:
         """The coordinator's URL."""
         return self.address.url
+
+    @property
+    def poll_s(self) -> float:
+        """Each look is a connection of its own, which the coordinator of a job that trains has to answer."""
+        return 0.5
+
+    def stamp(self, name: str) -> None:
+        """It does not say."""
 
     def read(self, name: str, first: int, most: int) -> bytes:
         """From the coordinator's run folder."""
