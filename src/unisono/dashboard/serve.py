@@ -33,7 +33,7 @@ FAREWELL_S = 1
 REQUEST_LINE_S = 10.0
 
 
-class Server(uvicorn.Server):
+class PageServer(uvicorn.Server):
     """Wakes once a second, and at a signal; uvicorn's own does ten times a second, which costs as much as a page."""
 
     async def main_loop(self) -> None:
@@ -85,7 +85,7 @@ def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
             proxy_headers=False,
         )
         say(f"http://127.0.0.1:{port}/#{keys.act}")
-        Server(config).run([listening])
+        PageServer(config).run([listening])
 
 
 def main() -> None:
