@@ -23,6 +23,8 @@ from unisono.errors import JobError, ModelError, NonFiniteLoss, UnisonoWarning
 from unisono.job import Job
 from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
+from unisono.train.group.devices import Devices
+from unisono.train.preparation import require_whole_layers
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -301,6 +303,13 @@ def test_curvature_is_measured_beside_it_but_for_the_critical_step(tmp_path: Pat
 
     (serial,) = train(Trade(JOB, 1, tmp_path / "1", SHARED), script)
     assert set(train(Trade(JOB, 2, tmp_path / "2", SHARED), script)) == {serial}
+
+
+def test_workers_of_several_devices_are_refused_with_the_cure() -> None:
+    with pytest.raises(ModelError, match="each worker has 2 devices, .* use one device per worker"):
+        require_whole_layers([kfac(Net())], Devices(0, 2))
+    require_whole_layers([kfac(Net())], Devices())
+    require_whole_layers([torch.optim.SGD(Net().parameters())], Devices(0, 2))
 
 
 def test_workers_that_train_apart_are_refused(tmp_path: Path) -> None:

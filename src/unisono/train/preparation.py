@@ -143,7 +143,7 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
             move(module, inside.device)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     devices = inside.membership.workers.devices
-    _require_whole_layers(optimizers, devices)
+    require_whole_layers(optimizers, devices)
     prepared, trained = Prepared.of(model, optimizers, state), inside.trained
     if inside.job.deterministic:
         refuse_unset_memory(prepared.optimizers)
@@ -164,8 +164,12 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     inside.listeners.tell(lambda one: one.prepared(prepared, trained.progress.position.step))
 
 
-def _require_whole_layers(optimizers: Sequence[Any], devices: Devices) -> None:
-    """Refuse statistics of layers that are spread over devices."""
+def require_whole_layers(optimizers: Sequence[Any], devices: Devices) -> None:
+    """Refuse statistics of layers that are spread over devices.
+
+    Raises:
+        ModelError: an optimizer has some, and workers have several devices.
+    """
     sharing = next((one for one in optimizers if isinstance(one, SharingOptimizer)), None)
     if sharing is not None and devices.count > 1:
         raise ModelError(
