@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from network_keys import private
 from unisono.errors import JobError, LaunchError, NoProgress, WorkerLost
-from unisono.reduce.admission import MOST_STRANGERS, Impostor, identify
+from unisono.reduce.admission import MOST_STRANGERS, Impostor, identify, receive
 from unisono.reduce.data_network import NetworkKeys, connect_all, keys_from, write_keys
 from unisono.reduce.socket_group import SocketGroup, SocketWork
 from unisono.reduce.wire import Broken, Wire
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.unit
 PATIENCE_S = 20.0
 HERE = "127.0.0.1"
 PLAIN = NetworkKeys.plain()
+CALL, ANSWER, PROOF = 44, 64, 32
+"""Bytes of what a caller and the one who is called say by turns."""
+
 KEYS = pytest.mark.parametrize("kind", ["plain", "tls"])
 WORKERS = pytest.mark.parametrize("workers", [2, 3, 5])
 
@@ -190,31 +194,56 @@ def tls_hello(stranger: socket.socket) -> None:
     stranger.sendall(out.read())
 
 
+def goodbye(stranger: socket.socket) -> None:
+    stranger.sendall(b"unisono2")
+    stranger.close()
+
+
+def replayed(heard: bytes, stranger: socket.socket) -> None:
+    """As the caller has done it in another generation, up to the middle of TLS."""
+    assert heard.startswith(b"unisono2")
+    stranger.sendall(heard[:CALL])
+    receive(stranger, ANSWER)  # another one than what was heard
+    stranger.sendall(heard[CALL + ANSWER : CALL + ANSWER + PROOF] + heard[CALL + ANSWER + PROOF + 1 :][:300])
+    assert stranger.recv(1) == b""  # or it is reset
+
+
 SAYINGS: list[Callable[[socket.socket], None]] = [
     lambda stranger: None,
     lambda stranger: stranger.sendall(bytes(range(256)) * 4),
     first_words,
     tls_hello,
+    goodbye,
 ]
 
 
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 @KEYS
-def test_workers_meet_among_strangers_that_hold_connections_and_send_garbage(kind: str) -> None:
+def test_workers_meet_among_strangers_that_hold_connections_and_replay_what_others_have_said(kind: str) -> None:
     strangers: list[socket.socket] = []
+    board, older = Board(), Board()
+    with Between() as outsider:
+        older.altered = outsider
+        with groups(2, kind, older):
+            heard = bytes(outsider.heard)
+    sayings = [*SAYINGS, partial(replayed, heard)]
 
     def called(name: str, value: bytes) -> bytes:  # a worker listens, and others do not know it yet
         host, port = eval(value)  # noqa: S307 (our own words)
         for number in range(4 * MOST_STRANGERS):
-            with suppress(OSError):
+            with suppress(OSError, EOFError):
                 strangers.append(stranger := socket.create_connection((host, port), PATIENCE_S))
-                SAYINGS[number % len(SAYINGS)](stranger)
+                sayings[number % len(sayings)](stranger)
         return value
 
-    board = Board()
-    board.altered = called
+    board.altered, before = called, descriptors()
     try:
         with groups(3, kind, board) as all_of_them:
             assert len(strangers) == 3 * 4 * MOST_STRANGERS
+            assert descriptors() - before - sum(one.fileno() >= 0 for one in strangers) == 3 * 2
 
             def added(group: SocketGroup, rank: int) -> Tensor:
                 found = torch.full((1000,), float(rank))

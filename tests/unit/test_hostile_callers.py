@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from queue import SimpleQueue
 
 import pytest
 
@@ -145,6 +146,28 @@ def test_who_has_waited_the_longest_makes_room() -> None:
         assert strangers[0].recv(1) == b""
         half_a_call(strangers[1])
         half_a_call(strangers[2])
+
+
+def test_who_floods_a_worker_from_one_address_drops_nobody_who_calls_from_another() -> None:
+    listening = listen("127.0.0.1")
+    admitted: SimpleQueue[int] = SimpleQueue()
+
+    def admit(rank: int, connection: socket.socket) -> bool:
+        admitted.put(rank)
+        return False
+
+    with closing(Admission(listening, SECRET, admit, most=2)), ExitStack() as opened:
+        worker = opened.enter_context(socket.socket())
+        worker.settimeout(PATIENCE_S)
+        worker.connect(listening.getsockname())
+        strangers = [opened.enter_context(socket.socket()) for _ in range(10)]
+        for stranger in strangers:
+            stranger.bind(("127.0.0.2", 0))
+            stranger.settimeout(PATIENCE_S)
+            stranger.connect(listening.getsockname())
+        assert [stranger.recv(1) for stranger in strangers[:-1]] == [b""] * 9
+        present(worker, 3, SECRET)
+        assert admitted.get(timeout=PATIENCE_S) == 3
 
 
 def test_who_calls_twice_as_one_worker_is_heard_once() -> None:

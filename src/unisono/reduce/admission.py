@@ -10,10 +10,11 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unisono.received import is_same_user
 
@@ -21,7 +22,7 @@ MOST_CALLERS = 1024
 """That the kernel keeps waiting for us."""
 
 MOST_STRANGERS = 64
-"""Callers that have not shown yet that they know the secret. One more, and who has waited the longest is dropped."""
+"""Callers that have not shown yet that they know the secret. One more, and one is dropped."""
 
 PATIENCE_S = 5.0
 """How long a caller may take for its part: three short messages."""
@@ -124,7 +125,7 @@ class Admission:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listening.accept()
+            connection, address = self._listening.accept()
         except OSError as error:  # it has hung up meanwhile, or this worker has
             if error.errno in _NO_DESCRIPTORS:
                 self._make_room()
@@ -133,16 +134,20 @@ class Admission:
         if self._is_unix and not is_same_user(connection):
             connection.close()
             return
-        if len(self._callers) >= self._most:
-            self._make_room()
-        caller = _Caller(connection, greet(connection, self._secret), time.monotonic() + self._patience_s)
+        until = time.monotonic() + self._patience_s
+        caller = _Caller(connection, _network_of(connection.family, address), greet(connection, self._secret), until)
         self._callers[connection.fileno()] = caller
         self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._callers) > self._most:
+            self._make_room()
 
     def _make_room(self) -> None:
-        # Whoever knows what to say is through in an instant: it is seldom the oldest, and calls again if it is.
-        if (oldest := next(iter(self._callers.values()), None)) is not None:
-            self._drop(oldest)
+        # From where most come, who has waited the longest: whoever floods, floods its own. Workers are through in an
+        # instant, and call again.
+        callers = Counter(caller.network for caller in self._callers.values())
+        if callers:
+            most, _ = callers.most_common(1)[0]
+            self._drop(next(caller for caller in self._callers.values() if caller.network == most))
         else:
             time.sleep(RETRY_S)
 
@@ -173,11 +178,13 @@ class _Caller:
 
     Attributes:
         connection: the connection to the caller.
+        network: where it comes from.
         talk: the conversation, as :func:`greet` makes it.
         until: the end of its time, on the monotonic clock.
     """
 
     connection: socket.socket
+    network: bytes
     talk: Generator[int, bytes, int]
     until: float
     awaited: int = 0
@@ -203,6 +210,14 @@ class _Caller:
             except StopIteration as end:
                 return int(end.value)
         return None
+
+
+def _network_of(family: int, address: Any) -> bytes:
+    """The part of an address that nobody can have many of; nothing for a Unix socket."""
+    if family == socket.AF_UNIX:
+        return b""
+    packed = socket.inet_pton(family, address[0].partition("%")[0])
+    return packed[:8]  # of IPv6, what a host is given as a whole
 
 
 def greet(connection: socket.socket, secret: str) -> Generator[int, bytes, int]:
