@@ -229,7 +229,7 @@ def test_workers_meet_among_strangers_that_hold_connections_and_replay_what_othe
         older.altered = outsider
         with groups(2, kind, older):
             heard = bytes(outsider.heard)
-    sayings = [*SAYINGS, partial(replayed, heard)]
+    sayings: list[Callable[[socket.socket], None]] = [*SAYINGS, partial(replayed, heard)]
 
     def called(name: str, value: bytes) -> bytes:  # a worker listens, and others do not know it yet
         host, port = eval(value)  # noqa: S307 (our own words)
