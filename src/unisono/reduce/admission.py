@@ -178,7 +178,7 @@ class _Caller:
 
     Attributes:
         connection: the connection to the caller.
-        network: where it comes from.
+        network: the part of its address that many callers share.
         talk: the conversation, as :func:`greet` makes it.
         until: the end of its time, on the monotonic clock.
     """
