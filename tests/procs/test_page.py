@@ -281,3 +281,16 @@ def test_all_is_reached_by_keyboard_and_a_link_opens_once(link: str, look: Look)
     second = look(link)  # it has been opened
     second.until("() => document.getElementById('trouble').textContent.includes('been used')")
     assert second.page.locator(".plot").count() == 0
+
+
+@pytest.mark.slow
+def test_a_job_that_nobody_can_ask_says_why_it_has_no_buttons(over: Path, link: str, look: Look) -> None:
+    viewer = look(link)
+    said = "words => document.getElementById('workers-note').textContent.includes(words)"
+    viewer.until("() => document.querySelector('#events li')")
+    assert not viewer.page.evaluate(said, "no coordinator")
+    (over / "result.json").unlink()
+    journal = over / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))  # it is not over
+    viewer.until(said, "no coordinator")
+    assert viewer.page.is_hidden("#asks")

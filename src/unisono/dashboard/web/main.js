@@ -38,7 +38,8 @@ function draw() {
 function note(head) {
   const hosts = head.hosts.map((one) => `${one.host}: room for ${one.workers}`).join(", ");
   const sizes = head.sizes ? `${head.sizes.wanted} wanted, ${head.sizes.smallest} to ${head.sizes.largest} allowed` : "";
-  return [head.more ? `${head.more} more are not shown` : "", sizes, hosts].filter(Boolean).join(" · ");
+  const mute = head.sizes || run.may !== "act" || OVER.includes(head.state) ? "" : "no coordinator answers (a job with a fixed number of workers has none), so there are no buttons";
+  return [head.more ? `${head.more} more are not shown` : "", sizes, mute, hosts].filter(Boolean).join(" · ");
 }
 
 function tiles(head) {
