@@ -234,6 +234,16 @@ def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_n
         ({}, {"audit": 1.5}, "audit=1.5: use a share between 0 and 1, such as 0.01"),
         ({}, {"audit": math.nan}, "audit=nan: use a share between 0 and 1"),
         ({}, {"monitor": -1}, "monitor=-1: use a number of steps, or 0 to watch none"),
+        (
+            {},
+            {"monitor": Monitoring(curvature_every=9, curvature={"vector": 2})},
+            "vector=2: there is no such argument",
+        ),
+        (
+            {"UNISONO_STRATEGY": "local-sgd:every=2"},
+            {"monitor": Monitoring(curvature_every=9)},
+            "Monitoring(curvature_every=9): with the strategy local-sgd",
+        ),
         ({}, {"run_dir": ""}, 'run_dir="" names no folder'),
         ({}, {"device": "gpu"}, "device='gpu': "),
         ({"UNISONO_SHARDS": "many"}, {"shards": 2}, "UNISONO_SHARDS='many' in the environment: needs a whole number"),

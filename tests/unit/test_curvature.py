@@ -106,7 +106,7 @@ def test_figures_are_the_same_on_any_number_of_workers_and_training_goes_on_as_w
             assert (found, figures) == (digest, expected), workers
 
 
-def test_a_monitor_measures_every_so_many_steps_and_policies_see_it(tmp_path: Path) -> None:
+def test_a_monitor_measures_every_so_many_steps_from_where_it_ended_before(tmp_path: Path) -> None:
     def script(run: Run) -> list[dict[str, float]]:
         model, seen = Net(attends=False), []
         run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
@@ -195,16 +195,21 @@ def test_figures_agree_with_those_of_curvlinops(tmp_path: Path) -> None:
         model, nn.CrossEntropyLoss(), list(model.parameters()), [(inputs, labels)], check_deterministic=False
     )
     (largest,) = eigsh(operator.to_scipy(), k=1, which="LA", return_eigenvectors=False)
+    trace = (operator @ torch.eye(operator.shape[1])).trace()
 
     def script(run: Run) -> Curvature:
         ours = network()
         run.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
         for _ in run.steps(data(), epochs=1, shuffle=False):
-            return run.curvature(lambda m, b: F.cross_entropy(m(b[0]), b[1]), iterations=40, critical=False)
+            return run.curvature(
+                lambda m, b: F.cross_entropy(m(b[0]), b[1]), iterations=40, vectors=300, critical=False
+            )
         raise AssertionError
 
     for found in on(2, tmp_path / "run", script):
         assert found.largest == pytest.approx(float(largest), rel=0.01)
+        assert abs(found.trace - float(trace)) < 4 * found.trace_error
+        assert found.trace_error < 0.5 * float(trace)
 
 
 class Bowl(nn.Module):
