@@ -58,6 +58,7 @@ def test_every_benchmark_that_can_be_made_is_made_at_night(tmp_path: Path) -> No
         "newest-torch",
         "oldest-frameworks",
         "with-tensorflow",
+        "with-curvlinops",
         "soak",
         "chaos",
     } <= set(made)
