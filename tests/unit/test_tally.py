@@ -1,6 +1,7 @@
 """A bit that flips in a gradient or in a partial sum between its writing and its last use is found."""
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -89,30 +90,37 @@ def test_every_element_is_looked_at_in_turn_and_no_more_than_is_allowed(
     assert not any(windows(lengths, size, 0, turn))
 
 
-def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_balance_of_what_is_to_be_read() -> None:
+@pytest.mark.parametrize("compressed", [None, torch.bfloat16])
+def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_balance_of_what_is_to_be_read(
+    compressed: torch.dtype | None,
+) -> None:
     shards = [[torch.randn(700, 500), torch.randn(3, 5, 4, 4).to(memory_format=torch.channels_last)] for _ in range(5)]
     assert shards[0][0].numel() > 2 * PIECE
     shards[2][1] = torch.randn(3, 5, 4, 4)  # another layout than its place has
     tree = Solo(5).tree
-    buckets = plan_buckets(shards[0], 10**9)
+    buckets = plan_buckets(shards[0], 10**9, compressed)
     found: list[list[Tensor]] = []
-    for tally in (None, Tally(), Tally(640, PIECE + 128)):  # the last one sees a part of two pieces
+    for seen_of, at_once in itertools.product((None, (), (640, PIECE + 128)), (False, True)):
+        tally = None if seen_of is None else Tally(*seen_of)  # the last one sees a part of two pieces
         found.append([])
         for bucket in buckets:
             sums = PartialSums(tree, range(5), [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(3)])
             sums.begin()
             for shard in shards:
                 sums.open()
-                for place, entry in enumerate(bucket.entries):
-                    gradient = shard[entry.index]
-                    sums.put(place, None if gradient is shards[1][1] else gradient, tally)
+                given = [None if shard[each.index] is shards[1][1] else shard[each.index] for each in bucket.entries]
+                for place, gradient in enumerate(() if at_once else given):
+                    sums.put(place, gradient, tally)
+                if at_once:
+                    sums.put_all(given, tally)
                 sums.close()
             found[-1] += sums.partials()
         if tally is not None:
             seen = [flat[tally._start : tally._stop] for flat in found[-1]]
             assert (tally.balance - sum(map(sum_of_words, seen))) % 2**64 == 0
-    assert all(map(torch.equal, found[0], found[1]))
-    assert all(map(torch.equal, found[0], found[2]))
+    assert len(found) == 6
+    for each in found:
+        assert all(torch.equal(*(flat.view(torch.uint8) for flat in pair)) for pair in zip(each, found[0], strict=True))
 
 
 # -- over every transport

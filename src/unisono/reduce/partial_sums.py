@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from unisono.plan.tree import Node, SummationTree
@@ -24,16 +25,19 @@ class PartialSumRow:
         flat: the buffer.
         views: one per tensor, in the order of the bucket's entries.
         pieces: the memory of each tensor with its padding, in the same order.
+        values: the memory of all of them.
     """
 
     flat: Tensor
     views: tuple[Tensor, ...]
     pieces: tuple[tuple["Piece", ...], ...]
+    values: Tensor | Words
 
     @classmethod
     def of(cls, bucket: Bucket, flat: Tensor) -> "PartialSumRow":
         """A row in this buffer."""
-        return cls(flat, tuple(bucket.views(flat)), tuple(_pieces(entry, flat) for entry in bucket.entries))
+        pieces = tuple(_pieces(entry, flat) for entry in bucket.entries)
+        return cls(flat, tuple(bucket.views(flat)), pieces, _summable(flat))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,16 @@ def _pieces(entry: BucketEntry, flat: Tensor) -> tuple[Piece, ...]:
     return tuple(
         Piece(
             start,
-            Words(values) if flat.device.type == "cpu" else values,
+            _summable(values),
             flat[start : min(start + PIECE, entry.offset + numel)],
         )
         for start in range(entry.offset, stop, PIECE)
         for values in (flat[start : min(start + PIECE, stop)],)
     )
+
+
+def _summable(values: Tensor) -> Tensor | Words:
+    return Words(values) if values.device.type == "cpu" else values
 
 
 def views_of(buckets: Sequence[Bucket], flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -133,6 +141,33 @@ class PartialSums:
             return
         for rows, source in zip(pieces, sources, strict=True):
             _put_tallied([rows], [row.used for row in rows], source, tally, adds=self._adds)
+
+    def put_all(self, tensors: Sequence[Tensor | None], tally: Tally | None = None) -> None:
+        """Take all tensors of the shard at once, which are there already: see :meth:`put`.
+
+        A call for each of them would take longer than small ones take to be added.
+
+        Args:
+            tensors: the tensors, in the order of the bucket's entries.
+            tally: the tally of the bucket, if its memory is checked.
+        """
+        first = self._open[0]
+        for row in self._open if self._adds and tally is not None else ():
+            assert tally is not None
+            tally.read(row.values, 0)
+        views = [view for view, tensor in zip(first.views, tensors, strict=True) if tensor is not None]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if self._adds and views:
+            torch._foreach_add_(views, [each.to(first.flat.dtype) for each in present])
+        elif views:
+            torch._foreach_copy_(views, present)
+        for view, tensor in zip(first.views, tensors, strict=True):
+            if tensor is None:
+                _put([view], None, adds=self._adds)
+        for part, whole in pairwise(self._open):
+            whole.flat.add_(part.flat)
+        if tally is not None:
+            tally.wrote(self._open[-1].values, 0)
 
     def close(self) -> None:
         """The shard is done: all its tensors were put."""

@@ -60,11 +60,14 @@ def shared_report(
     """
     if devices.count == 1:
         return reports, used, flags
-    said = devices.gather(told_of(reports, used, flags))
+    in_stages = devices.losses is not None
+    # One of the devices that hold stages has all losses. They have other tensors, and each tells of its own.
+    said = devices.gather(
+        told_of(reports if devices.losses in (None, devices.rank) else (), () if in_stages else used, flags)
+    )
     told = [value_of(_TOLD, each, "what another device told") for each in said]
     every_report, every_used, every_flags, balances = zip(*told, strict=True)
-    # Devices that hold stages have other tensors, and each tells of its own.
-    is_used = used if devices.losses is not None else [any(each) for each in zip(*every_used, strict=True)]
+    is_used = used if in_stages else [any(each) for each in zip(*every_used, strict=True)]
     return _in_order(every_report, rounds), is_used, _merged(every_flags, balances)
 
 

@@ -588,8 +588,8 @@ class StepEngine:
         """The devices of this worker compute all its shards together."""
         self._prepared.clear_gradients()
         with self._told(f"step {call.step}"):
-            pipeline.compute(call, shards, gradients, self._buffers, self._forward, self._workers.tick)
-        gradients.send(partial(self._weigh, call, shared_weights(self._devices, self._rounds, shards)))
+            weights = pipeline.compute(call, shards, gradients, self._buffers, self._forward, self._workers.tick)
+        gradients.send(partial(self._weigh, call, weights))
         pipeline.finish(gradients)
 
     @contextmanager

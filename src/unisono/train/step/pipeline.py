@@ -67,6 +67,12 @@ class Passes:
     ) -> None:
         self._call, self._shards, self._gradients, self._buffers = call, shards, gradients, buffers
         self._forward, self._staging, self._tick = forward, staging, tick
+        self._weights = [0.0] * len(shards)
+
+    @property
+    def weights(self) -> list[float]:
+        """The weights of the shards, which go from the last stage to all others with what goes back."""
+        return self._weights
 
     def name(self, place: int) -> str:
         """A shard, for people."""
@@ -109,6 +115,7 @@ class Passes:
 
     def backward_done(self, block: int, place: int, weight: float) -> None:
         """The backward pass of a block is done, for one shard of a weight."""
+        self._weights[place] = weight
         self._gradients.take(block, place, counts=weight > 0)
         self._tick()
 
@@ -162,8 +169,8 @@ class Pipeline:
         buffers: Buffers,
         forward: ForwardPass,
         tick: Callable[[], None],
-    ) -> None:
-        """All passes of an attempt.
+    ) -> list[float]:
+        """All passes of an attempt; returns the weights of the shards.
 
         Args:
             call: what to compute.
@@ -193,6 +200,7 @@ class Pipeline:
             ) from error
 
         self._write_times(call.step, count, perf_counter() - begun)
+        return passes.weights
 
     def _write_times(self, step: int, shards: int, passes_s: float) -> None:
         if (path := self._staging.times) is not None:

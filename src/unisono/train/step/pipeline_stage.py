@@ -89,6 +89,19 @@ class _Operation(dist.P2POp):
         return f"a message with device {self.peer}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Meanwhile:
+    """A tensor that is under way, and what there is to do until it is here."""
+
+    coming: UnderWay
+    work: Callable[[], None]
+
+    def wait(self) -> None:
+        """Do that, and wait."""
+        self.work()
+        self.coming.wait()
+
+
 class BlockStage(PipelineStage):
     """A block of stages in torch's schedules.
 
@@ -120,13 +133,14 @@ class BlockStage(PipelineStage):
         }
         self._passes: BlockPasses | None = None
         self.busy_s = 0.0
+        self._due: int | None = None  # a shard whose gradients are there, and are yet to be taken
         self._chunks: dict[int, _Chunk] = {}
         self._coming: dict[tuple[int, bool], Tensor] = {}
         self._sent: list[UnderWay] = []
 
     def begin(self, passes: BlockPasses) -> None:
         """Another attempt begins."""
-        self._passes, self._chunks, self._coming, self.busy_s = passes, {}, {}, 0.0
+        self._passes, self._chunks, self._coming, self.busy_s, self._due = passes, {}, {}, 0.0, None
         for channel in self._channels.values():
             channel.begin()
 
@@ -158,7 +172,7 @@ class BlockStage(PipelineStage):
         buffer = self._coming[chunk, forward] = self._channels[hop, forward].buffer()
         peer, tag = self._place(hop, forward=forward)
         way = self._way(forward=forward)
-        return [_Operation(lambda into: way.receive(into, peer, tag), buffer, peer)]
+        return [_Operation(lambda into: _Meanwhile(way.receive(into, peer, tag), self._take), buffer, peer)]
 
     def _sending(self, chunk: int, hop: int, *, forward: bool) -> list[dist.P2POp]:
         first, *others = self._chunks[chunk].messages.pop(forward)
@@ -168,7 +182,8 @@ class BlockStage(PipelineStage):
         return [_Operation(lambda buffer: way.send(buffer, peer, tag), first, peer)]
 
     def settle(self) -> None:
-        """Wait until all that was sent has left."""
+        """Take what is yet to be taken, and wait until all that was sent has left."""
+        self._take()
         for work in self._sent:
             work.wait()
         self._sent.clear()
@@ -199,6 +214,7 @@ class BlockStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """The forward pass of one shard; the last block returns the loss."""
+        self._take()
         chunk = self._chunks[fwd_chunk_id] = _Chunk()
         with self._noted(fwd_chunk_id):
             received = None if self.is_first else self._received(chunk, fwd_chunk_id)
@@ -223,6 +239,7 @@ class BlockStage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         """The backward pass of one shard; without weights' gradients, if it is not full."""
+        self._take()
         chunk = self._chunks[bwd_chunk_id]
         with self._noted(bwd_chunk_id):
             outputs = self._outputs(chunk, bwd_chunk_id)
@@ -240,20 +257,25 @@ class BlockStage(PipelineStage):
                 chunk.messages[False] = self._channels[self._block - 1, False].packed(message)
             chunk.leaves, chunk.sent, chunk.back, chunk.loss = [], (), (), None
             chunk.gradients.clear()
-            if full_backward:
-                self._done(bwd_chunk_id)
+        if full_backward:
+            self._due = bwd_chunk_id
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """What :meth:`backward_one_chunk` has left: the weights' gradients of one shard."""
+        self._take()
         with self._noted(bwd_chunk_id):
             if bwd_chunk_id in self.dw_runner:
                 super().backward_weight_one_chunk(bwd_chunk_id)
                 self.dw_runner.pop(bwd_chunk_id)
-            self._done(bwd_chunk_id)
+        self._due = bwd_chunk_id
 
-    def _done(self, place: int) -> None:
-        assert self._passes is not None, "an attempt is under way"
-        self._passes.backward_done(self._block, place, self._chunks[place].weight)
+    def _take(self) -> None:
+        """Have the gradients of the newest backward pass taken: when others have what they wait for."""
+        place, self._due = self._due, None
+        if place is not None:
+            assert self._passes is not None, "an attempt is under way"
+            with self._noted(place):
+                self._passes.backward_done(self._block, place, self._chunks[place].weight)
 
     def _received(self, chunk: _Chunk, place: int) -> Received:
         message = self._arrived(place, self._block - 1, forward=True)

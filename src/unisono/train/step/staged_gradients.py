@@ -69,12 +69,13 @@ class StagedGradients(Gradients):
         for number, (bucket, sums, tally) in enumerate(zip(self._buckets, self._sums, self._tallies, strict=True)):
             if self._blocks[number] == block:
                 sums.open()
-                for position, entry in enumerate(bucket.entries):
+                gradients = list[Tensor | None]()
+                for entry in bucket.entries:
                     parameter = self.parameters[entry.index]
-                    gradient = parameter.grad if counts else None
+                    gradients.append(gradient := parameter.grad if counts else None)
                     self._note(entry.index, gradient)
-                    sums.put(position, gradient, tally)
                     parameter.grad = None
+                sums.put_all(gradients, tally)
                 sums.close()
 
     def finish(self) -> None:
