@@ -208,8 +208,8 @@ MUTANTS = (
     Mutant(
         "workers count as connected to a coordinator that has just started",
         EVENTS,
-        "lambda worker: replace(worker, signs=signs, unformed=0)",
-        "lambda worker: replace(worker, signs=replace(signs, connected=worker.signs.connected), unformed=0)",
+        "lambda worker: changed(worker, signs=signs, unformed=0)",
+        "lambda worker: changed(worker, signs=changed(signs, connected=worker.signs.connected), unformed=0)",
     ),
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",
@@ -265,7 +265,7 @@ MUTANTS = (
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    silent, worker = worker, replace(worker, signs=replace(worker.signs, at=update.now))\n",
+        "    silent, worker = worker, changed(worker, signs=changed(worker.signs, at=update.now))\n",
         "    silent = worker\n",
     ),
     Mutant(
@@ -289,8 +289,8 @@ MUTANTS = (
     Mutant(
         "a broken connection is a sign of life",
         EVENTS,
-        "return replace(signs, connected=False, at=max(signs.at, update.now - half))",
-        "return replace(signs, connected=False, at=update.now)",
+        "return changed(signs, connected=False, at=max(signs.at, update.now - half))",
+        "return changed(signs, connected=False, at=update.now)",
     ),
     Mutant(
         "a main thread that hangs in a collective call is never given up",
