@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -215,6 +215,9 @@ bench-strategies: $(READY)  ## every synchronisation strategy: accuracy, traffic
 
 soak: $(READY)  ## half an hour of faults: memory, files and threads stay as they are, and so do the bits
 	@$(BIN)/python -m benchmarks soak $(OPTIONS)
+
+bench-simulation: $(READY)  ## elastic jobs are recorded, and each is predicted from its first part
+	@$(BIN)/python -m benchmarks simulation $(OPTIONS)
 
 bench-stale: $(READY)  ## strategies while one worker is three times slower
 	@$(BIN)/python -m benchmarks strategies --slow $(OPTIONS)

@@ -33,6 +33,7 @@ from benchmarks import (
     shards,
     shuffles,
     simulated_day,
+    simulation,
     soak,
     split_update,
     stale,
@@ -641,6 +642,18 @@ def strategies_command(
     rates = (3e-3,) if quick else tuple(rate or ())
     choice = strategies.Choice(named, numbers, 1 if quick else seeds, chosen, 1 if quick else epochs, rates)
     _publish(strategies.run(choice), output)
+
+
+@app.command("simulation")
+def simulation_command(
+    only: Annotated[list[str] | None, typer.Option(help="the name of a job; repeat for more")] = None,
+    kept: Annotated[str, typer.Option(help="a folder in which recordings stay, and are read again")] = "",
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """Elastic jobs are recorded, and predicted from their first part by what unisono simulate uses."""
+    names = _known(only, simulation.Choice().plans, "--only") or simulation.Choice().plans[: 2 if quick else None]
+    _publish(simulation.run(simulation.Choice(names, kept)), output)
 
 
 @app.command("soak")

@@ -1,6 +1,6 @@
 """Trains until it is stopped, and notes when each step was committed: what benchmarks of elastic jobs watch.
 
-Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|fused-adamw|muon] [BATCH]``.
+Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|fused-adamw|muon] [BATCH] [STEPS]``.
 """
 
 import os
@@ -18,6 +18,7 @@ ENDLESS = 10**6
 
 workload = WORKLOADS[sys.argv[1]]
 batch_size = int(sys.argv[4]) if len(sys.argv) > 4 else workload.batch_size
+epochs = int(sys.argv[5]) // BATCHES if len(sys.argv) > 5 else ENDLESS
 one_in = os.environ.get("BENCHMARK_ONE_IN")
 monitor = Monitoring(every=1, one_in=int(one_in)) if one_in else 0
 run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0, monitor=monitor)
@@ -37,6 +38,7 @@ match sys.argv[3] if len(sys.argv) > 3 else "sgd":
 name = os.environ.get("UNISONO_WORKER") or run.rank
 commits = Path(run.dir) / f"commits-{name}.txt"
 with commits.open("w", buffering=1) as file:
-    for step in run.steps(workload.data(batch_size * BATCHES), epochs=ENDLESS, shuffle=False):
+    for step in run.steps(workload.data(batch_size * BATCHES), epochs=epochs, shuffle=False):
         step.run(workload.loss)
         file.write(f"{step.number} {time.time()}\n")
+run.finish()

@@ -51,7 +51,7 @@ def run_folder(path: Path, workers: int, step_s: float) -> Path:
     events: list[tuple[float, dict[str, Any]]] = [
         (0.0, {"event": "asked for", "workers": ["w1", "w2"]}),
         (12.0, {"event": "minted", "generation": 1, "joined": ["w1", "w2"]}),
-        (12.5, {"event": "formed", "generation": 1, "seconds": {"regroup": 0.2, "form": 0.3, "copy": 1.5}}),
+        (14.0, {"event": "formed", "generation": 1, "seconds": {"regroup": 0.2, "form": 0.3, "copy": 1.5}}),
         (20.0, {"event": "checkpoint", "step": 10, "seconds": 0.75}),
     ]
     lines = [json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) for at, line in events]
@@ -66,7 +66,14 @@ def test_times_are_taken_from_runs_without_their_first_steps(tmp_path: Path) -> 
     assert found.step is not None
     assert found.step.seconds(Layout(2, 64, 8)) == pytest.approx(0.41, rel=0.03)
     assert found.measured_to == 4
-    assert found.seconds == {"start_s": 12.0, "form_s": 0.5, "copy_s": 1.5, "checkpoint_s": 0.75, "jitter": 0.0}
+    assert found.seconds == {
+        "start_s": 12.0,
+        "form_s": 0.5,
+        "copy_s": 1.5,
+        "checkpoint_s": 0.75,
+        "stall_s": 0.0,
+        "jitter": 0.0,
+    }
 
 
 def test_what_the_file_says_goes_before_what_was_measured_and_all_figures_say_where_they_are_from(

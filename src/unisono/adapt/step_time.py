@@ -158,7 +158,7 @@ def _seconds(model: StepTime, shards: Numbers, samples: Numbers, workers: Number
     return found
 
 
-def fit(seen: Mapping[Layout, float]) -> StepTime:
+def fit(seen: Mapping[Layout, float], computed: Mapping[Layout, float] | None = None) -> StepTime:
     """The step time that explains best what was seen: least squares of the logarithms, within the bounds.
 
     What the figures cannot tell is taken for granted, as in Pollux (section 4.1), so that it gets tried: as long as all
@@ -167,30 +167,37 @@ def fit(seen: Mapping[Layout, float]) -> StepTime:
 
     Args:
         seen: seconds of a step, above 0, by layout; at least one.
+        computed: of these, the seconds in which a worker computed its shards, as far as they are known: the rest is
+            what remains of a step when shards are spread over more workers.
 
     Raises:
         ValueError: there is none.
     """
     if not seen:
         raise ValueError("a step time cannot be fitted to nothing")
-    return _Fit(sorted(seen.items())).best()
+    return _Fit(sorted(seen.items()), computed or {}).best()
 
 
 class _Fit:
     """A search in numbers of about 1: all times are shares of a typical shard's."""
 
-    def __init__(self, seen: Sequence[tuple[Layout, float]]) -> None:
+    def __init__(self, seen: Sequence[tuple[Layout, float]], computed: Mapping[Layout, float]) -> None:
         layouts = [layout for layout, _ in seen]
         self._shards = np.array([float(layout.widest) for layout in layouts])
         self._samples = np.array([layout.shard_size for layout in layouts])
         self._workers = np.array([float(layout.workers) for layout in layouts])
         self._logs = np.log([seconds for _, seconds in seen])
+        self._has_parts = np.array([layout.workers > 1 and layout in computed for layout in layouts])
+        parts = [computed[layout] for layout, has in zip(layouts, self._has_parts, strict=True) if has]
+        self._computed = np.log(np.array(parts, dtype=float))
         self._unit_s = float(np.exp(np.mean(self._logs - np.log(self._shards))))
         self._unit = float(np.exp(np.mean(np.log(self._samples))))
         most, sizes_differ = max(self._workers), len(set(self._samples)) > 1
         self._guess = {"a_c": 0.3, "b_c": 0.7} if sizes_differ else {"a_c": 1.0}
         self._guess |= {"a_r": 0.1, "gamma": 2.0} if most > 1 else {}
-        self._guess |= {"b_r": 0.01} if most > 2 else {}
+        # Of a single number of workers, what two cost and what further ones add cannot be told apart.
+        several = len({layout.workers for layout in layouts if layout.workers > 1}) > 1
+        self._guess |= {"b_r": 0.01} if most > 2 and (several or not self._has_parts.any()) else {}
         self._expected = np.array(list(self._guess.values()))
 
     def best(self) -> StepTime:
@@ -207,8 +214,11 @@ class _Fit:
         return self._model(min(found)[1])
 
     def _misfits(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        seconds = _seconds(self._model(values), self._shards, self._samples, self._workers)
-        return np.concatenate([np.log(seconds) - self._logs, DOUBT * (values - self._expected)])
+        model = self._model(values)
+        seconds = _seconds(model, self._shards, self._samples, self._workers)
+        grad = np.maximum(self._shards * (model.a_c + model.b_c * self._samples), TINY)[self._has_parts]
+        doubts = DOUBT * (values - self._expected)
+        return np.concatenate([np.log(seconds) - self._logs, np.log(grad) - self._computed, doubts])
 
     def _model(self, values: Sequence[float] | NDArray[np.float64]) -> StepTime:
         """What is not known has no effect."""

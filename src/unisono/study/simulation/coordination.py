@@ -122,6 +122,7 @@ class Coordination:
         settings = machine.ElasticConfig(
             smallest=scenario.job.fewest,
             largest=max(scenario.room, scenario.job.fewest),
+            wanted=scenario.job.begin_with,
             max_restarts=MOST_RESTARTS,
             failure_timeout_s=scenario.job.failure_timeout_s,
         )
@@ -131,6 +132,7 @@ class Coordination:
         self._where: dict[str, Host] = {}
         self._generation: SimulatedGeneration | None = None
         self._starting: dict[float, list[tuple[str, str]]] = {}
+        self._warm: set[str] = set()  # agents that have started workers
         self._vanished: set[str] = set()  # workers and agents that nobody has given up yet
         self._told_at = 0.0
 
@@ -239,7 +241,9 @@ class Coordination:
         self._tell(machine.Bundle([machine.Heard(name, message) for name in names]))
 
     def _start(self, agent: str, order: Start) -> None:
-        moment = self._agenda.now + order.delay_s + self._took.start_s
+        took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
+        self._warm.add(agent)
+        moment = self._agenda.now + order.delay_s + took_s
         if moment not in self._starting:
             self._starting[moment] = []
             self._agenda.at(moment, partial(self._begin, moment))

@@ -99,8 +99,9 @@ class Durations(_Part):
     """What things take, in seconds.
 
     Attributes:
-        start_s: from the moment at which a worker is asked for until it is ready.
-        form_s: what it takes to form a generation, once all have arrived.
+        start_s: from the moment at which the first workers of a host are asked for until they are ready.
+        later_start_s: the same of later workers, which are forked from a process that has loaded everything.
+        form_s: what it takes to form a generation, once all have arrived, and what its first steps take longer.
         copy_s: what joiners' copy of the state takes besides.
         detect_s: from the closing of a connection until all have noticed.
         checkpoint_s: from the step at which a checkpoint is written until it is whole on disk.
@@ -110,6 +111,7 @@ class Durations(_Part):
     """
 
     start_s: Seconds = 30.0
+    later_start_s: Seconds = 5.0
     form_s: Seconds = 0.5
     copy_s: Seconds = 1.0
     detect_s: Seconds = 0.1
@@ -124,6 +126,7 @@ class How(_Part):
 
     Attributes:
         fewest: the fewest workers with which training begins.
+        begin_with: the number of workers to begin with; None for as many as the hosts run.
         most: the most workers; None for as many as the hosts run, or there are shards.
         failure_timeout_s: ``--failure-timeout-s`` of the job.
         checkpoint_every: steps from one checkpoint to the next; 0 for none but those that policies ask for.
@@ -134,6 +137,7 @@ class How(_Part):
     """
 
     fewest: Annotated[int, Field(ge=1, le=65536)] = 1
+    begin_with: Annotated[int, Field(ge=1, le=65536)] | None = None
     most: Annotated[int, Field(ge=1, le=65536)] | None = None
     failure_timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 300.0
     checkpoint_every: Annotated[int, Field(ge=0, le=2**40)] = 0
