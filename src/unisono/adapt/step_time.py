@@ -167,7 +167,7 @@ def fit(seen: Mapping[Layout, float], computed: Mapping[Layout, float] | None = 
 
     Args:
         seen: seconds of a step, above 0, by layout; at least one.
-        computed: of these, the seconds in which a worker computed its shards, as far as they are known: the rest is
+        computed: the part of these in which a worker computed its shards, as far as it is known: the rest is
             what remains of a step when shards are spread over more workers.
 
     Raises:

@@ -109,7 +109,7 @@ class _Events:
     Args:
         run: the run.
         medians: seconds of a step, by layout.
-        found: where durations are noted, by name.
+        found: the durations noted so far, by name.
     """
 
     def __init__(self, run: Record, medians: Mapping[Layout, float], found: dict[str, list[float]]) -> None:
