@@ -346,7 +346,7 @@ def test_workers_of_two_devices_on_two_hosts_train_to_the_weights_of_one_and_one
 
 
 def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial: dict[str, Any]) -> None:
-    job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", **LONG)
+    job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", "--checkpoint-every", "10", **LONG)
     joined = job.join("-n", "1", "--checkpoint-every", "10", **LONG)
     job.together()
     (dies,) = job.workers_on(job.a.host)

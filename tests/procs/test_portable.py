@@ -30,7 +30,7 @@ MATRIX = (
     *("a_last_batch_smaller_than_the_number_of_shards", "a_dropped_last_batch", "adamw_clipped_by_norm"),
     *("momentum_and_groups_with_a_frozen_parameter", "bf16_parameters"),
 )
-"""Without torch's fused SGD, in which Debian's qemu-x86_64 crashes."""
+"""Without torch's fused SGD without momentum, in which Debian's qemu-x86_64 crashes."""
 
 BITS = """
 import json, sys, torch

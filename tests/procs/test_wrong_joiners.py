@@ -22,7 +22,6 @@ WRONG = {
     "raises": ("raise ImportError('no such module')", "ImportError: no such module"),
     "ends": ("pass", "its script ended before the others'"),
     "other_shards": (RIGHT.replace("shards=8", "shards=4"), "the job has 8 shards, but 4 on host"),
-    "other_seed": (RIGHT.replace("seed=3", "seed=4"), "has another job or machine than those it joins"),
 }
 """What scripts do, and what their launchers say of it."""
 
@@ -83,6 +82,7 @@ def test_wrong_joiners_end_with_their_error_and_the_job_with_the_bits_of_the_ser
     for name, (script, words) in WRONG.items():
         joiners.append((tmp_path / f"{name}.py", words, {}))
         joiners[-1][0].write_text(script)
+    joiners.append((SCRIPT, "checkpoint_every: None here, 2 there", {"UNISONO_CHECKPOINT_EVERY": "2"}))
     joiners.append((SCRIPT, "MemoryError: no room for the state", UNABLE))
     for path, words, settings in joiners:
         assert joining(path, **settings).wait(PATIENCE_S) == 1, (path, training.output.read_text())

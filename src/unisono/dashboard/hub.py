@@ -105,7 +105,7 @@ class Hub:
                 self._watched.clear()
 
     async def _new_in(self, name: str, follower: Follower) -> NewLines:
-        """What has come in a file. A thread costs a hundred times what the stamp does, so that is looked at first."""
+        """What has come in a file. The file's stamp is looked at first: a thread costs far more."""
         stamp = self._source.stamp(name)
         if stamp is not None and stamp == self._stamps.get(name):
             return NewLines([])

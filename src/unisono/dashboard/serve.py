@@ -34,7 +34,7 @@ REQUEST_LINE_S = 10.0
 
 
 class PageServer(uvicorn.Server):
-    """Wakes once a second, and at a signal; uvicorn's own does ten times a second, which costs as much as a page."""
+    """Wakes once a second, and at a signal; uvicorn's own does ten times a second."""
 
     async def main_loop(self) -> None:
         """Until it is to end."""

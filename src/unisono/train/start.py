@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -273,7 +274,7 @@ def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:
-    """What else workers must have in common."""
+    """What else workers must have in common: what decides on their bits, and on the collectives that they call."""
     about, execution = config.adaptation, config.execution
     return {
         "script": script_digest(),
@@ -281,6 +282,9 @@ def _besides(config: RunConfig) -> dict[str, Any]:
         "strategy": str(about.strategy),
         "checked bytes": execution.checked_bytes,
         "audit": execution.audit,
+        "monitor": asdict(execution.monitoring),
+        "verify_every": config.fault_tolerance.verify_every,
+        "checkpoint_every": config.recording.checkpoint_every,
     }
 
 
