@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from unisono.adapt.named import require_policies
 from unisono.errors import JobError
 from unisono.launch.notices.source import NoticeSource
 from unisono.launch.pinning.pins import Pinning
@@ -215,7 +214,10 @@ class LaunchSettings:
         _ = self.notice_source
         if self.strategy is not None:
             strategy_of(self.strategy)
-        require_policies(self.policies, "--policy")
+        if self.policies:
+            from unisono.adapt.named import require_policies  # loads numpy, whose thread no fork server may have
+
+            require_policies(self.policies, "--policy")
         require_loggers(self.log_to, "--log-to")
         if is_here:
             self.script.require_readable()
