@@ -10,7 +10,7 @@ from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.errors import JobError
-from unisono.received import imported, short, why_of
+from unisono.received import imported, require_named, short, why_of
 
 NAMED: dict[str, Callable[[int], Policy]] = {
     "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
@@ -40,14 +40,8 @@ def policies_named(names: Sequence[str], batch_size: int, where: str = "--policy
 
 
 def require_policies(names: Sequence[str], where: str) -> None:
-    """Refuse names that no host can know; whether modules are there, each finds out by itself.
-
-    Raises:
-        JobError: there is no such policy; says which there are.
-    """
-    if wrong := [name for name in names if name not in NAMED and ":" not in name]:
-        listed = ", ".join(NAMED)
-        raise JobError(f"{where}: there is no policy {short(wrong[0])}: choose of {listed}, or write module:Class")
+    """Refuse names of no policy, as :func:`~unisono.received.require_named` does."""
+    require_named(names, NAMED, "policy", where)
 
 
 def _made(name: str, batch_size: int, where: str) -> Policy:

@@ -8,7 +8,7 @@ from unisono.loggers.logger import Logger
 from unisono.loggers.mlflow import MLflowLogger
 from unisono.loggers.tensorboard import TensorBoardLogger
 from unisono.loggers.wandb import WandbLogger
-from unisono.received import imported, short, why_of
+from unisono.received import imported, require_named, short, why_of
 
 NAMED: dict[str, Callable[[], Logger]] = {
     "tensorboard": TensorBoardLogger,
@@ -38,14 +38,8 @@ def loggers_of(given: Sequence[Logger | str], where: str = "loggers") -> tuple[L
 
 
 def require_loggers(names: Sequence[str], where: str) -> None:
-    """Refuse names that no host can know; whether modules and packages are there, each finds out by itself.
-
-    Raises:
-        JobError: there is no such logger; says which there are.
-    """
-    if wrong := [name for name in names if name not in NAMED and ":" not in name]:
-        listed = ", ".join(NAMED)
-        raise JobError(f"{where}: there is no logger {short(wrong[0])}: choose of {listed}, or write module:Class")
+    """Refuse names of no logger, as :func:`~unisono.received.require_named` does."""
+    require_named(names, NAMED, "logger", where)
 
 
 def _made(name: str, where: str) -> Logger:
