@@ -65,7 +65,7 @@ def begin(name: str, attributes: Attributes, provider: Any = None) -> TelemetryS
         attributes: the known attributes, by name without that prefix.
         provider: the tracer provider; by default the one that is set in this process.
     """
-    trace: Any = sys.modules.get("opentelemetry.trace")
+    trace = _loaded()
     if trace is None:
         return TelemetrySpan()
     state = random.getstate()
@@ -116,9 +116,15 @@ def configure(environ: Mapping[str, str]) -> None:
 
 def flush() -> None:
     """Send what waits, as far as that takes no longer than some seconds."""
-    trace: Any = sys.modules.get("opentelemetry.trace")
+    trace = _loaded()
     if trace is not None and hasattr(provider := trace.get_tracer_provider(), "force_flush"):
         provider.force_flush(FLUSH_MS)
+
+
+def _loaded() -> Any:
+    """OpenTelemetry's module, if it is loaded. While a thread is at it (MLflow loads it, say), no provider is set."""
+    trace = sys.modules.get("opentelemetry.trace")
+    return trace if hasattr(trace, "get_tracer_provider") else None
 
 
 def _exporter(name: str, environ: Mapping[str, str]) -> Any:

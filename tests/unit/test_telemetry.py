@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
+from types import ModuleType
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -45,6 +46,14 @@ def test_a_span_has_its_attributes_and_its_children(memory: InMemorySpanExporter
     assert attributes(whole.attributes) == {"unisono.step": 3, "unisono.generation": 2}
     assert inner.parent is not None
     assert inner.parent.span_id == whole.context.span_id
+
+
+def test_a_module_that_a_thread_has_begun_to_load_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a logger loads MLflow, and MLflow OpenTelemetry, while the script comes to a regroup."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", ModuleType("opentelemetry.trace"))
+    with telemetry.span("regroup", {}) as found:
+        found.note({"generation": 2})
+    telemetry.flush()
 
 
 def test_what_goes_wrong_is_the_status_of_the_span(memory: InMemorySpanExporter, provider: TracerProvider) -> None:
