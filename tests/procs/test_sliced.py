@@ -114,7 +114,7 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
 
 @slow
 def test_verify_compares_devices_moment_by_moment_with_one(tmp_path: Path) -> None:
-    options = ("--workers", "1,2", "--devices-per-worker", "1,2", "--steps", "2")
+    options = ("--workers", "1,2,3,4", "--fsdp", "--steps", "2")
     done = subprocess.run(
         [sys.executable, "-m", "unisono", "verify", *options, SCRIPT, "unused"],
         cwd=tmp_path,
@@ -124,4 +124,6 @@ def test_verify_compares_devices_moment_by_moment_with_one(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "bit for bit, with 1, 2, 1 × 2 and 2 × 2 workers (× devices), after each of 2 steps" in done.stdout
+    assert (
+        "bit for bit, with 1, 1 × 2, 1 × 3, 1 × 4 and 2 × 2 workers (× devices), after each of 2 steps" in done.stdout
+    )

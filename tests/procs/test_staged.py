@@ -163,10 +163,22 @@ def test_a_study_measures_every_schedule_and_names_the_fastest(tmp_path: Path) -
 
 
 @slow
-def test_verify_compares_stages_moment_by_moment_with_one_device(tmp_path: Path) -> None:
-    options = ("--workers", "1,2", "--devices-per-worker", "1,2", "--steps", "2")
+@pytest.mark.parametrize(
+    ("case", "options", "sizes"),
+    [
+        ("unused", ("--workers", "1,2", "--stages", "1,2"), "1, 2, 1 × 2 and 2 × 2 workers (× devices)"),
+        *(
+            (name + shards, ("--stages", "1,2,4"), "1, 1 × 2 and 1 × 4 workers (× devices)")
+            for name in SCHEDULES
+            for shards in ("", "-of-8")
+        ),
+    ],
+)
+def test_verify_compares_stages_moment_by_moment_with_one_device(
+    case: str, options: tuple[str, ...], sizes: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "unisono", "verify", *options, SCRIPT, "unused"],
+        [sys.executable, "-m", "unisono", "verify", *options, "--steps", "2", SCRIPT, case],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -174,4 +186,4 @@ def test_verify_compares_stages_moment_by_moment_with_one_device(tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "bit for bit, with 1, 2, 1 × 2 and 2 × 2 workers (× devices), after each of 2 steps" in done.stdout
+    assert f"bit for bit, with {sizes}, after each of 2 steps" in done.stdout

@@ -14,7 +14,7 @@ from unisono.launch.settings import Script
 
 pytestmark = pytest.mark.unit
 
-DEFAULTS = Options("1,2,3", 20, None, None, keep=False)
+DEFAULTS = Options(None, 20, None, None, keep=False)
 
 
 @pytest.fixture
@@ -37,18 +37,18 @@ def words(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "workers", "steps", "args"),
     [
-        ("train.py", "1,2,3", 20, ()),
-        ("--steps 5 train.py --steps 1000 --lr 1", "1,2,3", 5, ("--steps", "1000", "--lr", "1")),
+        ("train.py", None, 20, ()),
+        ("--steps 5 train.py --steps 1000 --lr 1", None, 5, ("--steps", "1000", "--lr", "1")),
         ("--workers 1,3 train.py --keep --help", "1,3", 20, ("--keep", "--help")),
         ("train.py --workers 1,2,3,5 --steps 7", "1,2,3,5", 7, ()),
         ("train.py data --lr 1 --workers=1,3 -v", "1,3", 20, ("data", "--lr", "1", "-v")),
         ("train.py --workers 1 --devices-per-worker 1,4", "1", 20, ()),
-        ("train.py --lr 1 --steps 7 -- --steps 9 --", "1,2,3", 7, ("--lr", "1", "--steps", "9", "--")),
-        ("train.py --step 7", "1,2,3", 20, ("--step", "7")),
+        ("train.py --lr 1 --steps 7 -- --steps 9 --", None, 7, ("--lr", "1", "--steps", "9", "--")),
+        ("train.py --step 7", None, 20, ("--step", "7")),
     ],
 )
 def test_options_before_the_script_are_verifys_else_those_behind_it(
-    started: list[tuple[Options, Script]], line: str, workers: str, steps: int, args: tuple[str, ...]
+    started: list[tuple[Options, Script]], line: str, workers: str | None, steps: int, args: tuple[str, ...]
 ) -> None:
     result = CliRunner().invoke(application(), words(line))
     assert result.exit_code == 0, result.output
@@ -96,8 +96,38 @@ def test_what_is_no_number_of_workers_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "sizes"),
+    [
+        ("", "1 2 3"),
+        ("--workers 1,5,1", "1 5 1"),
+        ("--workers 1,2 --devices-per-worker 2,4", "1x2 2x2 1x4 2x4"),
+        ("--workers 1,2,3,4 --fsdp", "1 1x2 1x3 1x4 2x2"),
+        ("--workers 6 --fsdp", "1 1x6 2x3 3x2"),
+        ("--stages 1,2,4", "1 1x2 1x4"),
+        ("--stages 3", "1 1x3"),
+        ("--workers 1,2 --stages 1,2", "1 2 1x2 2x2"),
+    ],
+)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_workers_and_devices_say_what_is_compared(
+    started: list[tuple[Options, Script]], line: str, sizes: str, ahead: bool
+) -> None:
+    result = CliRunner().invoke(application(), words(f"{line} train.py" if ahead else f"train.py {line}"))
+    assert result.exit_code == 0, result.output
+    found = [str(size.workers) + (f"x{size.devices}" if size.devices > 1 else "") for size in started[0][0].sizes()]
+    assert " ".join(found) == sizes
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        (Options("1", 20, None, None, keep=False, fsdp=True), "--workers 1: name two numbers at least"),
+        (Options("1,0", 20, None, None, keep=False, fsdp=True), "--workers 0: at least 1"),
+        (Options(None, 20, None, None, keep=False, stages="1"), "--stages 1: name two numbers at least"),
+        (Options(None, 20, None, None, keep=False, stages="1,0"), "--devices-per-worker 0"),
+        (Options(None, 20, None, None, keep=False, stages="1,x"), "--stages '1,x': 'x' is no number"),
+        (Options(None, 20, None, None, keep=False, devices_per_worker=""), "--devices-per-worker ''"),
+        (Options(None, 20, None, None, keep=False, stages="2", fsdp=True), "--stages and --fsdp both say"),
         (Options("3", 20, None, None, keep=False), "two numbers at least"),
         (Options("1,2", 0, None, None, keep=False), "--steps 0: at least 1"),
         (Options("1,0", 20, None, None, keep=False), "--workers 0: at least 1"),

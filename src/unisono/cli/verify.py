@@ -15,7 +15,7 @@ import typer
 
 from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
 from unisono.errors import JobError
-from unisono.launch.settings import Script
+from unisono.launch.settings import Script, Size
 from unisono.launch.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 STEPS = 20
 WORKERS = "1,2,3"
-DEVICES = "1"
+WHOLE = Size(1)
+"""The job whose model is whole."""
 
 
 def verify(
@@ -33,15 +34,28 @@ def verify(
         list[str] | None, typer.Argument(help="The arguments of the script: everything after it.", metavar="ARGS")
     ] = None,
     workers: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Numbers of workers to run with; all runs are compared with the first.")
-    ] = WORKERS,
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Numbers of workers; all runs are compared with the first. By default 1,2,3, and 1 with --stages.",
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="The number of steps to compare.")] = STEPS,
     module: Module = False,
     shards: Shards = None,
     threads: Threads = None,
     devices_per_worker: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker, for models in slices or stages.")
-    ] = DEVICES,
+        str | None, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker; 1 by default.")
+    ] = None,
+    fsdp: Annotated[
+        bool,
+        typer.Option(
+            "--fsdp", help="For models in slices: the numbers of --workers are devices, in workers of any size."
+        ),
+    ] = False,
+    stages: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="For models in stages: numbers of devices that carry them.")
+    ] = None,
     tuned: Tuned = True,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the run folders, with logs and traces, and print where they are.")
@@ -57,10 +71,15 @@ def verify(
         unisono verify train.py --lr 0.1 --workers 1,2,3,5 --steps 20
 
     With --devices-per-worker 1,4 the script runs with all of these numbers of workers on one device each, then on four.
+    Models that do not fit one device are compared with the job whose model is whole:
+
+        unisono verify train.py --workers 1,2,3,4 --fsdp    # slices: 1 device, 1 x 2, 1 x 3, 1 x 4, 2 x 2
+
+        unisono verify train.py --stages 1,2,4              # stages, on so many devices
 
     Exit code 0 if all are identical, 1 if not, the script's own if it fails.
     """
-    options = Options(workers, steps, shards, threads, keep, tuned, devices_per_worker)
+    options = Options(workers, steps, shards, threads, keep, tuned, devices_per_worker, fsdp, stages)
     words: Sequence[str] = args or ()
     if not _given(context):
         options, words = options.taken_from(words)
@@ -71,13 +90,15 @@ def verify(
 class Options:
     """Verify's own options."""
 
-    workers: str
+    workers: str | None
     steps: int
     shards: int | None
     threads: int | None
     keep: bool
     tuned: bool = True
-    devices_per_worker: str = DEVICES
+    devices_per_worker: str | None = None
+    fsdp: bool = False
+    stages: str | None = None
 
     def taken_from(self, words: Sequence[str]) -> tuple[Options, list[str]]:
         """These options, unless others stand among words; and the words that are left.
@@ -98,10 +119,39 @@ class Options:
         from unisono.launch.verify.verify import VerifyRequest
 
         tuning = Tuning.of_this_process(wanted=self.tuned)
-        workers, devices = read_workers(self.workers), read_workers(self.devices_per_worker, "--devices-per-worker")
-        request = VerifyRequest(script, workers, self.steps, self.shards, self.threads, tuning, devices)
+        request = VerifyRequest(script, self.sizes(), self.steps, self.shards, self.threads, tuning)
         request.check()
         return request
+
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of the runs; with slices or stages that of the whole model first.
+
+        Raises:
+            JobError: a number cannot be read, there is one size only, or options contradict each other.
+        """
+        devices = {"--devices-per-worker": self.devices_per_worker, "--stages": self.stages}
+        said = [name for name, value in {**devices, "--fsdp": self.fsdp}.items() if value not in (None, False)]
+        if len(said) > 1:
+            raise JobError(f"{said[0]} and {said[1]} both say how many devices a worker has: leave one of them out")
+        workers = self.workers or ("1" if self.stages else WORKERS)
+        numbers = read_workers(workers)
+        if self.fsdp:
+            sizes = [size for number in numbers for size in _groups(number)]
+        else:
+            per_worker = read_workers(devices[said[0]] or "", said[0]) if said else (1,)
+            sizes = [Size(number, each) for each in per_worker for number in numbers]
+        if self.fsdp or self.stages:
+            sizes = [WHOLE, *(size for size in sizes if size != WHOLE)]
+        if len(sizes) < 2:
+            named = f"--stages {self.stages}" if self.stages else f"--workers {workers}"
+            raise JobError(f"{named}: name two numbers at least, such as {named.split()[0]} 1,3, to compare their runs")
+        return tuple(sizes)
+
+
+def _groups(devices: int) -> list[Size]:
+    """All the ways to make workers of so many devices, of several each where that can be."""
+    ways = [Size(devices // each, each) for each in range(devices, 1, -1) if devices % each == 0]
+    return ways or [Size(devices)]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,6 +161,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("--workers", default=defaults.workers)
         self.add_argument("--devices-per-worker", default=defaults.devices_per_worker)
+        self.add_argument("--fsdp", action="store_true", default=defaults.fsdp)
+        self.add_argument("--stages", default=defaults.stages)
         self.add_argument("--steps", type=int, default=defaults.steps)
         self.add_argument("--shards", type=int, default=defaults.shards)
         self.add_argument("--threads", type=int, default=defaults.threads)

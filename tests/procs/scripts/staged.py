@@ -222,14 +222,22 @@ class Case:
 
 LAYERS = ["layers.1", "layers.2", "layers.3", "norm"]
 
+SCHEDULES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "bfs": "looped-bfs",
+    "looped": "interleaved-1f1b",
+    "zero": "interleaved-zero-bubble",
+}
+
 CASES = {
-    "gpipe": Case(Language, texts, LAYERS, AdamW, {"shards": 6, "batch_size": 18}, "gpipe", clip_norm=0.5),
-    "1f1b": Case(Language, texts, LAYERS, AdamW, {"shards": 6, "batch_size": 18}, "1f1b", clip_norm=0.5),
-    "bfs": Case(Language, texts, LAYERS, AdamW, {"shards": 6, "batch_size": 18}, "looped-bfs", clip_norm=0.5),
-    "looped": Case(Language, texts, LAYERS, AdamW, {"shards": 6, "batch_size": 18}, "interleaved-1f1b", clip_norm=0.5),
-    "zero": Case(
-        Language, texts, LAYERS, AdamW, {"shards": 6, "batch_size": 18}, "interleaved-zero-bubble", clip_norm=0.5
-    ),
+    **{
+        name + suffix: Case(
+            Language, texts, LAYERS, AdamW, {"shards": shards, "batch_size": 3 * shards}, schedule, clip_norm=0.5
+        )
+        for name, schedule in SCHEDULES.items()
+        for suffix, shards in (("", 6), ("-of-8", 8))
+    },
     "eight": Case(Language, texts, LAYERS, partial(SGD, lr=0.5), {"shards": 8, "batch_size": 16}, "looped-bfs"),
     "residual": Case(
         residual,

@@ -29,26 +29,19 @@ class VerifyRequest:
 
     Attributes:
         script: the user's script or module.
-        workers: the number of workers of each run; all runs are compared with the first.
+        sizes: the size of each run; all runs are compared with the first.
         steps: the number of steps of each run to compare.
         shards: the job's number of shards, if set here.
         threads: the number of threads of each worker, if set here.
         tuning: the settings of the workers' memory allocator.
-        devices_per_worker: the numbers of devices of a worker, each for all numbers of workers, from the first on.
     """
 
     script: Script
-    workers: tuple[int, ...]
+    sizes: tuple[Size, ...]
     steps: int = 20
     shards: int | None = None
     threads: int | None = None
     tuning: Tuning = field(default_factory=Tuning)
-    devices_per_worker: tuple[int, ...] = (1,)
-
-    @property
-    def sizes(self) -> tuple[Size, ...]:
-        """The sizes of the runs, in their order."""
-        return tuple(Size(workers, devices) for devices in self.devices_per_worker for workers in self.workers)
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is started.
@@ -56,9 +49,6 @@ class VerifyRequest:
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
         """
-        if len(self.sizes) < 2:
-            said = ",".join(map(str, self.workers))
-            raise JobError(f"--workers {said}: name two numbers at least, such as --workers 1,3, to compare their runs")
         if self.steps < 1:
             raise JobError(f"--steps {self.steps}: at least 1 is needed")
         for size in self.sizes:
