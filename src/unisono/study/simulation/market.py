@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import os
 import random
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from unisono.errors import JobError, Unreadable
-from unisono.received import open_file, whole_number
+from unisono.errors import JobError
 from unisono.study.simulation.scenario import HostKind
+from unisono.study.simulation.trace_file import TraceRow, read_rows
 
 T = TypeVar("T")
 
-LARGEST_TRACE = 64 * 2**20
-"""Bytes."""
-
-LATEST_S, SHORTEST_S = 1e12, 1.0
-"""Of a trace: no moment is later, or earlier than as long before 1970, and no trace shorter."""
-
-MOST_AVAILABLE = 10**6
-
-COLUMNS = ("start", "end", "available", "price_per_hour", "zone")
-"""Of a trace: the first three are needed."""
+SHORTEST_S = 1.0
+"""No trace is shorter."""
 
 HOUR_S = 3600.0
 
@@ -134,17 +120,6 @@ def _draw_zone(
 
 
 @dataclass(frozen=True, slots=True)
-class TraceRow:
-    """A line of a trace: so many hosts, at such a price, from one moment to another, in seconds."""
-
-    start: float
-    end: float
-    available: int
-    price: float | None
-    zone: str
-
-
-@dataclass(frozen=True, slots=True)
 class MarketTrace:
     """What a market gave: rows without gaps and without overlaps in each zone.
 
@@ -165,24 +140,13 @@ class MarketTrace:
         Raises:
             JobError: it cannot be read, or a value is wrong; names line and column.
         """
-        try:
-            with open_file(path) as file:
-                if os.fstat(file.fileno()).st_size > LARGEST_TRACE:
-                    raise JobError(f"{path} is larger than {LARGEST_TRACE} bytes")
-                lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
-                rows = sorted(_Reader(path, lines).rows(), key=lambda found: (found[1].zone, found[1].start))
-        except (OSError, Unreadable, UnicodeDecodeError, csv.Error) as error:
-            raise JobError(f"the trace {path} cannot be read: {error}") from error
-        if not rows:
-            raise JobError(f"the trace {path} has no rows")
-        _require_whole(path, rows)
-        first = min(row.start for _, row in rows)
-        last = max(row.end for _, row in rows)
+        rows = read_rows(path)
+        first, last = min(row.start for row in rows), max(row.end for row in rows)
         if last - first < SHORTEST_S:
             raise JobError(
                 f"the trace {path} covers {last - first:g} s: it is read again and again, and has to be longer"
             )
-        moved = [TraceRow(row.start - first, row.end - first, row.available, row.price, row.zone) for _, row in rows]
+        moved = [replace(row, start=row.start - first, end=row.end - first) for row in rows]
         return cls(moved, last - first)
 
     def supply(self, kind: HostKind, offset_s: float, until_s: float) -> Supply:
@@ -208,12 +172,14 @@ class MarketTrace:
 
     def _prices(self, offset_s: float, until_s: float) -> Iterator[tuple[float, float]]:
         """The lowest price of all zones that have hosts, each time that it changes."""
-        if all(row.price is None for row in self.rows):
+        if self.rows[0].price is None:
             return
-        known = [row.price for row in self.rows if row.price is not None]
-        yield from self._changes(
-            offset_s, until_s, lambda rows: min((row.price for row in rows if row.price is not None), default=known[0])
-        )
+
+        def lowest(rows: Collection[TraceRow]) -> float:
+            there = [row for row in rows if row.available] or rows
+            return min(row.price for row in there if row.price is not None)
+
+        yield from self._changes(offset_s, until_s, lowest)
 
     def _changes(
         self, offset_s: float, until_s: float, value: Callable[[Collection[TraceRow]], T]
@@ -238,91 +204,3 @@ class MarketTrace:
             if place == len(found):
                 place, turn = 0, turn + 1
             moment = turn * self.length_s + starts[place] - offset_s
-
-
-class _Reader:
-    """The rows of a file, each with its line."""
-
-    def __init__(self, path: Path, file: Iterator[str]) -> None:
-        self._path, self._table = path, csv.DictReader(file, strict=True)
-        self._aware: bool | None = None
-        names = tuple(self._table.fieldnames or ())
-        unknown = [name for name in names if name not in COLUMNS]
-        missing = [name for name in COLUMNS[:3] if name not in names]
-        if unknown or missing or len(set(names)) < len(names):
-            raise JobError(
-                f"{path}, line 1: the columns are {', '.join(names) or 'missing'}: a trace has start, end (seconds, or "
-                f"ISO 8601 with an offset from UTC) and available, and may have price_per_hour (of one host) and zone"
-            )
-
-    def rows(self) -> Iterator[tuple[int, TraceRow]]:
-        for fields in self._table:
-            line = self._table.line_num
-            if None in fields or None in fields.values():
-                raise JobError(f"{self._path}, line {line}: it has another number of fields than the first line")
-            start, end = self._time(line, "start", fields), self._time(line, "end", fields)
-            if not end > start:
-                raise self._wrong(line, "end", fields["end"], "is not after its start")
-            zone = fields.get("zone") or ""
-            yield (
-                line,
-                TraceRow(start, end, self._available(line, fields["available"]), self._price(line, fields), zone),
-            )
-
-    def _time(self, line: int, column: str, fields: dict[str, str]) -> float:
-        text = fields[column].strip()
-        try:
-            seconds, aware = float(text), False
-        except ValueError:
-            try:
-                moment = datetime.fromisoformat(text)
-            except ValueError:
-                raise self._wrong(line, column, text, "is neither seconds nor a time of ISO 8601") from None
-            if moment.tzinfo is None:
-                raise self._wrong(
-                    line, column, text, "has no offset from UTC: write 2026-01-31T12:00:00+00:00"
-                ) from None
-            seconds, aware = moment.timestamp(), True
-        if not abs(seconds) < LATEST_S or (self._aware is not None and aware != self._aware):
-            raise self._wrong(line, column, text, "is no number of seconds, or other rows have times of the other kind")
-        self._aware = aware
-        return seconds
-
-    def _available(self, line: int, text: str) -> int:
-        found = whole_number(text.strip())
-        if found is None or not 0 <= found <= MOST_AVAILABLE:
-            raise self._wrong(line, "available", text, f"is no whole number of hosts from 0 to {MOST_AVAILABLE}")
-        return found
-
-    def _price(self, line: int, fields: dict[str, str]) -> float | None:
-        text = (fields.get("price_per_hour") or "").strip()
-        if not text:
-            return None
-        try:
-            price = float(text)
-        except ValueError:
-            price = math.nan
-        if not 0 <= price < 1e12:
-            raise self._wrong(line, "price_per_hour", text, "is no price from 0 on")
-        return price
-
-    def _wrong(self, line: int, column: str, value: str, why: str) -> JobError:
-        return JobError(f"{self._path}, line {line}, column {column}: {value[:60]!r} {why}")
-
-
-def _require_whole(path: Path, rows: Sequence[tuple[int, TraceRow]]) -> None:
-    """Rows of a zone follow each other without gaps and overlaps."""
-    by_zone: dict[str, list[tuple[int, TraceRow]]] = defaultdict(list)
-    for line, row in rows:
-        by_zone[row.zone].append((line, row))
-    for zone, found in by_zone.items():
-        for (_, before), (line, row) in pairwise(found):
-            if row.start != before.end:
-                what = (
-                    "overlaps the row before it" if row.start < before.end else "leaves a gap behind the row before it"
-                )
-                place = f" in zone {zone}" if zone else ""
-                raise JobError(
-                    f"{path}, line {line}, column start: it {what}{place}, by {abs(row.start - before.end):g} s: each "
-                    f"row begins where the one before it ends"
-                )

@@ -1,0 +1,224 @@
+"""The file of a trace: lines of fields with commas between them, each of which is checked by itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+
+from unisono.errors import JobError, Unreadable
+from unisono.received import decimal_number, open_file, whole_number
+
+LARGEST_TRACE = 64 * 2**20
+"""Bytes."""
+
+LONGEST_FIELD = 60
+"""Characters."""
+
+LATEST_S = 1e12
+"""No moment is later, or earlier than as long before 1970."""
+
+MOST_AVAILABLE, DEAREST = 10**6, 1e12
+
+COLUMNS = ("start", "end", "available", "price_per_hour", "zone")
+"""Of a trace: the first three are needed."""
+
+MOMENT = re.compile(
+    r"[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]+)?)?(?P<offset>Z|[+-][0-9]{2}:?[0-9]{2})?"
+)
+"""A time of ISO 8601 with all its separators."""
+
+DATE = re.compile(r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])")
+"""What some write for a date, and what would be so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """A line of a trace: so many hosts, at such a price, from one moment to another, in seconds."""
+
+    start: float
+    end: float
+    available: int
+    price: float | None
+    zone: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The fields of a line by column, and whom to blame for them."""
+
+    path: Path
+    number: int
+    fields: Mapping[str, str]
+
+    def wrong(self, column: str, why: str) -> JobError:
+        """The error that names the place and the value."""
+        return JobError(f"{self.path}, line {self.number}, column {column}: {self.fields.get(column, '')!r} {why}")
+
+
+def read_rows(path: Path) -> list[TraceRow]:
+    """All rows, in the order of zones and times: without gaps and overlaps, and of all zones for the same time.
+
+    Raises:
+        JobError: it cannot be read, or a value is wrong; names line and column.
+    """
+    rows = sorted(_rows(path), key=lambda found: (found[1].zone, found[1].start))
+    if not rows:
+        raise JobError(f"the trace {path} has no rows")
+    _require_prices(rows)
+    by_zone: dict[str, list[tuple[Line, TraceRow]]] = defaultdict(list)
+    for line, row in rows:
+        by_zone[row.zone].append((line, row))
+    for found in by_zone.values():
+        _require_whole(found)
+    _require_one_span([*by_zone.values()])
+    return [row for _, row in rows]
+
+
+def _rows(path: Path) -> Iterator[tuple[Line, TraceRow]]:
+    text = _text(path).split("\n")
+    columns = _columns(path, text[0])
+    are_moments: bool | None = None
+    for number, written in enumerate(text[1:], start=2):
+        if not written.strip():
+            continue
+        line = _line(path, number, columns, written)
+        moments = {column: _is_moment(line, column) for column in ("start", "end")}
+        for column, is_moment in moments.items():
+            if are_moments not in (None, is_moment):
+                raise line.wrong(column, "is of another kind than the times before it: seconds, or ISO 8601")
+            are_moments = is_moment
+        start, end = _time(line, "start"), _time(line, "end")
+        if not end > start:
+            raise line.wrong("end", "is not after its start")
+        yield line, TraceRow(start, end, _available(line), _price(line), line.fields.get("zone", ""))
+
+
+def _text(path: Path) -> str:
+    """What is no UTF-8 is found in its field later."""
+    try:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_TRACE:
+                raise JobError(f"{path} is larger than {LARGEST_TRACE} bytes")
+            data: bytes = file.read(LARGEST_TRACE + 1)
+    except (OSError, Unreadable) as error:
+        raise JobError(f"the trace {path} cannot be read: {error}") from error
+    return data.decode(errors="surrogateescape").removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def _columns(path: Path, written: str) -> list[str]:
+    names = [_unquoted(name) for name in written.split(",")]
+    for place, name in enumerate(names, start=1):
+        if name not in COLUMNS or name in names[: place - 1]:
+            what = "is there twice" if name in COLUMNS else "is none of a trace"
+            raise JobError(f"{path}, line 1, column {place}: {name[:LONGEST_FIELD]!r} {what}: {_HEAD}")
+    if missing := [name for name in COLUMNS[:3] if name not in names]:
+        raise JobError(f"{path}, line 1: a column is missing: {', '.join(missing)}: {_HEAD}")
+    return names
+
+
+_HEAD = (
+    "it has start, end (seconds, or ISO 8601 with an offset from UTC) and available (hosts), and may have "
+    "price_per_hour (of one host) and zone, with commas between them"
+)
+
+
+def _line(path: Path, number: int, columns: Sequence[str], written: str) -> Line:
+    fields = [_unquoted(field) for field in written.split(",")]
+    if len(fields) != len(columns):
+        where = columns[len(fields)] if len(fields) < len(columns) else str(len(columns) + 1)
+        counts = f"the line has {len(fields)} fields, and the first has {len(columns)}"
+        raise JobError(f"{path}, line {number}, column {where}: {counts}")
+    for column, field in zip(columns, fields, strict=True):
+        place = f"{path}, line {number}, column {column}"
+        if len(field) > LONGEST_FIELD:
+            raise JobError(f"{place}: {field[:20]!r} … is longer than {LONGEST_FIELD} characters")
+        if not field.isprintable():
+            raise JobError(f"{place}: {field!a} has characters that are no text, or no UTF-8")
+        if '"' in field:
+            raise JobError(f"{place}: {field!r} has a quote that begins or ends nothing")
+    return Line(path, number, dict(zip(columns, fields, strict=True)))
+
+
+def _unquoted(field: str) -> str:
+    """A field without the blanks around it, and the quotes."""
+    field = field.strip(" \t")
+    return field[1:-1].strip(" \t") if len(field) > 1 and field[0] == field[-1] == '"' else field
+
+
+def _is_moment(line: Line, column: str) -> bool:
+    text = line.fields[column]
+    if decimal_number(text) is not None:
+        if DATE.fullmatch(text):
+            raise line.wrong(column, "may be a date or seconds: write 2026-01-31T12:00:00+00:00, or seconds with a .0")
+        return False
+    if (found := MOMENT.fullmatch(text)) is None:
+        raise line.wrong(column, "is neither seconds nor a time of ISO 8601, such as 2026-01-31T12:00:00+00:00")
+    if found["offset"] is None:
+        raise line.wrong(column, "has no offset from UTC: write 2026-01-31T12:00:00+00:00")
+    return True
+
+
+def _time(line: Line, column: str) -> float:
+    text = line.fields[column]
+    seconds = decimal_number(text)
+    if seconds is None:
+        try:
+            seconds = datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError) as error:
+            raise line.wrong(column, f"is no time that there is: {error}") from None
+    if not abs(seconds) < LATEST_S:
+        raise line.wrong(column, f"is beyond {LATEST_S:g} s: seconds are meant, not milliseconds")
+    return seconds
+
+
+def _available(line: Line) -> int:
+    found = whole_number(line.fields["available"])
+    if found is None or not 0 <= found <= MOST_AVAILABLE:
+        raise line.wrong("available", f"is no whole number of hosts from 0 to {MOST_AVAILABLE}")
+    return found
+
+
+def _price(line: Line) -> float | None:
+    if not (text := line.fields.get("price_per_hour", "")):
+        return None
+    price = decimal_number(text)
+    if price is None:
+        raise line.wrong("price_per_hour", "is no number with a decimal point, and without a currency or a unit")
+    if not 0 <= price < DEAREST:
+        raise line.wrong("price_per_hour", "is no price from 0 on")
+    return price
+
+
+def _require_prices(rows: Sequence[tuple[Line, TraceRow]]) -> None:
+    """All rows have a price, or none has."""
+    with_price = [line for line, row in rows if row.price is not None]
+    without = min((line for line, row in rows if row.price is None), key=lambda line: line.number, default=None)
+    if with_price and without is not None:
+        raise without.wrong("price_per_hour", f"is no price, and line {with_price[0].number} has one")
+
+
+def _require_whole(rows: Sequence[tuple[Line, TraceRow]]) -> None:
+    """Rows of a zone follow each other without gaps and overlaps."""
+    for (earlier, before), (line, row) in pairwise(rows):
+        if row.start != before.end:
+            what = "overlaps" if row.start < before.end else "leaves a gap behind"
+            place = f" in zone {row.zone}" if row.zone else ""
+            by = f"by {abs(row.start - before.end):g} s: each row begins where the one before it ends"
+            raise line.wrong("start", f"{what} line {earlier.number}{place}, {by}")
+
+
+def _require_one_span(zones: Sequence[Sequence[tuple[Line, TraceRow]]]) -> None:
+    """All zones begin and end at the same moments: nobody knows what was between."""
+    (first, begins), (last, ends) = zones[0][0], zones[0][-1]
+    for found in zones[1:]:
+        (line, row), (final, until) = found[0], found[-1]
+        if row.start != begins.start:
+            raise line.wrong("start", f"is the beginning of zone {row.zone!r}, and line {first.number} has another one")
+        if until.end != ends.end:
+            raise final.wrong("end", f"is the end of zone {until.zone!r}, and line {last.number} has another one")
