@@ -49,7 +49,7 @@ class TraceRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TraceLine:
     """The fields of a line by column, and whom to blame for them."""
 
     path: Path
@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[TraceRow]:
     if not rows:
         raise JobError(f"the trace {path} has no rows")
     _require_prices(rows)
-    by_zone: dict[str, list[tuple[Line, TraceRow]]] = defaultdict(list)
+    by_zone: dict[str, list[tuple[TraceLine, TraceRow]]] = defaultdict(list)
     for line, row in rows:
         by_zone[row.zone].append((line, row))
     for found in by_zone.values():
@@ -80,7 +80,7 @@ def read_rows(path: Path) -> list[TraceRow]:
     return [row for _, row in rows]
 
 
-def _rows(path: Path) -> Iterator[tuple[Line, TraceRow]]:
+def _rows(path: Path) -> Iterator[tuple[TraceLine, TraceRow]]:
     text = _text(path).split("\n")
     columns = _columns(path, text[0])
     are_moments: bool | None = None
@@ -128,7 +128,7 @@ _HEAD = (
 )
 
 
-def _line(path: Path, number: int, columns: Sequence[str], written: str) -> Line:
+def _line(path: Path, number: int, columns: Sequence[str], written: str) -> TraceLine:
     fields = [_unquoted(field) for field in written.split(",")]
     if len(fields) != len(columns):
         where = columns[len(fields)] if len(fields) < len(columns) else str(len(columns) + 1)
@@ -142,7 +142,7 @@ def _line(path: Path, number: int, columns: Sequence[str], written: str) -> Line
             raise JobError(f"{place}: {field!a} has characters that are no text, or no UTF-8")
         if '"' in field:
             raise JobError(f"{place}: {field!r} has a quote that begins or ends nothing")
-    return Line(path, number, dict(zip(columns, fields, strict=True)))
+    return TraceLine(path, number, dict(zip(columns, fields, strict=True)))
 
 
 def _unquoted(field: str) -> str:
@@ -151,7 +151,7 @@ def _unquoted(field: str) -> str:
     return field[1:-1].strip(" \t") if len(field) > 1 and field[0] == field[-1] == '"' else field
 
 
-def _is_moment(line: Line, column: str) -> bool:
+def _is_moment(line: TraceLine, column: str) -> bool:
     text = line.fields[column]
     if decimal_number(text) is not None:
         if DATE.fullmatch(text):
@@ -164,7 +164,7 @@ def _is_moment(line: Line, column: str) -> bool:
     return True
 
 
-def _time(line: Line, column: str) -> float:
+def _time(line: TraceLine, column: str) -> float:
     text = line.fields[column]
     seconds = decimal_number(text)
     if seconds is None:
@@ -177,14 +177,14 @@ def _time(line: Line, column: str) -> float:
     return seconds
 
 
-def _available(line: Line) -> int:
+def _available(line: TraceLine) -> int:
     found = whole_number(line.fields["available"])
     if found is None or not 0 <= found <= MOST_AVAILABLE:
         raise line.wrong("available", f"is no whole number of hosts from 0 to {MOST_AVAILABLE}")
     return found
 
 
-def _price(line: Line) -> float | None:
+def _price(line: TraceLine) -> float | None:
     if not (text := line.fields.get("price_per_hour", "")):
         return None
     price = decimal_number(text)
@@ -195,7 +195,7 @@ def _price(line: Line) -> float | None:
     return price
 
 
-def _require_prices(rows: Sequence[tuple[Line, TraceRow]]) -> None:
+def _require_prices(rows: Sequence[tuple[TraceLine, TraceRow]]) -> None:
     """All rows have a price, or none has."""
     with_price = [line for line, row in rows if row.price is not None]
     without = min((line for line, row in rows if row.price is None), key=lambda line: line.number, default=None)
@@ -203,7 +203,7 @@ def _require_prices(rows: Sequence[tuple[Line, TraceRow]]) -> None:
         raise without.wrong("price_per_hour", f"is no price, and line {with_price[0].number} has one")
 
 
-def _require_whole(rows: Sequence[tuple[Line, TraceRow]]) -> None:
+def _require_whole(rows: Sequence[tuple[TraceLine, TraceRow]]) -> None:
     """Rows of a zone follow each other without gaps and overlaps."""
     for (earlier, before), (line, row) in pairwise(rows):
         if row.start != before.end:
@@ -213,7 +213,7 @@ def _require_whole(rows: Sequence[tuple[Line, TraceRow]]) -> None:
             raise line.wrong("start", f"{what} line {earlier.number}{place}, {by}")
 
 
-def _require_one_span(zones: Sequence[Sequence[tuple[Line, TraceRow]]]) -> None:
+def _require_one_span(zones: Sequence[Sequence[tuple[TraceLine, TraceRow]]]) -> None:
     """All zones begin and end at the same moments: nobody knows what was between."""
     (first, begins), (last, ends) = zones[0][0], zones[0][-1]
     for found in zones[1:]:
