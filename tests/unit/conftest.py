@@ -41,6 +41,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.close()
 
 
+@pytest.fixture
+def numerics() -> Iterator[None]:
+    """Torch's switches as a job of one thread sets them, for workers that are threads of the test."""
+    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    before.apply()
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
     """Threads for all worlds of struck runs: starting some anew for each takes longer than the world."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,19 @@ from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.view import View
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss
 from unisono.job import Job
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
+from waves import waved
 
-pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("numerics"),
+    pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
+]
 
 JOB = Job(batch_size=20, shards=5, seed=1, threads=1)
 ALL: Any = {"iterations": 6, "vectors": 2, "confidence": True}
-
-
-@pytest.fixture(autouse=True)
-def numerics() -> Iterator[None]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    before.apply()
 
 
 class Net(nn.Module):
@@ -50,9 +46,7 @@ class Net(nn.Module):
         self.first, self.last, self.unused = nn.Linear(2, 4), nn.Linear(4, 3), nn.Linear(2, 2)
         self.seen: Tensor
         self.register_buffer("seen", torch.tensor(0.0))
-        with torch.no_grad():  # drawn numbers would be other ones on each thread
-            for number, weight in enumerate(self.parameters()):
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).add(number).sin().view(weight.shape))
+        waved(self)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
@@ -185,9 +179,7 @@ def test_figures_agree_with_those_of_curvlinops(tmp_path: Path) -> None:
 
     def network() -> nn.Module:  # curvlinops takes no model that writes into a buffer
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        with torch.no_grad():
-            for number, weight in enumerate(model.parameters()):
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).add(number).sin().view(weight.shape))
+        waved(model)
         return model
 
     model, (inputs, labels) = network(), (each[:20] for each in data().tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,28 +21,21 @@ from one_at_a_time import BLOWS, blows_on
 from struck_run import Play, act_out, state_of
 from unisono.errors import JobError, ModelError, NonFiniteLoss, UnisonoWarning
 from unisono.job import Job
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.group.devices import Devices
 from unisono.train.preparation import require_whole_layers
 from unisono.train.run import Run
 from unisono.train.step.step import Step
+from waves import waved
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.usefixtures("numerics"),
     pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning", "ignore:The epoch parameter:UserWarning"),
 ]
 
 JOB = Job(batch_size=10, shards=5, seed=1, threads=1)
 SHARED = Execution(overlap=False, looks=True, shard_optimizer=True)
-
-
-@pytest.fixture(autouse=True)
-def numerics() -> Iterator[None]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    before.apply()
 
 
 class Net(nn.Module):
@@ -55,9 +48,7 @@ class Net(nn.Module):
         self.rare, self.last = nn.Linear(12, 12), nn.Linear(12, 3, bias=False)
         self.calls: Tensor
         self.register_buffer("calls", torch.tensor(0))
-        with torch.no_grad():  # drawn numbers would be other ones on each thread
-            for number, weight in enumerate(self.parameters()):
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).add(number).sin().view(weight.shape) / 2)
+        waved(self, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -288,9 +279,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 def test_curvature_is_measured_beside_it_but_for_the_critical_step(tmp_path: Path) -> None:
     def script(run: Run) -> tuple[str, str]:
         model = nn.Sequential(nn.Flatten(), nn.Linear(32, 4), nn.Tanh(), nn.Linear(4, 3))
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).sin().view(weight.shape))
+        waved(model)
         optimizer = kfac(model)
         run.prepare(model, optimizer)
         for step in run.steps(samples(20), epochs=1):

@@ -22,23 +22,19 @@ from struck_run import Play, act_out
 from unisono.errors import ModelError
 from unisono.job import Job
 from unisono.plan.owners import owners_of
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.model import whole_matrix as registry
 from unisono.train.run import Run
+from waves import waved
 
-pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("numerics"),
+    pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
+]
 
 JOB = Job(batch_size=10, shards=5, seed=1, threads=1)
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
-
-
-@pytest.fixture(autouse=True)
-def numerics() -> Iterator[None]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    before.apply()
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -75,9 +71,7 @@ class Net(nn.Module):
         self.first, self.last, self.rare = nn.Linear(6, 12), nn.Linear(12, 3), nn.Linear(6, 12)
         self.calls: Tensor
         self.register_buffer("calls", torch.tensor(0))
-        with torch.no_grad():  # drawn numbers would be other ones on each thread
-            for number, weight in enumerate(self.parameters()):
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).add(number).sin().view(weight.shape) / 2)
+        waved(self, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

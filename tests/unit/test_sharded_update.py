@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,18 @@ from benchmarks.thread_crew import Trade, train
 from unisono.errors import WorkerLost
 from unisono.job import Job
 from unisono.testing.fault import listening
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
+from waves import waved
 
-pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("numerics"),
+    pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
+]
 
 JOB = Job(batch_size=12, shards=6, seed=1, threads=1)
 Make = Callable[[Any], torch.optim.Optimizer]
-
-
-@pytest.fixture(autouse=True)
-def numerics() -> Iterator[None]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    before.apply()
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -61,9 +57,7 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.calls: Tensor
         self.register_buffer("calls", torch.tensor(0))
-        with torch.no_grad():  # drawn numbers would be other ones on each thread
-            for number, weight in enumerate(self.parameters()):
-                weight.copy_(torch.linspace(-1, 1, weight.numel()).add(number).sin().view(weight.shape))
+        waved(self)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 from benchmarks.thread_crew import Trade, train
 from struck_run import JOB, momentum, trained
 from unisono.errors import JobError
-from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import SPLIT_FROM_MIB, Execution, SplitUpdate
 from unisono.train.run import Run
 from unisono.train.step.parts import Parts
@@ -26,15 +25,11 @@ from unisono.train.step.pieces import Slice
 from unisono.train.step.script_memory import Kind
 from unisono.train.step.step import Step
 
-pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")]
-
-
-@pytest.fixture(autouse=True)
-def numerics() -> Iterator[None]:
-    before, threads = apply_numerics(JOB, torch.device("cpu")), torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    before.apply()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("numerics"),
+    pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning"),
+]
 
 
 class Own(torch.optim.SGD):
