@@ -14,7 +14,7 @@ from unisono.errors import JobError, ModelError
 from unisono.train.assembly import Inside
 from unisono.train.group.devices import Devices
 from unisono.train.model.prepared import Prepared, refuse_unset_memory
-from unisono.train.model.shared_work import SharingOptimizer
+from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.slices import is_sliced, materialise, require_sliced, slice_module, slice_of
 from unisono.train.model.stages import Placement, Stages
 from unisono.train.model.staging import Staging, move, staging_of
@@ -170,10 +170,9 @@ def require_whole_layers(optimizers: Sequence[Any], devices: Devices) -> None:
     Raises:
         ModelError: an optimizer has some, and workers have several devices.
     """
-    sharing = next((one for one in optimizers if isinstance(one, SharingOptimizer)), None)
-    if sharing is not None and devices.count > 1:
+    if devices.count > 1 and (sharing := sharing_in(optimizers)):
         raise ModelError(
-            f"{type(sharing).__name__} needs whole layers, and each worker has {devices.count} devices, which hold "
+            f"{type(sharing[0]).__name__} needs whole layers, and each worker has {devices.count} devices, which hold "
             f"parts of them: use one device per worker, or another optimizer"
         )
 

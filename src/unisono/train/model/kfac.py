@@ -28,7 +28,7 @@ class KFAC(SharingOptimizer):
 
     Under ``run.prepare`` factors have the same bits on any number of workers, and each decomposition is worked out by
     one of them. In a plain loop it is an optimizer like others. The loss has to be a mean over samples, which are
-    counted along the first dimension, without a ``GradScaler``.
+    counted along the first dimension of what goes into a layer. A ``GradScaler`` is refused.
 
     Args:
         model: the module whose trained parameters are updated. All of them.
@@ -46,6 +46,10 @@ class KFAC(SharingOptimizer):
     Raises:
         ModelError: no layer has a rule, weights are tied, or a setting is out of its range.
     """
+
+    _is_whole = False
+    _step_supports_amp_scaling = True
+    """Has a ``GradScaler`` say that it calls."""
 
     def __init__(
         self,
@@ -78,13 +82,11 @@ class KFAC(SharingOptimizer):
             raise ModelError("KFAC: the model has no trained nn.Linear or nn.Conv2d without groups: use another one")
         super().__init__([{"params": [one for layer in self._layers for one in layer.parameters]}], settings)
         self._fallback = fallback([one for listed in others.values() for one in listed]) if others else None
+        self._untold = ""
         if self._fallback is not None:
             self.param_groups.extend(self._fallback.param_groups)
-            warnings.warn(
-                f"KFAC has no rule for {', '.join(others)}: {type(self._fallback).__name__} trains them",
-                UnisonoWarning,
-                stacklevel=2,
-            )
+            self._untold = f"KFAC has no rule for {', '.join(others)}: {type(self._fallback).__name__} trains them"
+        self._is_whole = True
         self._hooks = [layer.listen(self._takes_factors) for layer in self._layers]
 
     @property
@@ -94,15 +96,25 @@ class KFAC(SharingOptimizer):
             return {}
         return {name: one for layer in self._layers for name, one in layer.sums.items()}
 
-    def pieces(self) -> list[float]:
-        """The multiplications of each factor's decomposition, about 9 n³.
+    def notice(self) -> str:
+        """The layers without a rule, and who trains them; empty if there are none, or it has been told."""
+        told, self._untold = self._untold, ""
+        return told
 
-        Raises:
-            NonFiniteLoss: a factor is not finite; names the layer.
-        """
+    @torch.no_grad()
+    def trouble(self) -> str:
+        """The first factor that is not finite, in words."""
+        for layer in self._layers:
+            for place, name in enumerate(_NAMES):
+                found = (layer.inputs, layer.outputs)[place].grad
+                if found is not None and not torch.isfinite(found).all():
+                    return f"KFAC: the factor of the {name} of {layer.name} is not finite"
+        return ""
+
+    def pieces(self) -> list[float]:
+        """The multiplications of each factor's decomposition, about 9 n³."""
         if not self._is_due("inverses_every"):
             return []
-        self._require_finite()  # here, where all workers find the same
         return [9.0 * len((layer.inputs, layer.outputs)[place]) ** 3 for layer in self._layers for place in (0, 1)]
 
     def forms(self, piece: int) -> list[Tensor]:
@@ -114,12 +126,7 @@ class KFAC(SharingOptimizer):
     @torch.no_grad()
     def worked_out(self, piece: int) -> Piece:
         """Decompose the factor as the next step leaves it; zeros where there is none yet."""
-        layer, place = self._layers[piece // 2], piece % 2
-        average = self._averaged(layer, place)
-        if average is None:
-            return [torch.zeros_like(one, device=layer.inputs.device) for one in self.forms(piece)]
-        values, vectors = torch.linalg.eigh(average)
-        return [vectors.contiguous(), values.clamp(min=0.0)]  # rounding makes small ones negative
+        return self._decomposed(piece, self._averaged(self._layers[piece // 2], piece % 2))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -130,17 +137,36 @@ class KFAC(SharingOptimizer):
 
         Raises:
             NonFiniteLoss: a factor is not finite; then nothing has changed.
+            ModelError: a ``GradScaler`` calls it; then nothing has changed, either.
         """
+        if self.__dict__.pop("found_inf", None) is not None:
+            raise ModelError(
+                "KFAC goes by the sizes of gradients, which a GradScaler changes before they are seen: leave it out. "
+                "torch.autocast with torch.bfloat16 needs none"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if told := self.notice():
+            warnings.warn(told, UnisonoWarning, stacklevel=2)
+        if trouble := self.trouble():
+            raise NonFiniteLoss(
+                f"{trouble}; nothing was updated. Lower the learning rate, raise the damping, or check the data"
+            )
         given, self.given = self.given, {}
+        averages = {
+            (number, place): self._averaged(layer, place)
+            for number, layer in enumerate(self._layers)
+            for place in (0, 1)
+        }
         found = {
-            piece: given[piece] if piece in given else self.worked_out(piece) for piece in range(len(self.pieces()))
+            piece: given[piece] if piece in given else self._decomposed(piece, averages[divmod(piece, 2)])
+            for piece in range(len(self.pieces()))
         }
         for number, layer in enumerate(self._layers):
-            self._keep(layer, [found[piece] for piece in (2 * number, 2 * number + 1) if piece in found])
+            pieces = [found[piece] for piece in (2 * number, 2 * number + 1) if piece in found]
+            self._keep(layer, [averages[number, place] for place in (0, 1)], pieces)
         self._update()
         if self._fallback is not None:
             # A checkpoint that was loaded has put others in their places.
@@ -148,6 +174,19 @@ class KFAC(SharingOptimizer):
             self._fallback.step()
         self.state[self._layers[0].module.weight]["step"] = self._own.get("step", torch.tensor(0.0)) + 1
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made: a parameter alone does not say what goes into its layer.
+
+        Raises:
+            ModelError: always, then.
+        """
+        if self._is_whole:
+            raise ModelError(
+                "KFAC(model) trains what was trained in the model when it was made: after unfreezing layers, make "
+                "another one, before run.prepare"
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and the sums of which factors are made."""
@@ -167,17 +206,6 @@ class KFAC(SharingOptimizer):
     def _takes_factors(self) -> bool:
         return self._is_due("factors_every")
 
-    @torch.no_grad()
-    def _require_finite(self) -> None:
-        for layer in self._layers:
-            for place, name in enumerate(_NAMES):
-                average = self._averaged(layer, place)
-                if average is not None and not torch.isfinite(average).all():
-                    raise NonFiniteLoss(
-                        f"KFAC: the factor of the {name} of {layer.name} is not finite; nothing was updated. Lower the "
-                        f"learning rate, raise the damping, or check the data"
-                    )
-
     def _averaged(self, layer: KnownLayer, place: int) -> Tensor | None:
         """The running average of a factor as the next step leaves it."""
         state = self.state.get(layer.module.weight, {})
@@ -188,10 +216,16 @@ class KFAC(SharingOptimizer):
         kept = min(1 - 1 / (int(state["estimates"]) + 1), float(self.param_groups[0]["decay"]))
         return before * kept + new * (1 - kept)
 
-    def _keep(self, layer: KnownLayer, decomposed: Sequence[Piece]) -> None:
+    def _decomposed(self, piece: int, average: Tensor | None) -> Piece:
+        if average is None:
+            device = self._layers[piece // 2].module.weight.device
+            return [torch.zeros_like(one, device=device) for one in self.forms(piece)]
+        values, vectors = torch.linalg.eigh(average)
+        return [vectors.contiguous(), values.clamp(min=0.0)]  # rounding makes small ones negative
+
+    def _keep(self, layer: KnownLayer, averages: Sequence[Tensor | None], decomposed: Sequence[Piece]) -> None:
         state = self.state[layer.module.weight]
-        averages = [self._averaged(layer, place) for place in (0, 1)]
-        if layer.count.grad is not None:
+        if layer.counts.grad is not None:
             state["estimates"] = state.get("estimates", torch.tensor(0.0)) + 1
         layer.forget()
         for name, average in zip(_NAMES, averages, strict=True):

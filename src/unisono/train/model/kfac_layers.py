@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,26 +17,28 @@ KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
 """Classes with a rule. Subclasses may compute something else."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KnownLayer:
     """A layer with two factors: A of what goes in, and G of the gradient at what comes out.
 
-    The backward pass leaves in ``grad`` of each of the following its sum over all samples, where a is what goes in
-    (a patch of it, with a 1 for the bias), and g is the gradient of the loss, as the backward pass has it.
+    The backward pass leaves in ``grad`` of each of the following its sum, where a is what goes in (a patch of it, with
+    a 1 for the bias), and g is the gradient of the loss, as the backward pass has it. Calls of a layer in one pass
+    count like positions.
 
     Attributes:
         name: the name of the module.
         module: the module.
-        inputs: Σ a aᵀ, averaged over positions. Shape (n, n).
-        outputs: Σ g gᵀ, added up over positions. Shape (m, m).
-        count: the number of samples. Shape (1,).
+        inputs: Σ a aᵀ over samples and positions. Shape (n, n).
+        outputs: Σ g gᵀ, likewise. Shape (m, m).
+        counts: the number of all a, and that of samples. Shape (2,).
     """
 
     name: str
     module: nn.Linear | nn.Conv2d
     inputs: Tensor
     outputs: Tensor
-    count: Tensor
+    counts: Tensor
+    _newest_pass: tuple[int, int] = field(default=(-1, 0), init=False)
 
     @classmethod
     def of(cls, name: str, module: nn.Linear | nn.Conv2d) -> KnownLayer:
@@ -44,7 +46,7 @@ class KnownLayer:
         weight, has_bias = module.weight, _trains_bias(module)
         rows, columns = weight.shape[0], weight[0].numel() + has_bias
         dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
-        shapes = (columns, columns), (rows, rows), (1,)
+        shapes = (columns, columns), (rows, rows), (2,)
         made = (torch.zeros(shape, dtype=dtype, device=weight.device, requires_grad=True) for shape in shapes)
         return cls(name, module, *made)
 
@@ -56,11 +58,14 @@ class KnownLayer:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """What backward passes leave, by name."""
+        """What backward passes leave, by name; where the weights are."""
+        if self.counts.device != (device := self.module.weight.device):  # the model has been moved
+            own = self.inputs, self.outputs, self.counts
+            self.inputs, self.outputs, self.counts = (one.detach().to(device).requires_grad_() for one in own)
         return {
             f"inputs of {self.name}": self.inputs,
             f"outputs of {self.name}": self.outputs,
-            f"samples of {self.name}": self.count,
+            f"counts of {self.name}": self.counts,
         }
 
     @property
@@ -84,12 +89,12 @@ class KnownLayer:
         """A (0) or G (1) by the mean over the step's samples; None if no sample has come by.
 
         Where the loss is a mean over the samples, g has been divided by their number once, and whoever adds up divides
-        everything by some weight. Both drop out of A = inputs / count and G = outputs · count.
+        everything by some weight. Both drop out of A = inputs / counts[0] and G = outputs · counts[1].
         """
-        total, count = (self.inputs, self.outputs)[number].grad, self.count.grad
-        if total is None or count is None:
+        total, counts = (self.inputs, self.outputs)[number].grad, self.counts.grad
+        if total is None or counts is None:
             return None
-        return total / count if number == 0 else total * count
+        return total / counts[0] if number == 0 else total * counts[1]
 
     def forget(self) -> None:
         """The sums are used."""
@@ -112,11 +117,20 @@ class KnownLayer:
 
     @torch.no_grad()
     def sums_of(self, found: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a pass adds to the sums, given what has gone in and the gradient at what has come out."""
+        """What a call adds to the sums, given what has gone in and the gradient at what has come out."""
         rows, samples = self.rows_of_inputs(found.detach())
-        positions = max(1, len(rows)) / max(1, samples)
         others = self.rows_of_outputs(gradient.detach())
-        return rows.T @ rows / positions, others.T @ others, torch.full_like(self.count, samples)
+        counts = float(len(rows)), float(self._new_samples(samples))
+        return rows.T @ rows, others.T @ others, self.counts.new_tensor(counts)
+
+    def _new_samples(self, samples: int) -> int:
+        """How many of the samples of a call have not been counted for another one in the same backward pass."""
+        newest, counted = self._newest_pass
+        current = torch._C._current_graph_task_id()
+        if current != newest:
+            counted = 0
+        self._newest_pass = current, max(counted, samples)
+        return max(0, samples - counted)
 
     def rows_of_inputs(self, found: Tensor) -> tuple[Tensor, int]:
         """What goes in, as rows a, and the number of samples that it has."""

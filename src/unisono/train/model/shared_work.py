@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,6 +31,14 @@ class SharingOptimizer(Optimizer):
         """
 
     @abstractmethod
+    def notice(self) -> str:
+        """What a person should know of this optimizer; empty from the second time on."""
+
+    @abstractmethod
+    def trouble(self) -> str:
+        """Why no step may go by the sums that are there now; empty if one may."""
+
+    @abstractmethod
     def pieces(self) -> list[float]:
         """What each piece of work of the next step costs, in multiplications, now that there are gradients."""
 
@@ -42,7 +51,15 @@ class SharingOptimizer(Optimizer):
         """Do a piece of work. Changes nothing."""
 
 
+def sharing_in(optimizers: Sequence[Any]) -> list[SharingOptimizer]:
+    """Those of these optimizers that are such."""
+    return [one for one in optimizers if isinstance(one, SharingOptimizer)]
+
+
 def statistics_of(optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """What the next step of these optimizers goes by besides gradients."""
-    sharing = [(number, one) for number, one in enumerate(optimizers) if isinstance(one, SharingOptimizer)]
-    return {f"{name} of optimizer {number}": each for number, one in sharing for name, each in one.statistics.items()}
+    return {
+        f"{name} of optimizer {number}": each
+        for number, one in enumerate(sharing_in(optimizers))
+        for name, each in one.statistics.items()
+    }

@@ -15,6 +15,7 @@ from unisono.plan.audits import AuditResult
 from unisono.plan.batches import Batches
 from unisono.train.group.membership import Membership
 from unisono.train.model.prepared import Prepared, batch_norm_in
+from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Doubt
 from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
@@ -36,8 +37,11 @@ class Notices(Listener):
         self._why_whole = ""
 
     def prepared(self, prepared: Prepared, step: int) -> None:
-        """The models whose layers the next loop is told of."""
+        """The models whose layers the next loop is told of; and what their optimizers have to say, once."""
         self._prepared = prepared
+        for told in filter(None, [one.notice() for one in sharing_in(prepared.optimizers)]):
+            if self._membership.is_main:
+                _warn(told)
 
     def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """BatchNorm over shards so small that its statistics are noisy; once."""

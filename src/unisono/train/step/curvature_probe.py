@@ -28,7 +28,7 @@ from unisono.adapt.norms import GradientNorms
 from unisono.errors import JobError, LossError, ModelError
 from unisono.plan.order import Stream, stream_seed
 from unisono.train.model.prepared import Prepared, prefixed
-from unisono.train.model.shared_work import SharingOptimizer
+from unisono.train.model.shared_work import sharing_in
 from unisono.train.step.call import Call
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.loss import BackwardDone
@@ -136,7 +136,7 @@ class CurvatureProbe:
     @torch.no_grad()
     def _update(self, gradient: Sequence[Tensor]) -> tuple[Vector, float]:
         """What the optimizers would add to the parameters, and the learning rate of the first group."""
-        if sharing := next((one for one in self._call.optimizers if isinstance(one, SharingOptimizer)), None):
+        for sharing in sharing_in(self._call.optimizers):
             raise ModelError(
                 f"run.curvature: the update of {type(sharing).__name__} goes by more than the gradient of this batch: "
                 f"leave the critical step out, run.curvature(loss_fn, critical=False, vectors=16)"

@@ -37,6 +37,7 @@ from unisono.train.model.forward_writes import ForwardWrites
 from unisono.train.model.own_update import OwnUpdate, Scaled, UpdateCause
 from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.staging import staging_of
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.step.audit import Audit
@@ -294,6 +295,9 @@ class StepEngine:
         norm = self._clipped(call, gradients)
         if not math.isfinite(norm):
             self._refused(call, f"the norm of the gradient is {norm}")
+            return None
+        if trouble := next(filter(None, (one.trouble() for one in sharing_in(call.optimizers))), ""):
+            self._refused(call, trouble)
             return None
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
         with self._or_rewound():

@@ -17,7 +17,7 @@ from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
-from unisono.train.model.shared_work import SharingOptimizer
+from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
@@ -85,9 +85,9 @@ class LocalTraining:
                 f"run.prepare(state=…): with strategy={str(self._trained.policy_state.strategy)!r} workers train apart "
                 f"between two rounds, and nobody combines {further[0]}. Leave state out, or use strategy='all-reduce'"
             )
-        if sharing := next((one for one in prepared.optimizers if isinstance(one, SharingOptimizer)), None):
+        if sharing := sharing_in(prepared.optimizers):
             raise JobError(
-                f"{type(sharing).__name__} adds up statistics over all workers, which train apart with "
+                f"{type(sharing[0]).__name__} adds up statistics over all workers, which train apart with "
                 f"strategy={str(self._trained.policy_state.strategy)!r}: use 'all-reduce', or another optimizer"
             )
         self._trained.anticipate()
