@@ -10,10 +10,20 @@ import psutil
 import pytest
 
 from ray_cluster import NoCluster, RayNodes, ray_nodes, wait_for
+from serial_runs import SerialRuns
 from slurm_jobs import SCRIPT
 from training import Trained, whole_lines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
+
+LONG = {"EPOCHS": "40"}
+"""Of a job that ends when it is told to hurry, and not before."""
+
+
+@pytest.fixture(scope="session")
+def long_serial(serial_runs: SerialRuns) -> Trained:
+    """The undisturbed run of one worker."""
+    return serial_runs(SCRIPT, **LONG)
 
 
 @pytest.fixture
@@ -43,22 +53,12 @@ class OnRay(Trained):
         self.cluster, self.folder = cluster, folder
         self.driver: subprocess.Popen[str]
 
-    def begin(self, *words: str, pace_s: float = 0.5) -> None:
+    def begin(self, *words: str, pace_s: float = 0.5, **settings: str) -> None:
         """Start the command."""
-        command = [
-            "unisono",
-            "run",
-            "--on",
-            "ray",
-            "--run-dir",
-            "run",
-            "--failure-timeout-s",
-            "20",
-            *words,
-            str(SCRIPT),
-        ]
-        variables = {"PACE_S": str(pace_s), "HURRY": str(self.folder / "hurry")}
-        self.driver = self.cluster.start(*command, folder=self.folder, **variables)
+        variables = {"PACE_S": str(pace_s), "HURRY": str(self.folder / "hurry"), **settings}
+        told = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+        where = ("--on", "ray", "--run-dir", "run", "--failure-timeout-s", "20")
+        self.driver = self.cluster.start("unisono", "run", *where, *told, *words, str(SCRIPT), folder=self.folder)
 
     @property
     def text(self) -> str:
@@ -125,12 +125,12 @@ def test_a_job_on_ray_ends_with_the_weights_of_the_serial_run_and_leaves_nothing
 @pytest.mark.slow
 @pytest.mark.hosts("Ray", "kill", "join", "drain")
 def test_a_node_dies_others_come_one_is_drained_and_no_bit_changes(
-    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+    start: Callable[[int], RayNodes], tmp_path: Path, long_serial: Trained
 ) -> None:
     cluster = start(0)
     dies, drained, _ = (cluster.add() for _ in range(3))
     job = OnRay(cluster, tmp_path)
-    job.begin("-n", "2:4", pace_s=2.0)
+    job.begin("-n", "2:4", pace_s=1.0, **LONG)
     job.until(3)
     assert cluster.requested() == 4
     cluster.kill(dies)
@@ -145,8 +145,8 @@ def test_a_node_dies_others_come_one_is_drained_and_no_bit_changes(
     job.until(3)
     job.hurry()
     assert job.code() == 0, job.text
-    assert job.end() == small_serial
-    assert job.steps == list(range(40))
+    assert job.end() == long_serial.end()
+    assert job.steps == long_serial.steps
     assert cluster.requested() == 0
 
 

@@ -122,7 +122,7 @@ def test_a_name_that_means_loopback_here_is_no_address_for_others(monkeypatch: p
 def test_a_port_that_another_job_has_is_named() -> None:
     with Entrance().listen(1) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(JobError, match=f"cannot listen on 127.0.0.1, port {port}: .*in use"):
+        with pytest.raises(JobError, match=f"port {port}: .*in use.* --coordinator 127.0.0.1:0 takes a free"):
             Entrance(port=port).listen(1)
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unisono.cli.hosts import HostOptions
 from unisono.errors import JobError
 from unisono.launch.hosts.hostfile import HostPlan, HostSlots, parse_hostfile, read_hosts
 from unisono.launch.hosts.order import HostHello, HostOrder, handed_on, version
@@ -167,8 +168,8 @@ def test_hosts_get_our_variables_and_those_that_are_named() -> None:
         "HOME": "/me",
         "UNISONO_TOKEN_FILE": "t",
     }
-    assert handed_on(here, []) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
-    assert handed_on(here, ["HOME", "X=a=b"]) == {**handed_on(here, []), "HOME": "/me", "X": "a=b"}
+    assert handed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
+    assert HostOptions(env=["HOME", "X=a=b"]).variables(here) == {"HOME": "/me", "X": "a=b"}
     for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
         with pytest.raises(JobError, match=words):
-            handed_on(here, [wrong])
+            HostOptions(env=[wrong]).variables(here)

@@ -1,9 +1,10 @@
 """The options of ``unisono run`` for hosts that it reaches over ssh."""
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.hosts.hostfile import HostPlan, read_hosts
 from unisono.launch.hosts.ssh import Ssh, is_here
 from unisono.launch.terminal.terminal import Terminal
+from unisono.received import short
 
 if TYPE_CHECKING:  # it loads what only elastic jobs need
     from unisono.launch.elastic.agent import StartedAgents
@@ -48,7 +50,7 @@ HostsVariables = Annotated[
         "--env",
         metavar="NAME[=VALUE]",
         rich_help_panel=SEVERAL_HOSTS,
-        help="With --hosts: an environment variable that they get, too; repeat for more.",
+        help="An environment variable for the workers of all hosts; repeat for more.",
     ),
 ]
 
@@ -82,6 +84,25 @@ class HostOptions:
             )
         return found.first(workers.largest) if workers.is_fixed else found
 
+    def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The variables that are named for all workers.
+
+        Args:
+            environ: the variables of this process.
+
+        Raises:
+            JobError: one is no name, or is not set.
+        """
+        found = {}
+        for word in self.env or ():
+            name, equals, value = word.partition("=")
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise JobError(f"--env {short(word)}: write NAME, or NAME=value")
+            if not equals and name not in environ:
+                raise JobError(f"--env {short(word)}: there is no such variable here; write NAME=value to set it")
+            found[name] = value if equals else environ[name]
+        return found
+
     def towards(self, placement: HostPlan | None) -> str:
         """The address of the first of the other hosts; empty without one."""
         if placement is None or not placement.elsewhere:
@@ -113,7 +134,7 @@ class HostOptions:
         return HostAgents(
             placement.elsewhere,
             Ssh.read(self.ssh, self.python),
-            Orders(settings, folder.path, handed_on(os.environ, self.env or ())),
+            Orders(settings, folder.path, handed_on(os.environ) | self.variables()),
             smallest=settings.workers.smallest,
             here=placement.here,
             silence_s=settings.failure_timeout_s,

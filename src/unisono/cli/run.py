@@ -133,7 +133,7 @@ def run(
         workers=wanted.largest if room is None else min(room, wanted.largest),
         devices_per_worker=devices_per_worker,
         run_dir=run_dir,
-        extra_environment={**_status(), **({} if faults is None else _fault_injection(faults))},
+        extra_environment=hosts.variables() | _status() | ({} if faults is None else _fault_injection(faults)),
     )
     elastic = ElasticSettings(
         settings,

@@ -12,6 +12,7 @@ import unisono
 
 PACE_S = float(os.environ.get("PACE_S", "0"))
 HURRY = Path(os.environ.get("HURRY", "hurry"))
+EPOCHS = int(os.environ.get("EPOCHS", "4"))
 
 run = unisono.init(batch_size=28, shards=7, seed=0)
 inputs = torch.randn(280, 8, generator=torch.Generator().manual_seed(0))
@@ -25,7 +26,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return loss
 
 
-for step in run.steps(data, epochs=4):
+for step in run.steps(data, epochs=EPOCHS):
     step.run(loss_of)
     time.sleep(0 if HURRY.exists() else PACE_S)
 run.finish(model)

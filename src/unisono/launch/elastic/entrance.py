@@ -1,5 +1,6 @@
 """The address at which a job's coordinator can be reached, as given on the command line."""
 
+import errno
 import os
 import re
 import socket
@@ -163,9 +164,15 @@ class Entrance:
                 family, _, _, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(where[:2], family=family, backlog=backlog)
         except (OSError, UnicodeError) as error:  # a name with a part of more than 63 characters is a UnicodeError
+            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            free = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
             raise JobError(
                 f"the coordinator cannot listen on {self.host or 'all addresses'}, port {self.port}: {error}. "
-                f"--coordinator wants a name or address of this host, or :PORT for all of them"
+                + (
+                    f"Something else listens there, another job perhaps: --coordinator {free} takes a free port"
+                    if is_taken
+                    else "--coordinator wants a name or address of this host, or :PORT for all of them"
+                )
             ) from error
         bound = listening.getsockname()[0]
         if not self.is_local and is_loopback(bound):

@@ -5,12 +5,12 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from unisono.errors import JobError, Unreadable
+from unisono.errors import Unreadable
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_process import job_words
@@ -131,25 +131,9 @@ HANDED_ON = re.compile(r"(UNISONO|OMP|MKL|NCCL)_.*|PYTHONPATH")
 OF_THIS_HOST = frozenset({*PER_WORKER, "UNISONO_RUN_DIR", "UNISONO_LAUNCHER_PID", SHARED_FORK_SERVER})
 
 
-def handed_on(environ: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The variables that hosts get.
-
-    Args:
-        environ: the variables of the launcher.
-        named: further ones: ``NAME``, or ``NAME=value``.
-
-    Raises:
-        JobError: one is no name, or is not set.
-    """
-    found = {name: value for name, value in environ.items() if HANDED_ON.fullmatch(name) and name not in OF_THIS_HOST}
-    for word in named:
-        name, equals, value = word.partition("=")
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise JobError(f"--env {short(word)}: write NAME, or NAME=value")
-        if not equals and name not in environ:
-            raise JobError(f"--env {short(word)}: there is no such variable here; write NAME=value to set it")
-        found[name] = value if equals else environ[name]
-    return found
+def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those among the variables of the launcher."""
+    return {name: value for name, value in environ.items() if HANDED_ON.fullmatch(name) and name not in OF_THIS_HOST}
 
 
 @dataclass(frozen=True, slots=True)
