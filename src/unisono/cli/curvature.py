@@ -52,15 +52,17 @@ def text_of(found: dict[str, Any]) -> str:
     def told(name: str, digits: int = 5) -> str:
         return f"{found[name]:.{digits}g}"
 
-    rises = (
-        "no multiple of the next update makes the loss larger"
-        if found["critical_step"] is None
-        else f"the loss rises from {told('critical_step')} times the next update on"
-    )
+    if not found["passes"]:
+        critical = "not measured (the update of K-FAC goes by more than the gradient)"
+    elif found["critical_step"] is None:
+        critical = "none (no multiple of the next update makes the loss larger)"
+    else:
+        rises = f"the loss rises from {told('critical_step')} times the next update on"
+        critical = f"{told('critical_sharpness')} ({rises})"
     return "\n".join(
         (
             f"after {found['step']} steps, over {found['samples']} samples: loss {told('loss')}",
-            f"critical sharpness  {told('critical_sharpness')} ({rises})",
+            f"critical sharpness  {critical}",
             f"largest eigenvalue  {told('largest')} (an eigenvalue is within {told('residual', 2)} of it)",
             f"trace               {told('trace')} ± {told('trace_error', 2)} (standard error)",
         )

@@ -45,6 +45,7 @@ from unisono.train.loop.prefetch import prefetch
 from unisono.train.loop.stream_course import StreamCourse
 from unisono.train.model.own_update import OwnUpdate
 from unisono.train.model.prepared import Prepared
+from unisono.train.model.shared_work import sharing_in
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.state.ending import Ending
@@ -271,7 +272,8 @@ class StepLoop:
 
     def _end_with_figures(self, call: StepCall, folder: Path) -> NoReturn:
         """Measure as ``unisono curvature`` asks in a folder, and end there, before any update."""
-        found = self.steps.measure(call, question_of(read_object(folder / ASKED)), self.collectives)
+        asked = {**read_object(folder / ASKED), "critical": not sharing_in(call.optimizers)}
+        found = self.steps.measure(call, question_of(asked), self.collectives)
         if self.membership.is_main:
             (folder / FOUND).write_bytes(to_json({"samples": call.step.size, **asdict(found)}))
         self.collectives.together(lambda workers: workers.barrier())

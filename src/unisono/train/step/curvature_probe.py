@@ -61,9 +61,7 @@ class CurvatureProbe:
             LossError: the loss function goes backward by itself, or its loss is not finite.
             ModelError: an operation of the model has no second derivative.
         """
-        found = Curvature()
-        if question.critical:
-            found = self._critical(question.start)
+        found = self._critical(question.start) if question.critical else Curvature(self._engine.mean_loss(self._call))
         if question.iterations:
             start = self._drawn(0, torch.randn)
             largest, residual, _ = largest_eigenvalue(self._product, start, question.iterations)
@@ -139,7 +137,8 @@ class CurvatureProbe:
         for sharing in sharing_in(self._call.optimizers):
             raise ModelError(
                 f"run.curvature: the update of {type(sharing).__name__} goes by more than the gradient of this batch: "
-                f"leave the critical step out, run.curvature(loss_fn, critical=False, vectors=16)"
+                f"leave the critical step out, run.curvature(loss_fn, critical=False, vectors=16), or "
+                f'Monitoring(curvature_every=…, curvature={{"critical": False, "vectors": 16}})'
             )
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters.values())}
         found = [torch.zeros_like(parameter) for parameter in self._parameters.values()]
