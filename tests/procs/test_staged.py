@@ -102,6 +102,7 @@ def test_what_cannot_be_cut_into_stages_is_refused_with_the_cure(launched: Launc
         "ModelError: run.prepare was given a model in stages and others besides",
         "ModelError: the optimizer holds a parameter that belongs to no stage",
         "ModelError: run.prepare(state=…): a model in stages has no further state yet",
+        "ModelError: KFAC needs whole layers, and each worker has 2 devices, which hold parts of them: use one device",
     ]
     said = [line.removeprefix("[rank 0] ") for line in (anywhere + devices).splitlines() if "Error: " in line]
     assert [line for line, begin in zip(said, begins, strict=True) if not line.startswith(begin)] == []

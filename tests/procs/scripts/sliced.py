@@ -245,8 +245,33 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     with torch.device("meta"):
         hollow = Scalar()
     yield lambda: run.fully_shard(hollow)
+    yield lambda: unisono.KFAC(layer)
+    yield partial(take_a_step, run, hooked_muon, lambda step: step.run(mean))
+    yield partial(take_a_step, run, AdamW, lambda step: run.curvature(mean))
     for ways in (("first", "second"), ("first", "")):  # the devices' shards call other layers, or one of them none
         yield partial(choose, run, ways)
+
+
+def mean(model: Any, batch: Any) -> Tensor:
+    out: Tensor = model(batch[0]).mean()
+    return out
+
+
+def hooked_muon(parameters: Iterable[Tensor]) -> Optimizer:
+    """Its matrices alone, and somebody who wants to see them updated."""
+    optimizer = Muon([one for one in parameters if one.ndim == 2])
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def take_a_step(
+    run: unisono.Run, make: Callable[[Iterable[Tensor]], Optimizer], body: Callable[[unisono.Step], Any]
+) -> None:
+    """The body of the first step with a layer in slices."""
+    layer = run.fully_shard(nn.Linear(4, 4, bias=False))
+    run.prepare(layer, make(layer.parameters()))
+    for step in run.steps(TensorDataset(torch.ones(8, 4))):
+        body(step)
 
 
 class Choosing(nn.Module):

@@ -366,6 +366,7 @@ def refused_on_devices(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     yield lambda: run.prepare([staged, chain()], SGD(staged.parameters()))
     yield lambda: run.prepare(staged, SGD([*staged.parameters(), torch.zeros(1, requires_grad=True)]))
     yield lambda: run.prepare(staged, SGD(staged.parameters()), state={"seen": torch.zeros(1)})
+    yield lambda: run.prepare(staged, unisono.KFAC(staged))
 
 
 def refuse(attempts: Callable[[unisono.Run], Iterable[Callable[[], Any]]]) -> None:

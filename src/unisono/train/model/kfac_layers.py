@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unisono.errors import ModelError
 
-KNOWN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d)
+KNOWN = (nn.Linear, nn.Conv2d)
 """Classes with a rule. Subclasses may compute something else."""
 
 
@@ -187,9 +187,14 @@ def known_layers(model: nn.Module, skip: Sequence[str]) -> tuple[list[KnownLayer
     layers: list[KnownLayer] = []
     for name, module in model.named_modules():
         is_skipped = any(name == each or name.startswith(f"{each}.") for each in skip)
-        if is_skipped or type(module) not in KNOWN or not module.weight.requires_grad:
+        if is_skipped or not isinstance(module, KNOWN) or not module.weight.requires_grad:
             continue
-        if isinstance(module, nn.Conv2d) and module.groups != 1:
+        if type(module.weight) is not nn.Parameter:
+            raise ModelError(
+                f"KFAC: the weight of {name or 'the model'} is a {type(module.weight).__name__}, of which a device "
+                f"holds a part or nothing: use one device per worker, or another optimizer for models on several"
+            )
+        if type(module) not in KNOWN or (isinstance(module, nn.Conv2d) and module.groups != 1):
             continue
         for parameter in module.parameters():
             if len(held := holders[id(parameter)]) > 1:
@@ -197,11 +202,6 @@ def known_layers(model: nn.Module, skip: Sequence[str]) -> tuple[list[KnownLayer
                     f"KFAC: {' and '.join(held)} are one tensor (tied weights), whose gradient is no product of one "
                     f"layer's factors: untie them, or leave the layer to the other optimizer, KFAC(skip=[{name!r}])"
                 )
-        if type(module.weight) is not nn.Parameter:
-            raise ModelError(
-                f"KFAC: the weight of {name} is a {type(module.weight).__name__}, of which a device holds a part or "
-                f"nothing: use one device per worker, or another optimizer for models that are spread over devices"
-            )
         layers.append(KnownLayer.of(name or "model", module))
     taken = {id(parameter) for layer in layers for parameter in layer.parameters}
     others: dict[str, list[Tensor]] = {}

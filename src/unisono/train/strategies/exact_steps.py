@@ -149,8 +149,11 @@ class ExactSteps:
         Raises:
             JobError: a worker has several devices.
         """
-        if self.membership.workers.devices.count > 1:
-            raise JobError("run.curvature needs whole weights, and this worker has several devices: use one")
+        if (devices := self.membership.workers.devices.count) > 1:
+            raise JobError(
+                f"run.curvature needs whole weights, and each worker has {devices} devices, which hold parts of them: "
+                f"use one device per worker, or write a checkpoint and measure there with unisono curvature"
+            )
 
         def found(workers: Workers) -> dict[str, Any]:
             mine = workers.split(call.step.batch.shards).of(workers.rank)
