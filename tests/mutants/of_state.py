@@ -12,6 +12,7 @@ EXCLUSION = "membership/state/arrival.py"
 REACH = "membership/state/reach.py"
 TABLE = "membership/state/table.py"
 ROSTER = "membership/state/roster.py"
+TABLES = ("tests/unit/test_membership_tables.py", *STATE)
 ROSTERS = ("tests/unit/test_roster.py", *STATE)
 
 MUTANTS = (
@@ -362,6 +363,20 @@ MUTANTS = (
         TABLE,
         "                    rest = self._marked[mark].remove(before.id)\n",
         "                    rest = self._marked[mark]\n",
+    ),
+    Mutant(
+        "an open table counts the rows with a mark without those that have just come",
+        TABLE,
+        "                found += self._more.get(mark, 0)\n",
+        "                pass\n",
+        TABLES,
+    ),
+    Mutant(
+        "a mark that has come and gone again in an open table is taken for one that is gone",
+        TABLE,
+        "        if moved.pop(name, comes) == comes:",
+        "        if moved.pop(name, comes) is not None:",
+        TABLES,
     ),
     Mutant(
         "a row that comes weighs, and one that goes weighs still",

@@ -46,8 +46,9 @@ def hear(update: StateUpdate, event: Event) -> None:
     """Let an event have its effect. Of a job that is over, only whoever connects is told so."""
     match event:
         case Bundle(events):
-            for each in events:
-                hear(update, each)
+            with update.in_bulk():
+                for each in events:
+                    hear(update, each)
         case Restarted():
             _restart(update)
         case Heard(_, WorkerHello() as hello):

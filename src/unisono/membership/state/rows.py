@@ -11,9 +11,9 @@ T = TypeVar("T")
 def changed(value: T, **fields: Any) -> T:
     """The same with other fields. ``dataclasses.replace``, which calls ``__init__``, takes several times as long."""
     new = object.__new__(type(value))
-    new.__dict__.update(value.__dict__)
-    new.__dict__.update(fields)
-    assert len(new.__dict__) == len(value.__dict__), f"no field of {type(value).__name__}: {', '.join(fields)}"
+    found = value.__dict__ | fields
+    assert len(found) == len(value.__dict__), f"no field of {type(value).__name__}: {', '.join(fields)}"
+    object.__setattr__(new, "__dict__", found)
     return new
 
 

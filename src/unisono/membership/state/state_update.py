@@ -1,6 +1,7 @@
 """A step of the state machine: the state as an event makes it, and the actions that follow."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -10,7 +11,7 @@ from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
 from unisono.membership.state.rows import MEMBER, SAID_AGAIN, Agent, Excluded, Link, Worker, changed, kept_phase
 from unisono.membership.state.state import State
-from unisono.membership.state.tables import LinkTable
+from unisono.membership.state.tables import LinkTable, WorkerTable
 
 QUICK_S = 5.0
 """Seconds: a worker that fails sooner after its start makes the next one wait."""
@@ -66,21 +67,32 @@ class StateUpdate:
         self.heard.add(worker.id)
         if _is_to_keep(before, worker, fields.keys()):
             self._rows["workers"].add(worker.id)
-        self.set(workers=self.state.workers.put(worker))
+        self._set_workers(self.state.workers.put(worker))
         return worker
+
+    @contextmanager
+    def in_bulk(self) -> Iterator[None]:
+        """Many workers change: their table takes them at once. States of before and behind this do not change."""
+        self.set(workers=self.state.workers.opened())
+        yield
+        self.set(workers=self.state.workers.closed())
+
+    def _set_workers(self, workers: WorkerTable) -> None:
+        if workers is not self.state.workers:  # an open table is the same one
+            self.set(workers=workers)
 
     def ask_for(self, agent: Agent, workers: Sequence[Worker]) -> None:
         """Have an agent start workers."""
         for worker in workers:
             self._rows["workers"].add(worker.id)
-            self.set(workers=self.state.workers.put(worker))
+            self._set_workers(self.state.workers.put(worker))
         self.put_agent(agent, started=agent.started + len(workers))
 
     def drop(self, worker: Worker) -> None:
         """Forget a worker whose process is gone."""
         self._rows["workers"].add(worker.id)
         self.moved.add(worker.agent)
-        self.set(workers=self.state.workers.drop(worker))
+        self._set_workers(self.state.workers.drop(worker))
         if (agent := self.state.agents.get(worker.agent)) is not None:
             self.put_agent(agent, started=agent.started - 1)
 
@@ -309,10 +321,9 @@ class StateUpdate:
 
 def _is_to_keep(before: Worker, after: Worker, fields: Iterable[str]) -> bool:
     """Whether more has changed than the worker says again when it connects."""
-    kept_phases = kept_phase(before.phase), kept_phase(after.phase)
     for name in fields:
         if name == "phase":
-            if kept_phases[0] != kept_phases[1]:
+            if kept_phase(before.phase) != kept_phase(after.phase):
                 return True
         elif name not in SAID_AGAIN and getattr(before, name) != getattr(after, name):
             return True

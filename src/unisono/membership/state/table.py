@@ -25,11 +25,14 @@ class Table(Mapping[str, Row], Generic[Row]):
     Beside the rows stand the ids of the rows with each mark, and the sum of the rows' weights. A subclass says what
     marks and weights are. Rows and index change together, so whoever asks the index looks at no row.
 
+    An open table is the one exception: it takes rows itself, and they get into rows and index together, when somebody
+    asks for more than a row or a count, or when it is closed.
+
     Args:
         rows: the rows, in any order.
     """
 
-    __slots__ = ("_marked", "_rows", "weight")
+    __slots__ = ("_came", "_marked", "_more", "_rows", "_taken", "weight")
 
     ROW: ClassVar[type]
     """The type of the rows."""
@@ -38,8 +41,14 @@ class Table(Mapping[str, Row], Generic[Row]):
         self._rows: HashTrieMap[str, Row] = HashTrieMap()
         self._marked: HashTrieMap[Hashable, HashTrieSet[str]] = HashTrieMap()
         self.weight = 0
+        self._taken: dict[str, Row] | None = None
+        self._came: dict[Hashable, dict[str, bool]] = {}
+        self._more: dict[Hashable, int] = {}
+        self._open()
         for row in rows:
-            self._change(self._rows.get(row.id), row)
+            self._take(self.get(row.id), row)
+        self._settle()
+        self._taken = None
 
     @classmethod
     def marks(cls, row: Row) -> tuple[Hashable, ...]:
@@ -59,16 +68,34 @@ class Table(Mapping[str, Row], Generic[Row]):
     # -- other tables
 
     def put(self, row: Row) -> Self:
-        """The table with this row, in place of one with the same id."""
+        """The table with this row, in place of one with the same id. An open table is that table itself."""
+        if self._taken is not None:
+            self._take(self.get(row.id), row)
+            return self
         return self._changed(self._rows.get(row.id), row)
 
     def drop(self, row: Row) -> Self:
-        """The table without a row of this one's id."""
+        """The table without a row of this one's id. An open table is that table itself."""
+        if self._taken is not None:
+            self._settle()
+            self._change(self._rows.get(row.id), None)
+            return self
         return self._changed(self._rows.get(row.id), None)
+
+    def opened(self) -> Self:
+        """The same rows, as an open table: for many that change at once."""
+        table = self.closed()
+        table._open()
+        return table
+
+    def closed(self) -> Self:
+        """The same rows, as a table that never changes."""
+        self._settle()
+        return self._copy()
 
     def mapped(self, function: Callable[[Row], Row]) -> Self:
         """The table of what a function makes of each row."""
-        return type(self)(map(function, self._rows.values()))
+        return type(self)(map(function, self._settled().values()))
 
     # -- the index
 
@@ -78,36 +105,39 @@ class Table(Mapping[str, Row], Generic[Row]):
         for mark in marks:
             if (names := self._marked.get(mark)) is not None:
                 found += len(names)
+            if self._more:
+                found += self._more.get(mark, 0)
         return found
 
     def marked(self, *marks: Hashable) -> list[Row]:
         """The rows with one of these marks, of which no row has two, in order."""
+        self._settle()
         found = [self._rows[name] for mark in marks if mark in self._marked for name in self._marked[mark]]
         return sorted(found, key=self.place)
 
     # -- the rows
 
     def __getitem__(self, name: str) -> Row:
-        return self._rows[name]
+        return self._taken[name] if self._taken and name in self._taken else self._rows[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The row of this id."""
-        return self._rows.get(name, default)
+        return self._taken[name] if self._taken and name in self._taken else self._rows.get(name, default)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return bool(self._taken and name in self._taken) or name in self._rows
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._settled())
 
     def __iter__(self) -> Iterator[str]:
-        return iter([row.id for row in sorted(self._rows.values(), key=self.place)])
+        return iter([row.id for row in sorted(self._settled().values(), key=self.place)])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and self._rows == other._rows
+        return isinstance(other, Table) and self._settled() == other._settled()
 
     def __hash__(self) -> int:
-        return hash(self._rows)
+        return hash(self._settled())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.values())})"
@@ -125,9 +155,15 @@ class Table(Mapping[str, Row], Generic[Row]):
     # -- both together
 
     def _changed(self, before: Row | None, after: Row | None) -> Self:
+        table = self._copy()
+        table._change(before, after)
+        return table
+
+    def _copy(self) -> Self:
+        """A table of its own that is not open."""
         table = type(self).__new__(type(self))
         table._rows, table._marked, table.weight = self._rows, self._marked, self.weight
-        table._change(before, after)
+        table._taken, table._came, table._more = None, {}, {}
         return table
 
     def _change(self, before: Row | None, after: Row | None) -> None:
@@ -148,6 +184,49 @@ class Table(Mapping[str, Row], Generic[Row]):
                 if mark not in now:
                     rest = self._marked[mark].remove(before.id)
                     self._marked = self._marked.insert(mark, rest) if rest else self._marked.remove(mark)
+
+    # -- an open table
+
+    def _open(self) -> None:
+        """From now on it notes the rows that have come, by mark whose rows have come or gone, and how many more."""
+        self._taken, self._came, self._more = {}, {}, {}
+
+    def _take(self, before: Row | None, after: Row) -> None:
+        """Note a row, and for each of its marks whether it has come or gone since the index was last made."""
+        assert self._taken is not None
+        left, now = () if before is None else self.marks(before), self.marks(after)
+        self.weight += self.weigh(after) - (0 if before is None else self.weigh(before))
+        self._taken[after.id] = after
+        if left == now:
+            return
+        for mark in left:
+            if mark not in now:
+                self._move(mark, after.id, comes=False)
+        for mark in now:
+            if mark not in left:
+                self._move(mark, after.id, comes=True)
+
+    def _move(self, mark: Hashable, name: str, comes: bool) -> None:
+        moved = self._came.setdefault(mark, {})
+        if moved.pop(name, comes) == comes:  # else it is where it was
+            moved[name] = comes
+        self._more[mark] = self._more.get(mark, 0) + (1 if comes else -1)
+
+    def _settled(self) -> "HashTrieMap[str, Row]":
+        self._settle()
+        return self._rows
+
+    def _settle(self) -> None:
+        """Take all that was noted into rows and index."""
+        if not self._taken:
+            return
+        self._rows = self._rows.update(self._taken)
+        for mark, moved in self._came.items():
+            names = self._marked.get(mark, _NOBODY).update([name for name, comes in moved.items() if comes])
+            if gone := [name for name, comes in moved.items() if not comes]:
+                names = HashTrieSet() if len(gone) == len(names) else names.difference(HashTrieSet(gone))
+            self._marked = self._marked.insert(mark, names) if names else self._marked.discard(mark)
+        self._open()
 
 
 _NOBODY: "HashTrieSet[str]" = HashTrieSet()

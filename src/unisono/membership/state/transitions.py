@@ -219,12 +219,14 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     )
     update.actions.append(Forget(number))
     survivors = {worker.id for worker in before.workers.those(("arrived",))}
-    for name, message in new.messages(before.minted, survivors):
-        worker = before.workers[name]
-        pulse = worker.signs.pulse
-        pulse = pulse.model_copy(update={"still_s": 0.0}) if pulse.still_s else pulse
-        signs = changed(worker.signs, at=update.now, pulse=pulse)
-        update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
+    with update.in_bulk():
+        for name, message in new.messages(before.minted, survivors):
+            worker = before.workers[name]
+            pulse = worker.signs.pulse
+            pulse = pulse.model_copy(update={"still_s": 0.0}) if pulse.still_s else pulse
+            signs = changed(worker.signs, at=update.now, pulse=pulse)
+            update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
+    candidates = {worker.id for worker in before.candidates} if before.lost else ()
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
     update.set(lost=(), broken=False, formed=False, seconds={})
@@ -233,7 +235,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         generation=number,
         workers=[seat.worker for seat in seats],
         joined=[seat.worker for seat in seats if seat.joins or before.minted is None],
-        lost=[name for name in before.lost if name not in {worker.id for worker in before.candidates}],
+        lost=[name for name in before.lost if name not in candidates],
         source=seats[source].worker,
         shards=[len(split.of(rank)) for rank in range(split.workers)],
         seconds=0.0 if before.due_since is None else round(update.now - before.due_since, 3),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -20,6 +22,9 @@ from unisono.study.simulation.training import SimulatedTraining
 MOST_MARKS = 2000
 """Changes of the number of workers that are kept for pictures."""
 
+COLLECTED_EACH = (300_000, 20, 100)
+"""Objects, and collections of younger ones, after which Python looks for cycles."""
+
 
 def simulate(
     scenario: Scenario, seed: int, until_s: float, traces: Mapping[str, MarketTrace] | None = None
@@ -32,7 +37,19 @@ def simulate(
         until_s: the virtual seconds after which it is given up.
         traces: the traces of kinds of hosts, by their names.
     """
-    return _SimulatedRun(scenario, seed, until_s, traces or {}).play()
+    with _few_collections():
+        return _SimulatedRun(scenario, seed, until_s, traces or {}).play()
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Rows of all workers come and go with each event, few of them in cycles: looking for these takes a third."""
+    before = gc.get_threshold()
+    gc.set_threshold(*(max(found, few) if found else 0 for found, few in zip(before, COLLECTED_EACH, strict=True)))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _SimulatedRun(Agenda):
