@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 
 from unisono.membership.messages import Pulse
-from unisono.membership.state.rows import Signs, Worker
+from unisono.membership.state.rows import Phase, Signs, Worker
 from unisono.membership.state.tables import WorkerTable
 
 pytestmark = pytest.mark.unit
 
-PHASES = ("asked", "ready", "working", "arrived")
+PHASES: tuple[Phase, ...] = ("asked", "ready", "working", "arrived")
 MARKS = [*product(PHASES, (False, True), (False, True)), *product("ab", ("candidate", "member")), "waits", "forms"]
 
 

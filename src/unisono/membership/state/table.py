@@ -1,6 +1,7 @@
 """Rows by id, as a value that never changes, and the index beside them."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from pydantic import GetCoreSchemaHandler
@@ -223,8 +224,8 @@ class Table(Mapping[str, Row], Generic[Row]):
         self._rows = self._rows.update(self._taken)
         for mark, moved in self._came.items():
             names = self._marked.get(mark, _NOBODY).update([name for name, comes in moved.items() if comes])
-            if gone := [name for name, comes in moved.items() if not comes]:
-                names = HashTrieSet() if len(gone) == len(names) else names.difference(HashTrieSet(gone))
+            gone = [name for name, comes in moved.items() if not comes]
+            names = _NOBODY if len(gone) == len(names) else reduce(HashTrieSet.remove, gone, names)
             self._marked = self._marked.insert(mark, names) if names else self._marked.discard(mark)
         self._open()
 
