@@ -82,6 +82,15 @@ def test_fields_that_no_script_logs_are_no_metrics() -> None:
     assert RESERVED <= OWN
 
 
+def test_curvature_is_no_metric_of_a_script_and_layers_are_drawn_as_one_with_their_range() -> None:
+    curves = Curves()
+    layers = {f"confidence/{number}": number / 200 for number in range(200)}
+    curves.add({"step": 3, "loss": 1.0, "critical_sharpness": 5.0, **layers, "acc": 0.5})
+    assert curves.points.keys() == {"loss", "critical_sharpness", "confidence", "metric/acc"}
+    assert curves.since({})["confidence"]["rows"] == [[3, None, 0.0, 0.995, 0.4975]]
+    assert not curves.left_out
+
+
 @pytest.mark.parametrize("value", [None, True, "7", [1], {}, float("nan"), float("inf"), 1e301, 10**400])
 def test_what_is_no_finite_number_is_not_drawn(value: Any) -> None:
     curves = Curves()

@@ -22,6 +22,10 @@ Product = Callable[[Vector], Vector]
 TOLERANCE = 1e-3
 """Of the largest eigenvalue, relative: what another product still changes. Twice in a row, and it is found."""
 
+FIGURES = ("critical_step", "critical_sharpness", "largest_eigenvalue", "hessian_trace")
+CONFIDENCE = "confidence/"
+"""What comes before the name of a layer."""
+
 MOST_PASSES = 20
 FINEST = 1.1
 """The interval in which the critical step lies, as a ratio of its ends."""
@@ -89,12 +93,10 @@ class Curvature:
     @property
     def figures(self) -> dict[str, float]:
         """What was asked for and is finite, by the name that it has in the step's line of ``metrics.jsonl``."""
+        values = self.critical_step, self.critical_sharpness, self.largest, self.trace
         found = {
-            "critical_step": self.critical_step,
-            "critical_sharpness": self.critical_sharpness,
-            "largest_eigenvalue": self.largest,
-            "hessian_trace": self.trace,
-            **{f"confidence/{layer}": value for layer, value in self.confidence.items()},
+            **dict(zip(FIGURES, values, strict=True)),
+            **{f"{CONFIDENCE}{layer}": value for layer, value in self.confidence.items()},
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 

@@ -6,17 +6,22 @@ from typing import Any, NamedTuple
 
 from unisono.dashboard.thinned import Mark, Thinned
 
+CURVATURE = ("critical_sharpness", "critical_step", "largest_eigenvalue", "hessian_trace")
+CONFIDENCE = "confidence/"
+"""Of layers, one field each."""
+
 OWN = frozenset(
     (
         *("step", "epoch", "position", "loss", "losses", "lr", "generation", "world_size", "seconds", "samples_per_s"),
         *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting", "norms"),
         *("strategy", "round", "time", "shard_s", "gradient_norm", "gradient_variance", "gradient_signal"),
         *("noise_scale", "ada_scale_gain", "loss_variance"),
+        *CURVATURE,
     )
 )
 """Fields of a line that no script has logged."""
 
-DRAWN = ("loss", "samples_per_s", "batch_size", "noise_scale", "gradient_norm")
+DRAWN = ("loss", "samples_per_s", "batch_size", "noise_scale", "gradient_norm", *CURVATURE)
 PARTS = ("data", "compute", "exposed_communication", "update", "total")
 """Of ``seconds``."""
 
@@ -86,14 +91,20 @@ class Curves:
             self.latest = line
             for name, value in _of_step(line):
                 self.put(name, step, time, value)
+        layers = list[Any]()
         for name, value in line.items():
-            if name not in OWN:
+            if name in OWN:
+                continue
+            if name.startswith(CONFIDENCE):
+                layers.append(value)
+            else:
                 self.put(f"metric/{name[:LONGEST_NAME]}", step, time, value)
+        self.put("confidence", step, time, *layers)
 
-    def put(self, name: str, step: int, time: float | None, value: Any) -> None:
-        """Take one figure; nothing, if it is no finite number."""
-        found = number(value)
-        if found is None:
+    def put(self, name: str, step: int, time: float | None, *values: Any) -> None:
+        """Take a figure, or several that are drawn as one with its range; nothing of what is no finite number."""
+        found = [one for one in map(number, values) if one is not None]
+        if not found:
             return
         points = self.points.get(name)
         if points is None:
@@ -101,7 +112,7 @@ class Curves:
                 self.left_out = True
                 return
             points = self.points[name] = Thinned(_merged)
-        points.add(Point(step, time, found, found, found, 1))
+        points.add(Point(step, time, min(found), max(found), sum(found), len(found)))
 
     def since(self, seen: dict[str, Mark]) -> dict[str, Any]:
         """For the browser: what somebody has not seen yet, by name. Notes in ``seen`` that he has."""

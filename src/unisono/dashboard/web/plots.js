@@ -13,6 +13,7 @@ function plan(run) {
   found.push({ id: "seconds", cuts: true, title: "Seconds of a step", format: seconds, curves: [["seconds/compute", "computing"], ["seconds/exposed_communication", "exposed communication"], ["seconds/data", "data"], ["seconds/update", "update"]] });
   found.push({ id: "shards", cuts: true, title: "Seconds per shard", format: seconds, curves: run.names("shard_s/").map((name) => [name, `rank ${name.slice(8)}`]) });
   found.push(one("lr", "Learning rate", "lr"), one("batch", "Batch size", "batch_size"), one("noise", "Noise scale", "noise_scale"), one("norm", "Gradient norm", "gradient_norm"));
+  found.push(one("sharpness", "Critical sharpness", "critical_sharpness"), one("step", "Critical step", "critical_step"), one("eigenvalue", "Largest eigenvalue", "largest_eigenvalue"), one("trace", "Trace of the Hessian", "hessian_trace"), one("confidence", "Confidence, mean of layers", "confidence"));
   for (const name of run.names("observed/")) found.push(one(name, `Observed: ${name.slice(9)}`, name));
   return found.filter(({ curves }) => curves.some(([name]) => run.get(name).length));
 }

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.adapt.curvature import CONFIDENCE, FIGURES
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.order import Order
 from unisono.errors import JobError
@@ -27,6 +28,7 @@ RESERVED = frozenset(
         *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting"),
         *("norms", "strategy", "round", "time", "shard_s"),
         *NAMES,
+        *FIGURES,
     )
 )
 """What lines of ``metrics.jsonl`` have."""
@@ -130,7 +132,7 @@ def metric(name: Any, value: Any) -> float:
     """
     if not isinstance(name, str):
         raise JobError(f"run.log({short(name)}, …): needs a name, as text")
-    if name in RESERVED:
+    if name in RESERVED or name.startswith(CONFIDENCE):
         raise JobError(f"run.log({short(name)}): metrics.jsonl uses this name for itself; choose another")
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
