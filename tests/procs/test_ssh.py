@@ -1,11 +1,14 @@
 """Jobs whose hosts one command starts over ssh: a real sshd, on a host of its own."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,7 @@ class Job(Trained):
 
     def agent(self) -> psutil.Process:
         """The process of the other host's agent."""
-        return next(one for one in self.there.processes if "unisono.cli.over_ssh" in one.cmdline())
+        return next(one for one in self.there.processes if "unisono.cli.over_ssh" in _words(one))
 
     @property
     def text(self) -> str:
@@ -84,6 +87,16 @@ class Job(Trained):
         for process in self._started:
             process.kill()
             process.wait()
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):  # it has just ended
+        return list(process.cmdline())
+    return []
+
+
+def _of_the_job(host: SshHost) -> list[psutil.Process]:
+    return [one for one in host.processes if "unisono" in " ".join(_words(one))]
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +178,50 @@ def test_a_host_with_another_python_is_named_with_what_to_do(job: Job, python: s
     assert words in job.text, job.text
 
 
+ASTRAY = """#!/bin/sh
+export PYTHONPATH={folder}
+exec {python} "$@"
+"""
+
+AN_HOUR_OFF = """
+import time
+real, real_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: real() + {off}, lambda: real_ns() + {off} * 10**9
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_compute_other_bits_are_refused_with_the_operations_and_the_cure(job: Job) -> None:
+    """Of one capability by its name, as processors of two makers are."""
+    python = job.folder / "another"
+    python.write_text(f'#!/bin/sh\nexport MKL_CBWR=COMPATIBLE\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    job.run("--hosts", "localhost:1,hostb:1", "--python", str(python))
+    assert job.ends() == 1, job.text
+    told = r"rank 1 on host hostb .* than rank 0 on host hosta.*bits of a matrix product: .*run --numerics portable"
+    assert re.search(f"JobMismatch: {told}", job.text, re.DOTALL), job.text
+    assert not job.steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("off", [-3600, 3600])
+def test_a_host_whose_clock_is_an_hour_off_trains_along(job: Job, small_serial: str, off: int) -> None:
+    """Of its Python programs; what OpenSSL reads is in tests/unit/test_entrance.py."""
+    (job.folder / "sitecustomize.py").write_text(AN_HOUR_OFF.format(off=off))
+    python = job.folder / "astray"
+    python.write_text(ASTRAY.format(folder=job.folder, python=sys.executable))
+    python.chmod(0o755)
+    begun = time.time()
+    job.run("--hosts", "localhost:1,hostb:1", "--python", str(python), "--timeline", pace_s=0.2)
+    job.until_both_train()
+    job.hurry()
+    assert job.ends() == 0, job.text
+    assert job.end() == small_serial
+    assert job.steps == list(range(40))
+    begins = [json.loads(path.read_text().splitlines()[0])["time"] for path in (job.run_dir / "timeline").iterdir()]
+    assert sorted(round((one - begun) / off) for one in begins) == [0, 1], "no clock was wrong"
+
+
 def test_the_exit_code_and_the_lines_of_a_script_come_home_from_another_host(job: Job) -> None:
     script = job.folder / "fails.py"
     script.write_text("import sys; print('about to fail', flush=True); sys.exit(7)")
@@ -184,6 +241,37 @@ def test_a_launcher_that_is_killed_takes_everything_on_all_hosts_with_it(job: Jo
     job.there.until_nothing_runs()
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
     assert not list(Path(os.environ["TMPDIR"]).glob("unisono-*/token"))
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("ssh", "kill")
+def test_a_launcher_that_is_killed_while_a_host_is_starting_leaves_nothing_there(job: Job) -> None:
+    process = job.run("--hosts", "localhost:1,hostb:2", pace_s=0.2)
+    job.until(lambda: [one for one in job.there.processes if "unisono.cli.over_ssh" in _words(one)], "an agent's start")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    job.there.until_nothing_runs()
+    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+    assert not list(Path(os.environ["TMPDIR"]).glob("unisono-*/token"))
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("ssh", "kill")
+def test_a_host_that_vanishes_is_given_up_and_ends_by_itself(job: Job, small_serial: str) -> None:
+    process = job.run("--hosts", "localhost:1,hostb:2", "--failure-timeout-s", "6", pace_s=0.2)
+    job.until_both_train()
+    job.there.host.cable("down")
+    try:
+        job.until(lambda: job.journal("minted")[-1]["generation"] > 1, "a generation without the host")
+        job.until(lambda: not _of_the_job(job.there), "the end of all workers there")  # but sshd waits for the cable
+        job.hurry()
+        assert process.wait(PATIENCE_S) == 0, job.text
+    finally:
+        job.there.host.cable("up")
+    assert job.ends() == 0
+    assert job.end() == small_serial
+    assert job.steps == list(range(40))
 
 
 @pytest.mark.slow

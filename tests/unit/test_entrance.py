@@ -1,10 +1,11 @@
 import os
+import re
 import shutil
 import socket
 import ssl
 import stat
 import subprocess
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed import HashStore
 
 from unisono.errors import JobError
 from unisono.host.certificate import Certificate
-from unisono.launch.elastic.address import Whereabouts, address_of
+from unisono.launch.elastic.address import Address, Whereabouts, address_of, distrusted
 from unisono.launch.elastic.coordinator_process import Listening, invitation, server_command
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.elastic.entrance import Entrance, certificate_file, make_certificate
@@ -20,6 +21,7 @@ from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership import listener, server
 from unisono.membership.messages import Neighbour, NewGeneration, Ranks
 from unisono.membership.token import context_for, is_private, make_token, read_token, token_file
+from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import PeerListener
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.forming import ElasticRendezvous
@@ -157,21 +159,28 @@ def own(tmp_path: Path) -> Certificate:
 
 def is_believed(shown: Certificate, trusted: Path | None, host: str = "elsewhere") -> bool:
     """Whether a handshake succeeds, without a network."""
-    context = context_for(f"https://{host}:1", trusted)
-    assert context is not None
+    try:
+        return shakes_hands(context_for(f"https://{host}:1", trusted), served(shown), host)
+    except ssl.SSLCertVerificationError:
+        return False
+
+
+def served(shown: Certificate) -> ssl.SSLContext:
     serves = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serves.load_cert_chain(shown.chain, shown.key)
+    return serves
+
+
+def shakes_hands(calls: ssl.SSLContext | None, serves: ssl.SSLContext | None, host: str = "elsewhere") -> bool:
+    assert calls is not None
+    assert serves is not None
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = context.wrap_bio(back, there, server_hostname=host)
+    client = calls.wrap_bio(back, there, server_hostname=host)
     peer = serves.wrap_bio(there, back, server_side=True)
     for _ in range(4):
         for side in (client, peer):
-            try:
+            with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
-            except ssl.SSLWantReadError:
-                pass
-            except ssl.SSLCertVerificationError:
-                return False
     return client.cipher() is not None
 
 
@@ -208,6 +217,60 @@ def test_an_authority_vouches_for_a_name_only(tmp_path: Path) -> None:
     node = signed(tmp_path, "node1", authority)
     assert is_believed(node, authority.chain, "node1")
     assert not is_believed(node, authority.chain, "node2")
+
+
+@with_openssl
+def test_clocks_decide_nothing_about_a_pinned_certificate(tmp_path: Path) -> None:
+    pinned = of_the_future(tmp_path, "CA:FALSE")
+    assert is_believed(pinned, pinned.chain)
+    network = NetworkKeys("secret", pinned.chain.read_text() + pinned.key.read_text())
+    assert shakes_hands(network.context(calls=True), network.context(calls=False))
+
+
+@with_openssl
+def test_they_do_about_an_authority_and_the_person_is_told_what_its_clock_shows(tmp_path: Path) -> None:
+    authority = of_the_future(tmp_path, "CA:TRUE")
+    node = signed(tmp_path, "node1", authority)
+    with pytest.raises(ssl.SSLCertVerificationError) as refused:
+        shakes_hands(context_for("https://node1:1", authority.chain), served(node), "node1")
+    words = str(distrusted(Address("https://node1:1", "", authority.chain), refused.value))
+    assert re.search(r"not yet valid.* Is the clock of this host right\? It shows 20\d\d-", words)
+
+
+OF_THE_FUTURE = """\
+[req]
+prompt = no
+distinguished_name = who
+[who]
+CN = node1
+[ca]
+default_ca = here
+[here]
+database = {folder}/index
+new_certs_dir = {folder}
+rand_serial = yes
+default_md = sha256
+policy = any
+x509_extensions = what
+[any]
+commonName = supplied
+[what]
+basicConstraints = critical, {constraint}
+"""
+
+
+def of_the_future(folder: Path, constraint: str) -> Certificate:
+    """A certificate that becomes valid in 2099: what one of today is on a host whose clock is behind."""
+    made, configuration = Certificate(folder / "future.pem", folder / "future.key"), folder / "configuration"
+    configuration.write_text(OF_THE_FUTURE.format(folder=folder, constraint=constraint))
+    (folder / "index").touch()
+    where = ["-config", str(configuration)]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(made.key)]
+    run("req", "-new", *where, *key, "-out", str(folder / "request"))
+    dates = ["-startdate", "20990101000000Z", "-enddate", "21000101000000Z"]
+    request = ["-keyfile", str(made.key), "-in", str(folder / "request"), "-out", str(made.chain)]
+    run("ca", "-batch", "-selfsign", "-notext", *where, *request, *dates)
+    return made
 
 
 def signed(folder: Path, name: str, by: Certificate | None) -> Certificate:

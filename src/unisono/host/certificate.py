@@ -2,6 +2,7 @@
 
 import ipaddress
 import shutil
+import ssl
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +10,10 @@ from pathlib import Path
 
 DAYS = 3650
 """A certificate of ours is trusted for what it is, and its date protects nobody."""
+
+PINNED = ssl.VerifyFlags(ssl.VERIFY_X509_PARTIAL_CHAIN | 0x200000)
+"""Flags for whom exactly one certificate is right, on hosts whose clocks are wrong, too (``X509_V_FLAG_NO_CHECK_TIME``,
+for which Python has no name)."""
 
 OPENSSL_S = 60.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 
 from unisono.errors import JobError, LaunchError, NoProgress, Unreadable, WorkerLost
-from unisono.host.certificate import NoCertificate, make
+from unisono.host.certificate import PINNED, NoCertificate, make
 from unisono.received import parse_json, short
 from unisono.reduce.admission import PATIENCE_S, Admission, call_again, identify, present
 from unisono.reduce.peers import RendezvousStore, limit
@@ -97,7 +97,7 @@ class NetworkKeys:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # who holds the key belongs here, wherever it is
         context.verify_mode = ssl.CERT_REQUIRED
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.verify_flags |= PINNED
         certificate, end, _ = self.pem.partition(_CERTIFICATE_ENDS)
         context.load_verify_locations(cadata=f"{certificate}{end}\n")
         if not calls:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import ssl
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -137,10 +138,16 @@ def address_of(run_dir: Path, certificate: Path | None = None, token: Path | Non
 def distrusted(address: Address, error: ssl.SSLCertVerificationError) -> JobError:
     """Whoever answers there is not the coordinator, as far as anybody can tell."""
     wanted = f"not the one of {address.certificate}" if address.certificate else "one that this system does not trust"
+    cure = "Give --certificate with a copy of 'certificate.pem' from the job's run folder"
+    if error.verify_code in _DATES:
+        cure = f"Is the clock of this host right? It shows {time.strftime('%Y-%m-%d %H:%M:%S %z')}. " + cure
     return JobError(
-        f"the certificate of {address.url} is {wanted} ({error.verify_message}); it was not sent the token. "
-        f"Give --certificate with a copy of 'certificate.pem' from the job's run folder"
+        f"the certificate of {address.url} is {wanted} ({error.verify_message}); it was not sent the token. {cure}"
     )
+
+
+_DATES = {9, 10}
+"""OpenSSL's codes for a certificate that is not valid yet, or not any more."""
 
 
 def _private(url: str) -> str:
