@@ -256,7 +256,7 @@ nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through 
 bench-network: $(BENCH_READY)  ## how much of the communication is hidden over a slow network; needs root
 	@$(BIN)/python -m benchmarks network $(OPTIONS)
 
-bench-data-network: $(READY)  ## the network between hosts: Gloo, sockets of our own, and these with TLS; needs root
+bench-data-network: $(READY)  ## the network between hosts: Gloo, sockets of our own, these with TLS, a job that strangers call; needs root
 	@$(BIN)/python -m benchmarks data-network $(OPTIONS)
 
 bench-topologies: $(READY)  ## ring, tree, star, direct and a server over a slow network: predicted and measured; needs root

@@ -48,6 +48,7 @@ from benchmarks.link import Cable, NoLink
 from benchmarks.open_files import TooFewFiles
 from benchmarks.report import RESULTS, Report
 from benchmarks.stage import StageFailed
+from benchmarks.strangers import Siege
 from benchmarks.task import Update
 from benchmarks.workloads import WORKLOADS
 from unisono.errors import LaunchError
@@ -196,17 +197,22 @@ def data_network_command(
     size: Annotated[list[int] | None, typer.Option(help="bytes of a bucket; repeat for more")] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
+    calls: Annotated[int, typer.Option(help="of strangers beside a job, in the end; 0 to leave that out")] = 10_000,
+    only_strangers: Annotated[bool, typer.Option("--only-strangers", help="that alone")] = False,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
     """The network between hosts: Gloo, our own sockets, and these with TLS: needs root."""
     usual = data_network.Choice()
     choice = data_network.Choice(
-        cables=tuple(Cable(each) for each in rate) if rate else usual.cables[: 1 if quick else None],
+        cables=()
+        if only_strangers
+        else tuple(Cable(each) for each in rate or ()) or usual.cables[: 1 if quick else None],
         sizes=tuple(size or (usual.sizes[:2] if quick else usual.sizes)),
         rounds=rounds or (1 if quick else usual.rounds),
         turns=2 if quick else usual.turns,
         seed=seed,
+        siege=Siege(calls, turns=2 if quick else Siege().turns) if calls else None,
     )
     try:
         _publish(data_network.run(choice), output)

@@ -1,9 +1,10 @@
-"""The network between hosts: Gloo, our own sockets, and our own with TLS, over cables between two hosts."""
+"""The network between hosts: Gloo, our own sockets, and our own with TLS; and a job whose hosts strangers call."""
 
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from benchmarks.allreduce import shown_size, shown_time
 from benchmarks.crew import Crew
@@ -13,6 +14,7 @@ from benchmarks.link import Cable, slow_link
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.networked import NETWORKS, Networked, NetworkedTimes
 from benchmarks.report import Grid, Report
+from benchmarks.strangers import Siege, besieged
 
 FAST = Cable("100gbit", "0ms", "16mb")
 """So fast that the processors are the limit."""
@@ -28,6 +30,7 @@ class Choice:
         rounds: fresh processes.
         turns: of each network, for each size.
         seed: of the order.
+        siege: a job among strangers, in the end; None to leave it out.
     """
 
     cables: tuple[Cable, ...] = (FAST, Cable("1gbit", "1ms"))
@@ -35,6 +38,7 @@ class Choice:
     rounds: int = 3
     turns: int = 5
     seed: int = 0
+    siege: Siege | None = field(default_factory=Siege)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ def run(choice: Choice) -> Report:
     """
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     task = Networked(sizes=choice.sizes, turns=choice.turns, seed=choice.seed)
-    grids, figures, failures, right = [], {}, [], True
+    grids, failures, right = [], [], True
+    figures: dict[str, Any] = {}
     for cable in choice.cables:
         with slow_link(cable) as link:
             entry = Entry("data network", Crew(link.hosts), "networked", task, NetworkedTimes)
@@ -80,6 +85,12 @@ def run(choice: Choice) -> Report:
         right &= all(worker.is_right for one in found.runs for worker in one)
         grids.append(grid(link.speed, rows, right=right))
         figures[link.speed] = [asdict(one) for one in rows]
+    if choice.siege is not None:
+        with slow_link(FAST) as link:
+            among = besieged(choice.siege, link)
+        grids.append(among.grid())
+        figures["among strangers"] = asdict(among)
+        failures += ["workers were lost among strangers"] if among.lost else []
     meter.calibrate()
     return Report(
         name="data-network",

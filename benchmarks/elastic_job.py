@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,7 @@ def running(
     script: Sequence[str],
     variables: Mapping[str, str] | None = None,
     folder: Path | None = None,
+    enter: Sequence[str] = (),
 ) -> Iterator[Job]:
     """A job of ``unisono run`` that is ended with the block, if it runs by then.
 
@@ -133,27 +135,31 @@ def running(
         script: and its arguments.
         variables: on top of the environment.
         folder: of the run; by default one that is removed in the end.
+        enter: what goes before the command, so that it runs on another host.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         run_dir = folder or Path(name) / "run"
         command = ["-m", "unisono", "run", *options, "--run-dir", str(run_dir), *script]
-        with launched(command, variables or {}, run_dir) as job:
+        with launched(command, variables or {}, run_dir, enter) as job:
             yield job
 
 
 @contextmanager
-def launched(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> Iterator[Job]:
+def launched(
+    command: Sequence[str], variables: Mapping[str, str], folder: Path, enter: Sequence[str] = ()
+) -> Iterator[Job]:
     """A program that starts workers, or is one. It is ended with the block, if it runs by then.
 
     Args:
         command: what Python is given.
         variables: on top of the environment.
         folder: where it leaves what it does. Beside it is what it prints.
+        enter: what goes before the command, so that it runs on another host.
     """
     ours = [sys.executable, "-m", "benchmarks.programs.with_its_parent", str(os.getpid())]
     with folder.with_name("output.txt").open("ab") as output:
         process = subprocess.Popen(
-            [*ours, sys.executable, *command],
+            [*ours, *_found(enter), sys.executable, *command],
             cwd=ROOT,
             env={**cleaned(os.environ), **variables},
             stdin=subprocess.DEVNULL,
@@ -167,6 +173,10 @@ def launched(command: Sequence[str], variables: Mapping[str, str], folder: Path)
             process.send_signal(signal.SIGCONT)  # a job that is stopped would not hear the other one
             process.terminate()
         process.wait()
+
+
+def _found(enter: Sequence[str]) -> list[str]:
+    return [shutil.which(enter[0]) or enter[0], *enter[1:]] if enter else []
 
 
 def shared_fork_server() -> dict[str, str]:

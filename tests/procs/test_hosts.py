@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.strangers import strangers
 from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
-from training import SETTINGS
+from training import SETTINGS, Trained
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.elastic.entrance import make_certificate
 
@@ -33,6 +34,7 @@ SILENCE_S = 5.0
 """After which a host is lost."""
 
 LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
+LONGER = {"EPOCHS": "80", "PACE_S": "0.15"}
 
 
 AT_A_HOST = Path(__file__).parent / "scripts" / "at_a_host.py"
@@ -156,7 +158,7 @@ class Job:
 
     def run(self, *options: str, **settings: str) -> Command:
         where = ("--coordinator", f"{self.a.host.address}:0", "--failure-timeout-s", f"{SILENCE_S:g}")
-        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **settings)
+        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **LONGER)
         self._started.append(process)
         return process
 
@@ -177,7 +179,7 @@ class Job:
         )
         for name in ("token", "certificate.pem"):
             shutil.copy2(self.a.run_dir / name, self.b.folder / name)
-        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **settings)
+        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **LONGER)
         self._started.append(process)
         return process
 
@@ -226,6 +228,19 @@ class Job:
         fork_servers = {parent for worker in workers if (parent := worker.parent())}
         return [*psutil.Process(joined.pid).children(recursive=True), *workers, *fork_servers]
 
+    def has_recovered(self, losses: int) -> bool:
+        """Whether so many workers are lost, and both hosts train again."""
+        lost, minted = self.a.journal("lost"), self.a.journal("minted")
+        return len(lost) == losses and minted[-1]["time"] > lost[-1]["time"] and len(self.trains_on()) == 2
+
+    def sockets(self, joined: Command) -> dict[str, int]:
+        """How many the processes have that somebody can call."""
+        coordinator = json.loads((self.a.run_dir / "coordinator.json").read_text())["pid"]
+        found = {"coordinator": coordinator, "launcher": self._started[0].pid, "agent": joined.pid}
+        for worker in self.workers_on(self.a.host):
+            found[f"worker {worker}"] = worker
+        return {name: sum("socket:" in link for link in _open(pid)) for name, pid in found.items()}
+
     def wait(self) -> int:
         """The exit code on host a."""
         return self._started[0].wait()
@@ -272,6 +287,12 @@ def serial(serial_runs: SerialRuns) -> dict[str, Any]:
     found = json.loads((folder / "result.json").read_text())
     assert isinstance(found, dict)
     return found
+
+
+@pytest.fixture(scope="session")
+def longer(serial_runs: SerialRuns) -> Trained:
+    """The undisturbed run of one worker that trains for longer."""
+    return serial_runs(SCRIPT, **LONGER | {"PACE_S": "0"})
 
 
 def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhere_but_in_its_files(
@@ -428,6 +449,45 @@ def test_nobody_takes_part_or_looks_on_who_is_not_let_in(job: Job) -> None:
     stopped = job.b.ask("stop", url, "--token-file", str(token), *trusted)
     assert stopped.returncode == 0, stopped.stderr
     assert job.wait() == 75, job.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_strangers_stop_nobody_add_nothing_and_leave_nothing_behind(job: Job, longer: Trained) -> None:
+    hosts = (job.a.host, job.b.host)
+    with strangers(hosts[1].enter, hosts[1].name, {host.address: host.pid for host in hosts}) as crowd:
+        job.run("-n", "2:3", "--here", "2", "--max-restarts", "30", **LONGER)
+        joined = job.join("-n", "1", **LONGER)
+        job.together()
+        assert crowd.have_overheard()
+        job.until(lambda: len(job.a.steps) > 30, "some steps in peace")
+        before, calls, called, always = job.sockets(joined), 0, set[str](), set[str]()
+        while calls < 10_000 or not called - always:  # until some have called workers on their way to each other
+            losses = len(job.a.journal("lost")) + 1
+            os.kill(job.workers_on(job.b.host)[0], signal.SIGKILL)
+            while not job.has_recovered(losses):
+                crowd.begin(1000, over_s=2.0)
+                ended = crowd.ended()
+                calls += ended["calls"]
+                called |= ended["taken"].keys()
+                always = always & ended["taken"].keys() or ended["taken"].keys()  # coordinator and agents
+            job.together()
+        crowd.hang_up()
+        job.until(lambda: not _more(before, job.sockets(joined)), f"as few sockets as before: {before}")
+        assert job.end() == longer.end(), job.text
+        assert joined.wait() == 0, job.text
+    assert job.a.steps == longer.steps
+    assert len(job.a.journal("lost")) == losses
+
+
+def _open(process: int) -> Iterator[str]:
+    for path in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(OSError):  # it has just been closed
+            yield os.readlink(path)  # noqa: PTH115 (as text)
+
+
+def _more(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in now.items() if count > before[name]}
 
 
 def _told_to_processes() -> Iterator[bytes]:
