@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from unisono.job import Job
 from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono.study.simulation.calibration import measured
 from unisono.study.simulation.scenario import Durations, HostKind, How, Scenario, Workload, read_scenario
-from unisono.study.simulation.search import Goal, command, frontier, mixes, search
+from unisono.study.simulation.search import Goal, Simulate, command, frontier, margins, mixes, search, worth_trying
 from unisono.study.simulation.simulated_run import simulate
 
 pytestmark = pytest.mark.unit
@@ -172,11 +172,52 @@ def test_more_workers_no_longer_pay_where_twice_as_many_are_hardly_faster() -> N
 
 def test_the_cheapest_mix_within_the_deadline_is_found() -> None:
     goal = Goal("cost", deadline_s=2000.0)
-    best, tried = search(SCENARIO, goal, simulated, seeds=4, step_s=0.6)
+    best, tried = search(SCENARIO, goal, simulated, 4, 0.6, [()])
     assert goal.holds(best[0].answer)
     assert best[0].answer.cost.p50 <= min(one.answer.cost.p50 for one in tried if goal.holds(one.answer)) * 1.02
     assert best[0].scenario.hosts[0].count < 4, "steady hosts are ten times as dear"
     assert tried == sorted(tried, key=lambda one: goal.key(one.answer))
+
+
+def priced(cost: Callable[[Scenario], float]) -> Simulate:
+    """Answers as if each scenario cost what a function says, in all seeds."""
+
+    def simulate(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
+        sure = Likelihood.of(seeds, seeds)
+        return [
+            Expectation(Spread(9.0, 9.0), Spread(cost(one), cost(one)), sure, None, {}, 0.0, seeds) for one in scenarios
+        ]
+
+    return simulate
+
+
+def test_policies_that_may_matter_are_searched_and_each_given_set_instead() -> None:
+    def cost(scenario: Scenario) -> float:
+        return scenario.room - 0.5 * ("spot" in scenario.job.policies)
+
+    assert worth_trying(SCENARIO) == [(), ("spot",)]
+    mixed = replace(SCENARIO, hosts=[SLOW, SPOT.model_copy(update={"speed": 2.0})], job=How(policies=("scaling",)))
+    assert worth_trying(mixed) == [(), ("scaling",), ("spot",), ("straggler",)]
+    assert ("goodput",) in worth_trying(replace(SCENARIO, work=SCENARIO.work.model_copy(update={"noise_scale": 9.0})))
+    best, _ = search(SCENARIO, Goal(), priced(cost), seeds=2, step_s=0.6)
+    assert best[0].scenario.job.policies == ("spot",)
+    given, _ = search(SCENARIO, Goal(), priced(cost), 2, 0.6, [("straggler",)])
+    assert {one.scenario.job.policies for one in given} == {("straggler",)}
+
+
+def test_what_the_next_best_would_cost_is_told_for_other_hosts_too_where_the_first_ones_share_theirs() -> None:
+    def cost(scenario: Scenario) -> float:
+        return 1e4 * scenario.hosts[0].count + 1e5 * scenario.hosts[1].count + 10.0 + scenario.job.checkpoint_every
+
+    best, _ = search(SCENARIO, Goal(), priced(cost), seeds=2, step_s=0.6)
+    near, far = margins(best, Goal())
+    assert not near.has_other_hosts
+    assert near.next is best[1]
+    assert far.has_other_hosts
+    assert far.next.hosts != best[0].hosts
+    assert far.share == pytest.approx(far.next.answer.cost.p50 / best[0].answer.cost.p50 - 1)
+    assert 0 <= near.share < far.share
+    assert margins(best[:1], Goal()) == []
 
 
 def test_what_exceeds_the_budget_comes_behind_what_does_not() -> None:
@@ -188,7 +229,7 @@ def test_what_exceeds_the_budget_comes_behind_what_does_not() -> None:
 
 
 def test_the_frontier_has_what_none_beats_in_time_and_cost() -> None:
-    _, tried = search(SCENARIO, Goal(), simulated, seeds=2, step_s=0.6)
+    _, tried = search(SCENARIO, Goal(), simulated, 2, 0.6, [()])
     best = frontier(tried)
     for one in best:
         assert not any(
@@ -263,7 +304,9 @@ def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
     assert found["extrapolation"] is True
     assert found["figures"]["a_c"] == {"value": 0.5, "source": "given"}
     assert {one["figure"] for one in found["guesses"]} <= set(found["figures"])
-    assert found["candidates"]
+    assert {"spot"} & {name for one in found["candidates"] for name in one["policies"]}
+    assert found["candidates"][0]["command"].startswith("unisono run -n 1:")
+    assert found["margins"]
     page = (out / "report.html").read_text()
     assert "extrapolation" in page
     assert "unisono run -n" in page

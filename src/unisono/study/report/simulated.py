@@ -10,7 +10,7 @@ from unisono.study.report.charts import Chart
 from unisono.study.report.document import Block, Document, Section
 from unisono.study.report.written_table import Field, WrittenTable
 from unisono.study.simulation.answers import Expectation, Likelihood, enough
-from unisono.study.simulation.search import Goal, command
+from unisono.study.simulation.search import Candidate, Goal, Margin, command, margins
 from unisono.study.simulation.simulation import Simulation
 
 ASSUMED: tuple[str, ...] = (
@@ -35,6 +35,8 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("repeated", "Steps that were computed again, since nobody was left who had their result, and broken-off steps."),
     ("waiting", "Too few workers, or a job that all had left."),
 )
+
+MARKET = "unisono.SpotPolicy needs a market, which the script gives it."
 
 
 def simulated_document(found: Simulation, pictures: Sequence[Chart], title: str) -> Document:
@@ -90,19 +92,25 @@ def _advice(found: Simulation) -> list[str]:
     best = found.candidates[0]
     if not found.wish.holds(best.answer):
         return [*said, f"No candidate is within the limits. The nearest: {best.hosts}."]
-    return [*said, f"Take {best.hosts}{_margin(found)}: {command(best.scenario)}"]
+    taken = f"Take {_way(best)}: {command(best.scenario)}"
+    spot = "spot" in best.scenario.job.policies
+    beside = [_margin(each, found.wish) for each in margins(found.candidates, found.wish)]
+    return [*said, taken, *beside, *(["The command has no policy spot: " + MARKET] if spot else [])]
 
 
-def _margin(found: Simulation) -> str:
-    """Beside the next best that has other hosts."""
-    best = found.candidates[0]
-    others = [one for one in found.candidates[1:] if one.hosts != best.hosts]
-    if not others:
-        return ""
-    cost = found.wish.aim == "cost"
-    mine, theirs = (one.answer.cost.p50 if cost else one.answer.seconds.p50 for one in (best, others[0]))
-    what = "dearer" if cost else "slower"
-    return f" (the next best, {others[0].hosts}, is {percent(theirs / mine - 1)} {what})" if mine else ""
+def _way(one: Candidate) -> str:
+    return f"{one.hosts}, checkpoints {one.checkpoints}, policies {one.policies}"
+
+
+def _margin(one: Margin, wish: Goal) -> str:
+    """What the next best is, and what it costs more."""
+    who = "The next best with other hosts" if one.has_other_hosts else "The next best with the same hosts"
+    more, less = ("dearer", "cheaper") if wish.aim == "cost" else ("slower", "faster")
+    much = (
+        f"is {percent(abs(one.share))} {more if one.share > 0 else less}" if abs(one.share) >= 0.001 else "is as good"
+    )
+    limits = "" if one.holds else ", and is not within the limits"
+    return f"{who} ({_way(one.next)}) {much} in the median{limits}."
 
 
 def _answers(found: Simulation) -> WrittenTable:
@@ -140,7 +148,7 @@ def _candidates(found: Simulation) -> list[Section]:
     rows = [
         [
             Field(one.hosts),
-            Field(", ".join(one.scenario.job.policies) or "none"),
+            Field(one.policies),
             Field(str(one.scenario.job.checkpoint_every or "none")),
             *_fields(one.answer, found.wish),
         ]

@@ -11,7 +11,7 @@ from unisono.errors import JobError
 from unisono.study.simulation.answers import Expectation, WorkerRate, answer, rates
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.scenario import Scenario
-from unisono.study.simulation.search import FEW_SEEDS, Candidate, Goal, search
+from unisono.study.simulation.search import FEW_SEEDS, Candidate, Goal, command, margins, search
 from unisono.study.simulation.seeds import Request, outcomes
 
 GUESS = 2.0
@@ -92,7 +92,8 @@ class SimulationSettings:
 
     Attributes:
         wish: the limits, and what is searched for.
-        policies: sets of policies to put side by side; none for the scenario's own.
+        policies: sets of policies to put side by side, and to search among; none for the scenario's own, and for all
+            that may matter.
         seeds: the number of seeds.
         first_seed: the first of them.
         processes: the number of processes that simulate.
@@ -123,7 +124,7 @@ def until_s(scenario: Scenario, deadline_s: float | None) -> float:
 
 
 def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
-    """Expectation what is asked.
+    """Simulate what is asked.
 
     Raises:
         JobError: a policy is unknown, a trace cannot be read, or the simulated job fails.
@@ -146,7 +147,7 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
     guesses = _guesses(scenario, asked)
     if not asked.searches:
         return Simulation(scenario, asked.wish, variants, known, guesses)
-    best, tried = search(scenario, asked.wish, simulate, asked.seeds, step_s)
+    best, tried = search(scenario, asked.wish, simulate, asked.seeds, step_s, asked.policies)
     return Simulation(scenario, asked.wish, variants, known, guesses, best, tried)
 
 
@@ -203,9 +204,21 @@ def as_json(found: Simulation) -> Mapping[str, object]:
                 "hosts": one.hosts,
                 "checkpoint_every": one.scenario.job.checkpoint_every,
                 "policies": list(one.scenario.job.policies),
+                "command": command(one.scenario),
+                "holds": found.wish.holds(one.answer),
                 **_written(one.answer),
             }
             for one in found.candidates
+        ],
+        "margins": [
+            {
+                "hosts": one.next.hosts,
+                "checkpoint_every": one.next.scenario.job.checkpoint_every,
+                "policies": list(one.next.scenario.job.policies),
+                "more": one.share if math.isfinite(one.share) else None,
+                "holds": one.holds,
+            }
+            for one in margins(found.candidates, found.wish)
         ],
     }
 
