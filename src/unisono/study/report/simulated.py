@@ -169,7 +169,7 @@ def _rates(found: Simulation) -> WrittenTable:
         ]
         for rate in found.rates
     ]
-    return WrittenTable(["workers", "samples/s", "speedup", ""], rows)
+    return WrittenTable(["workers", "samples/s", "speedup", "from"], rows)
 
 
 def _sources(found: Simulation) -> WrittenTable:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from unisono.study.analysis.estimate import number
 from unisono.study.report.charts import HEIGHT, SERIES, SHAPES, WIDTH, Chart, explain, from_zero, style
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.search import Candidate, frontier
@@ -13,6 +14,9 @@ from unisono.study.simulation.simulation import Simulation
 from unisono.study.spans.picture import FAINT, INK
 
 HOUR_S = 3600.0
+
+LEAST_SPAN = 0.1
+"""Of an axis: what it shows at least, as a share of the largest value."""
 
 
 def simulated_charts(found: Simulation) -> list[Chart]:
@@ -24,7 +28,7 @@ def simulated_charts(found: Simulation) -> list[Chart]:
 
 def _marked(figure: Any, found: Simulation) -> Any:
     if found.is_extrapolation:
-        figure.text(0.995, 0.005, _beyond(found), ha="right", va="bottom", fontsize="x-small", color=SERIES[1])
+        figure.supxlabel(_beyond(found), x=0.995, ha="right", fontsize="x-small", color=SERIES[1])
     return figure
 
 
@@ -50,13 +54,31 @@ def _spread(found: Simulation) -> Chart:
         done = [each for each in variant.outcomes if each.done]
         look = {"color": SERIES[place % len(SERIES)], "marker": SHAPES[place % len(SHAPES)], "alpha": 0.75}
         axis.scatter([each.seconds / HOUR_S for each in done], [each.cost for each in done], label=variant.name, **look)
-    if found.wish.deadline_s is not None:
-        axis.axvline(found.wish.deadline_s / HOUR_S, color=INK, linestyle=":", label="deadline")
-    if found.wish.budget is not None:
-        axis.axhline(found.wish.budget, color=INK, linestyle="--", label="budget")
+    deadline_h = None if found.wish.deadline_s is None else found.wish.deadline_s / HOUR_S
+    several = [each for variant in found.variants for each in variant.outcomes if each.done]
+    _limit(axis.axvline, axis.set_xlim, [each.seconds / HOUR_S for each in several], ("deadline", deadline_h, ":"))
+    _limit(axis.axhline, axis.set_ylim, [each.cost for each in several], ("budget", found.wish.budget, "--"))
     explain(figure, axis)
     words = "Each mark is a seed: the hours until the job was done, and what all hosts cost until then."
     return Chart("time-and-cost", "Time and cost", words, figure)
+
+
+def _limit(
+    line: Callable[..., Any],
+    bounds: Callable[[float, float], Any],
+    values: Sequence[float],
+    limit: tuple[str, float | None, str],
+) -> None:
+    """Have an axis show all values, and a limit if it is near them; else the legend says where it is."""
+    name, at, look = limit
+    low, high = min(values), max(values)
+    near = max(high - low, LEAST_SPAN * high, 1e-9)
+    if at is not None and low - near <= at <= high + near:
+        line(at, color=INK, linestyle=look, label=name)
+        low, high = min(low, at), max(high, at)
+    elif at is not None:
+        line(math.nan, color=INK, linestyle=look, label=f"{name} {number(at)}: outside")
+    bounds(max(0.0, low - 0.15 * near), high + 0.15 * near)
 
 
 def _course(found: Simulation) -> Chart:
@@ -108,12 +130,24 @@ def _frontier(found: Simulation) -> Chart:
     best = frontier(done)
     axis.plot(*_places(best), color=SERIES[0], marker="o", linewidth=1, label="none is better in both")
     axis.scatter(*_places(found.candidates[:1]), color=SERIES[1], marker="*", s=130, zorder=5, label="recommended")
-    for one in best[:6]:
-        place = (one.answer.seconds.p50 / HOUR_S, one.answer.cost.p50)
-        axis.annotate(one.hosts, place, (4, 4), textcoords="offset points", fontsize="x-small", color=INK)
+    _name(axis, [*found.candidates[:1], *best])
     explain(figure, axis)
     words = "Mixes of hosts by median time and cost, with few seeds. The line joins those that no other beats in both."
     return Chart("candidates", "Cost against time", words, figure)
+
+
+def _name(axis: Any, several: Sequence[Candidate]) -> None:
+    """Write hosts beside their marks, towards the middle, but for those too near to one that is named already."""
+    (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
+    named: list[tuple[float, float]] = []
+    for one, hours, cost in zip(several, *_places(several), strict=True):
+        across, up = (hours - left) / (right - left), (cost - low) / (high - low)
+        if not math.isfinite(hours) or any(abs(across - x) < 0.35 and abs(up - y) < 0.08 for x, y in named):
+            continue
+        named.append((across, up))
+        is_left = across < 0.5
+        look = {"textcoords": "offset points", "fontsize": "x-small", "color": INK, "va": "bottom"}
+        axis.annotate(one.hosts, (hours, cost), (6 if is_left else -6, 5), ha="left" if is_left else "right", **look)
 
 
 def _places(several: Sequence[Candidate]) -> tuple[list[float], list[float]]:

@@ -95,7 +95,7 @@ class Margin:
 
     Attributes:
         next: the next best candidate.
-        share: how much more it costs, or takes, in the median, as a share.
+        share: the cost, or the time, that it takes more in the median, as a share of the best one's.
         has_other_hosts: whether it has another mix of hosts.
         holds: whether it is within deadline and budget.
     """
