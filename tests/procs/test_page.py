@@ -197,8 +197,8 @@ def over(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def link(over: Path, tmp_path: Path) -> Iterator[str]:
-    """That of a page of this run folder."""
+def link(over: Path, tmp_path: Path, look: Look) -> Iterator[str]:
+    """That of a page of this run folder. It ends before those who look go, and says nothing of it."""
     output = tmp_path / "page.txt"
     with output.open("wb") as file:
         process = start("page", str(over), cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
@@ -209,6 +209,7 @@ def link(over: Path, tmp_path: Path) -> Iterator[str]:
     yield found[0]
     process.send_signal(signal.SIGINT)
     process.wait(PATIENCE_S)
+    assert len(output.read_text().splitlines()) == 1, output.read_text()
 
 
 PLOTS = {

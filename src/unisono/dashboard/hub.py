@@ -43,6 +43,7 @@ class Hub:
         self._stamps: dict[str, object] = {}
         self._watched, self._changed = asyncio.Event(), asyncio.Condition()
         self._version = 0
+        self._looking, self._is_over = asyncio.Lock(), False
         self._asked_at = self._measured_at = -STATUS_S
 
     async def follow(self) -> None:
@@ -68,6 +69,18 @@ class Hub:
             JobError: the run cannot be read.
             LaunchError: its coordinator does not answer.
         """
+        async with self._looking:
+            return await self._look()
+
+    async def end(self) -> None:
+        """Tell the viewers how it ended, and let them go."""
+        self._asked_at = self._measured_at = -STATUS_S
+        with suppress(UnisonoError, OSError):
+            await (self.look() if self.viewers else asyncio.sleep(0))
+        self._is_over = True
+        await self._tell()
+
+    async def _look(self) -> bool:
         if not self.model.job:
             self.model.job = await asyncio.to_thread(self._object, JOB)
         now = asyncio.get_running_loop().time()
@@ -96,8 +109,10 @@ class Hub:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PULSE_S), self._changed:
                         await self._changed.wait_for(lambda known=version: self._version != known)  # type: ignore[misc]  # of this turn
-                version = self._version
+                version, is_last = self._version, self._is_over
                 yield self.model.news_for(seen)
+                if is_last:
+                    return
                 await asyncio.sleep(PACE_S)
         finally:
             self.viewers -= 1

@@ -18,6 +18,7 @@ import uvicorn
 
 from unisono.dashboard.app import MOST_VIEWERS, Page, page_app
 from unisono.dashboard.gate import Keys
+from unisono.dashboard.hub import Hub
 from unisono.dashboard.source import FolderSource, RunSource
 from unisono.errors import USAGE, JobError, UnisonoError
 from unisono.host.parent_death import end_with_parent
@@ -30,11 +31,23 @@ NICE = 10
 FAREWELL_S = 1
 """Seconds in which those who look learn of a job's end."""
 
+ENOUGH_S = 3
+"""Seconds after which a button that was pressed before it is not waited for any more."""
+
 REQUEST_LINE_S = 10.0
 
 
 class PageServer(uvicorn.Server):
-    """Wakes once a second, and at a signal; uvicorn's own does ten times a second."""
+    """Wakes once a second, and at a signal; uvicorn's own does ten times a second. Takes leave of those who look.
+
+    Args:
+        config: uvicorn's settings.
+        hub: the run, and those who look.
+    """
+
+    def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
+        super().__init__(config)
+        self._hub = hub
 
     async def main_loop(self) -> None:
         """Until it is to end."""
@@ -43,6 +56,19 @@ class PageServer(uvicorn.Server):
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._signalled.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell those who look how it ended, and hang up on those who do not take it."""
+        farewell = asyncio.create_task(self._hub.end())
+        hanging_up = asyncio.get_running_loop().call_later(FAREWELL_S, self._hang_up)
+        await super().shutdown(sockets)
+        hanging_up.cancel()
+        farewell.cancel()
+        await asyncio.gather(farewell, return_exceptions=True)
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -69,7 +95,8 @@ def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
     with listening:
         port = listening.getsockname()[1]
         keys, cookie = Keys(), f"unisono-{port}"
-        app = page_app(Page(source, keys, cookie), keys, cookie)
+        page = Page(source, keys, cookie)
+        app = page_app(page, keys, cookie)
         config = uvicorn.Config(
             app,
             lifespan="on",
@@ -77,7 +104,7 @@ def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
             loop="asyncio",
             http=partial(HttpProtocol, request_line_s=REQUEST_LINE_S),  # type: ignore[arg-type]  # it is called
             ws="none",
-            timeout_graceful_shutdown=FAREWELL_S,
+            timeout_graceful_shutdown=ENOUGH_S,
             limit_concurrency=4 * MOST_VIEWERS,
             log_config=None,
             access_log=False,
@@ -85,7 +112,7 @@ def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
             proxy_headers=False,
         )
         say(f"http://127.0.0.1:{port}/#{keys.act}")
-        PageServer(config).run([listening])
+        PageServer(config, page.hub).run([listening])
 
 
 def main() -> None:
