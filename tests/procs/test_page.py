@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -187,7 +188,7 @@ def over(tmp_path: Path) -> Path:
             "seconds": {"data": 0.001, "compute": 0.02, "exposed_communication": 0.004, "update": 0.002, "total": 0.03},
             "accuracy": 1 - math.exp(-step / 100),
         }
-        for step in range(900)
+        for step in range(1500)
     )
     (folder / "job.json").write_text(json.dumps({"shards": 8, "batch_size": 32}))
     (folder / "journal.jsonl").write_text("".join(f"{one}\n" for one in journal))
@@ -229,10 +230,34 @@ def drawn(png: bytes, colour: str) -> int:
     return sum(all(abs(a - b) < 40 for a, b in zip(one, wanted, strict=True)) for one in triples)
 
 
+HUES = """() => [...Array(8).keys()].map((hue) => {
+    const probe = document.body.appendChild(document.createElement('i'));
+    probe.className = `hue-${hue}`;
+    const found = getComputedStyle(probe).color;
+    probe.remove();
+    return found;
+})"""
+CONTRASTS = """() => [...Array(8).keys()].map((hue) => {
+    const cells = document.body.appendChild(document.createElement('i'));
+    cells.className = `cells hue-${hue}`;
+    const cell = cells.appendChild(document.createElement('i'));
+    cell.className = 'cell';
+    const number = cell.appendChild(document.createElement('span'));
+    const lights = [getComputedStyle(cell).backgroundColor, getComputedStyle(number).color].map((colour) =>
+        colour.match(/\\d+/g).map((part) => part / 255)
+            .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0.05));
+    cells.remove();
+    return Math.max(...lights) / Math.min(...lights);
+})"""
+"""Of the numbers on cells, as the Web Content Accessibility Guidelines reckon it."""
+DASHES = "plot => [...plot.querySelectorAll('.legend line')].map((one) => one.getAttribute('stroke-dasharray'))"
+
+
 def test_every_plot_is_drawn_and_fits_each_screen_in_light_and_dark(link: str, look: Look) -> None:
     viewer = look(link)
     viewer.until("count => document.querySelectorAll('.plot canvas').length === count", len(PLOTS))
-    viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '900'")
+    viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '750'")
     for scheme, width in (("light", 1280), ("dark", 390)):
         viewer.page.emulate_media(color_scheme=scheme)
         viewer.page.set_viewport_size({"width": width, "height": 900})
@@ -249,18 +274,15 @@ def test_every_plot_is_drawn_and_fits_each_screen_in_light_and_dark(link: str, l
 def check_drawing(viewer: Viewer) -> None:
     plots = viewer.page.locator(".plot")
     assert {plot.get_attribute("data-plot") for plot in plots.all()} == PLOTS
-    colours = viewer.page.evaluate("""() => [0, 1].map((hue) => {
-        const probe = document.body.appendChild(document.createElement('i'));
-        probe.className = `hue-${hue}`;
-        const found = getComputedStyle(probe).color;
-        probe.remove();
-        return found;
-    })""")
+    colours = viewer.page.evaluate(HUES)
     viewer.page.mouse.move(0, 0)
+    assert min(viewer.page.evaluate(CONTRASTS)) > 4.5
     wide = "() => document.querySelector('[data-plot=loss] canvas').clientWidth <= document.body.clientWidth"
     viewer.until(wide)
     for plot in plots.all():
         shot = plot.locator(".canvas").screenshot()
+        dashes = plot.evaluate(DASHES)
+        assert len(set(dashes)) == len(dashes), "curves that nobody can tell apart without colours"
         several = plot.get_attribute("data-plot") in ("seconds", "shards")
         for colour in colours[: 2 if several else 1]:
             assert drawn(shot, colour) > 60, (plot.get_attribute("data-plot"), colour)
@@ -272,13 +294,25 @@ def test_all_is_reached_by_keyboard_and_a_link_opens_once(link: str, look: Look)
     viewer.until("() => document.querySelector('#ribbon .mark.kind-decision')")
     viewer.page.focus("#ribbon .mark.kind-decision[tabindex='0']")
     assert "noise_scale" in viewer.text("#tip")
+    viewer.page.focus("#ribbon .mark.kind-lost[tabindex='0']")  # it names no step, and was 29 s after the first
+    assert re.search(r"after step\s+5(79|80)\b", viewer.text("#tip")), viewer.text("#tip")
     viewer.page.focus("#ribbon [data-key='span-3']")
     viewer.page.keyboard.press("ArrowLeft")
     assert "stood still" in viewer.text("#tip")
-    viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '900'")
+    viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '750'")
     viewer.page.focus("[data-plot=loss] .canvas")
     viewer.page.keyboard.press("Home")
-    viewer.until("() => document.querySelector('[data-plot=loss] .value').textContent.includes('step 0')")
+    viewer.until("() => document.querySelector('[data-plot=loss] .value').textContent.includes('step 1')")
+    viewer.page.keyboard.press("+")  # each of the first 750 steps has a point, and two of the others share one
+    viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '1125'")
+    viewer.page.keyboard.press("Escape")
+    viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '750'")
+    viewer.page.focus("[data-plot=shards] .legend button")
+    colour = viewer.page.evaluate(HUES)[0]
+    assert drawn(viewer.page.locator("[data-plot=shards] .canvas").screenshot(), colour) > 60
+    viewer.page.keyboard.press("Enter")
+    viewer.page.mouse.move(0, 0)
+    assert drawn(viewer.page.locator("[data-plot=shards] .canvas").screenshot(), colour) == 0
     second = look(link)  # it has been opened
     second.until("() => document.getElementById('trouble').textContent.includes('been used')")
     assert second.page.locator(".plot").count() == 0

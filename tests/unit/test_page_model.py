@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.dashboard.curves import MOST_CURVES, OWN, PARTS, Curves
-from unisono.dashboard.follow import LONGEST_LINE, PART, Follower
+from unisono.dashboard.follow import LONGEST_LINE, PART, Follower, NewLines
 from unisono.dashboard.hub import Hub
 from unisono.dashboard.run_model import RunModel, Viewed
 from unisono.dashboard.source import FolderSource
@@ -73,9 +73,73 @@ def test_a_million_steps_are_drawn_with_at_most_1024_points_and_no_peak_is_lost(
 def test_a_late_viewer_is_told_as_much_of_a_long_run_as_of_a_short_one() -> None:
     model = RunModel()
     lines = [{"step": step, "loss": 1.0, "seconds": {"total": 0.03}, "acc": 0.5} for step in range(10_000)]
-    model.take_metrics(lines, anew=False)
+    model.take_metrics(NewLines(lines))
     assert len(json.dumps(model.news_for(Viewed()))) < 600_000
     assert all(len(one["rows"]) <= MOST for one in model.news_for(Viewed())["rows"].values())
+
+
+STEPS = 5000
+
+
+@pytest.fixture
+def long(tmp_path: Path) -> Hub:
+    """A long run that has been read, in part while it went on."""
+    hub = Hub(FolderSource(tmp_path))
+
+    async def read() -> None:
+        for part in range(0, STEPS, STEPS // 4):
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                for step in range(part, part + STEPS // 4):
+                    line = {"step": step, "time": 1e9 + step / 4, "loss": float(step), "padding": "x" * 80}
+                    file.write(json.dumps(line) + "\n")
+            hub._measured_at = -1e9
+            while await hub.look():
+                pass
+
+    asyncio.run(read())
+    return hub
+
+
+def finer(hub: Hub, *where: Any, left: int = 10**9) -> Any:
+    """The steps and largest values of the loss in a range, for somebody who is gone after so many parts."""
+    left_parts = iter(range(left))
+
+    async def is_gone() -> bool:
+        return next(left_parts, None) is None
+
+    rows = asyncio.run(hub.finer(*where, is_gone)).get("loss", [])
+    return [(row[0], row[3]) for row in rows]
+
+
+@pytest.mark.parametrize(("axis", "first", "per_step"), [("step", 0, 1), ("time", 1e9, 0.25)])
+def test_a_range_of_a_long_run_has_points_that_the_whole_run_does_not(
+    long: Hub, axis: str, first: float, per_step: float
+) -> None:
+    assert long.model.curves.points["loss"].stride == 8
+    low, high = first + per_step * 2990, first + per_step * 3500
+    assert finer(long, axis, low, high) == [(step, step) for step in range(2990, 3501)]
+
+
+def test_a_range_is_thinned_too_where_it_is_long_and_reaches_what_is_newest(long: Hub) -> None:
+    found = finer(long, "step", 1000, 1e15)
+    assert len(found) <= MOST
+    assert found[0] == (1003, 1003)
+    assert found[-1] == (STEPS - 1, STEPS - 1)
+
+
+def test_a_range_without_steps_or_whose_file_is_another_one_by_now_has_no_points(long: Hub, tmp_path: Path) -> None:
+    assert finer(long, "step", 1e6, 1e7) == []
+    assert finer(long, "step", 20, 10) == []
+    assert finer(long, "step", 0, 100, left=0) == []
+    (tmp_path / "metrics.jsonl").write_text("other\n")
+    assert finer(long, "step", 2000, 3000) == []
+
+
+def test_a_range_of_far_too_many_bytes_is_not_read(long: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert long.model.stretches.of("step", 0, 0) != (0, 0)
+    monkeypatch.setattr("unisono.dashboard.finer.MOST_BYTES", 1000)
+    assert long.model.stretches.of("step", 0, STEPS) == (0, 0)
+    assert long.model.stretches.of("step", 0, 0) == (0, 0)
 
 
 def test_fields_that_no_script_logs_are_no_metrics() -> None:
@@ -210,7 +274,7 @@ def test_no_line_whatever_is_in_it_ends_the_page(event: str, fields: dict[str, A
     model = RunModel()
     sound = minted(1, 1, ["w1"], [8])
     model.take_journal([sound, {"time": "2026-01-01T00:00:02+00:00", **fields, "event": event}], anew=False)
-    model.take_metrics([fields, {**fields, "step": 1, "loss": 0.5}], anew=False)
+    model.take_metrics(NewLines([fields, {**fields, "step": 1, "loss": 0.5}]))
     json.dumps(model.news_for(Viewed()), allow_nan=False)
 
 
@@ -219,7 +283,7 @@ def test_values_that_are_nested_deep_neither_end_the_page_nor_fill_it(deep: str)
     value, model = json.loads(deep), RunModel()
     for event in ("lost", "over", "checkpoint failed", "asked for", "decided"):
         model.take_journal([at(1, event, why=value, worker=value, error=value, value=value, workers=value)], anew=False)
-    model.take_metrics([{"step": 1, "loss": 1.0, "seconds": value, "acc": value}], anew=False)
+    model.take_metrics(NewLines([{"step": 1, "loss": 1.0, "seconds": value, "acc": value}]))
     model.job, model.result = {"seed": value}, {"exit_code": 1, "error": {"message": value}, "weights_sha256": value}
     assert len(json.dumps(model.news_for(Viewed()), allow_nan=False)) < 10_000
 
@@ -234,7 +298,7 @@ def test_a_job_of_numbers_that_are_none_is_shown_without_them() -> None:
 def test_seconds_with_names_without_end_are_not_sent_with_every_message() -> None:
     model = RunModel()
     seconds = {"total": 0.5, **{f"part {number}": 1.0 for number in range(10_000)}}
-    model.take_metrics([{"step": 1, "loss": 1.0, "seconds": seconds}], anew=False)
+    model.take_metrics(NewLines([{"step": 1, "loss": 1.0, "seconds": seconds}]))
     assert model.head()["seconds"]["total"] == 0.5
     assert len(model.head()["seconds"]) <= len(PARTS)
 

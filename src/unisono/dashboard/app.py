@@ -15,6 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Send
 
+from unisono.dashboard.curves import LARGEST_STEP
+from unisono.dashboard.finer import Axis
 from unisono.dashboard.gate import Gate, Keys
 from unisono.dashboard.hub import Hub
 from unisono.dashboard.source import RunSource
@@ -26,6 +28,9 @@ from unisono.membership.parser import parse
 WEB = Path(__file__).with_name("web")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MOST_VIEWERS = 32
+MOST_READING = 8
+"""Ranges that may be waited for: they are read one after the other."""
+
 LOOK_ONLY = JobError("this page may only be looked at")
 
 
@@ -51,8 +56,20 @@ class AskBody(_Body):
     who: Name | None = None
 
 
+Place = Annotated[float, Field(ge=0, le=LARGEST_STEP, allow_inf_nan=False)]
+
+
+class FinerBody(_Body):
+    """A range of steps, or of seconds since 1970, into which somebody has zoomed."""
+
+    axis: Axis
+    low: Place
+    high: Place
+
+
 _enter: TypeAdapter[EnterBody] = TypeAdapter(EnterBody)
 _ask: TypeAdapter[AskBody] = TypeAdapter(AskBody)
+_finer: TypeAdapter[FinerBody] = TypeAdapter(FinerBody)
 
 
 def _workers(body: AskBody) -> int:
@@ -121,6 +138,7 @@ class Page:
             Route("/enter", self._entered, methods=["POST"]),
             Route("/stream", self._stream, methods=["GET"]),
             Route("/share", self._share, methods=["GET"]),
+            Route("/finer", self._finer, methods=["POST"]),
             *(Route(f"/ask/{verb}", self._asked, methods=["POST"]) for verb in VERBS),
         ]
 
@@ -164,6 +182,16 @@ class Page:
             async for news in found:
                 yield f"data: {json.dumps({**first, **news}, allow_nan=False)}\n\n"
                 first = {}
+
+    async def _finer(self, request: Request) -> Response:
+        if self.hub.reading >= MOST_READING:
+            return _refused(503, JobError("too many others zoom in at this moment"))
+        try:
+            body = parse(_finer, await request.body())
+            rows = await self.hub.finer(body.axis, body.low, body.high, request.is_disconnected)
+        except (JobError, LaunchError, Unreadable) as error:
+            return _refused(400, error)
+        return JSONResponse({"rows": rows})
 
     async def _asked(self, request: Request) -> Response:
         if request.scope["may"] != "act":

@@ -25,11 +25,15 @@ class NewLines:
         lines: the objects in the lines that were not known. Damaged lines are left out.
         anew: whether they are the first ones of another file by this name.
         more: whether there is more to read at once.
+        first: the number of the first byte of these lines in the file.
+        end: the number of the byte behind them.
     """
 
     lines: list[dict[str, Any]]
     anew: bool = False
     more: bool = False
+    first: int = 0
+    end: int = 0
 
 
 class Follower:
@@ -37,11 +41,12 @@ class Follower:
 
     Args:
         name: the name of the file.
+        first: the number of the byte, the first of a line, from which on it is read.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, first: int = 0) -> None:
         self._name = name
-        self._at = 0
+        self._at = first
         self._last = b""
         self._most = PART
 
@@ -60,8 +65,9 @@ class Follower:
                 self._make_room(new)
             return NewLines([], more=is_full)
         lines = new[:end].splitlines(keepends=True)
-        self._at, self._last, self._most = self._at + end, lines[-1][-PART:], PART
-        return NewLines([found for line in lines if (found := _object(line)) is not None], more=is_full)
+        first, self._at, self._last, self._most = self._at, self._at + end, lines[-1][-PART:], PART
+        found = [one for line in lines if (one := _object(line)) is not None]
+        return NewLines(found, more=is_full, first=first, end=self._at)
 
     def _make_room(self, part: bytes) -> None:
         """A line is longer than what was read of it. One that is too long is passed over."""

@@ -1,10 +1,11 @@
 """Follows a run for all who look at its page; while nobody does, it does nothing."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from unisono.dashboard.finer import Axis, FinerCurves
 from unisono.dashboard.follow import Follower, NewLines
 from unisono.dashboard.run_model import RunModel, Viewed
 from unisono.dashboard.source import JOB, JOURNAL, METRICS, RESULT, RunSource
@@ -33,16 +34,18 @@ class Hub:
     Attributes:
         model: what is known of it.
         viewers: the number of those who look.
+        reading: the number of ranges that are waited for.
     """
 
     def __init__(self, source: RunSource) -> None:
         self.model = RunModel()
-        self.viewers = 0
+        self.viewers = self.reading = 0
         self._source = source
         self._journal, self._metrics = Follower(JOURNAL), Follower(METRICS)
         self._stamps: dict[str, object] = {}
         self._watched, self._changed = asyncio.Event(), asyncio.Condition()
         self._version = 0
+        self._turn = asyncio.Lock()
         self._looking, self._is_over = asyncio.Lock(), False
         self._asked_at = self._measured_at = -STATUS_S
 
@@ -89,7 +92,7 @@ class Hub:
         metrics = await self._new_in(METRICS, self._metrics) if with_metrics else NewLines([])
         self._measured_at = now if with_metrics else self._measured_at
         self.model.take_journal(journal.lines, anew=journal.anew)
-        self.model.take_metrics(metrics.lines, anew=metrics.anew)
+        self.model.take_metrics(metrics)
         is_behind = journal.more or metrics.more
         is_news = bool(journal.lines or metrics.lines or self.model.trouble or is_behind != self.model.is_behind)
         self.model.is_behind, self.model.trouble = is_behind, ""
@@ -118,6 +121,32 @@ class Hub:
             self.viewers -= 1
             if not self.viewers:
                 self._watched.clear()
+
+    async def finer(
+        self, axis: Axis, low: float, high: float, is_gone: Callable[[], Awaitable[bool]]
+    ) -> dict[str, Sequence[Any]]:
+        """The curves of a range, made again of its lines; none if there is nothing finer, or nobody waits any more.
+
+        Args:
+            axis: what the range is of.
+            low: its lower end.
+            high: its upper end.
+            is_gone: a function that says whether who has asked is gone.
+
+        Raises:
+            JobError: the run cannot be read.
+            LaunchError: its coordinator does not answer.
+        """
+        self.reading += 1
+        try:
+            async with self._turn:  # one range at a time, so that browsers share one thread
+                curves = FinerCurves(axis, low, high, self.model.stretches.of(axis, low, high))
+                while not await is_gone():
+                    if not await asyncio.to_thread(curves.take, self._source.read):
+                        return curves.rows()
+            return {}
+        finally:
+            self.reading -= 1
 
     async def _new_in(self, name: str, follower: Follower) -> NewLines:
         """What has come in a file. The file's stamp is looked at first: a thread costs far more."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.dashboard.curves import PARTS, Curves, number, shard_seconds
+from unisono.dashboard.finer import Stretches
+from unisono.dashboard.follow import NewLines
 from unisono.dashboard.story import LONGEST_TEXT, ShownWorker, Story
 from unisono.dashboard.thinned import Mark
 
@@ -39,6 +41,7 @@ class RunModel:
         edition: a number that changes when a file turned out to be another one, and was read anew.
         story: what the journal tells.
         curves: what the metrics tell.
+        stretches: where in their file that is.
         status: what the coordinator says; None if there is none, or it does not answer.
         job: the job, by field.
         result: the end of the run, by field; empty before.
@@ -48,7 +51,7 @@ class RunModel:
 
     def __init__(self) -> None:
         self.edition = 1
-        self.story, self.curves = Story(), Curves()
+        self.story, self.curves, self.stretches = Story(), Curves(), Stretches()
         self.status: Mapping[str, Any] | None = None
         self.job: Mapping[str, Any] = {}
         self.result: Mapping[str, Any] = {}
@@ -64,11 +67,12 @@ class RunModel:
         for line in lines:
             self.story.add(line)
 
-    def take_metrics(self, lines: Sequence[Mapping[str, Any]], *, anew: bool) -> None:
+    def take_metrics(self, news: NewLines) -> None:
         """Take the next lines of the metrics, or its first ones."""
-        if anew:
-            self.curves, self.edition = Curves(), self.edition + 1
-        for line in lines:
+        if news.anew:
+            self.curves, self.stretches, self.edition = Curves(), Stretches(), self.edition + 1
+        self.stretches.add(news)
+        for line in news.lines:
             self.curves.add(line)
 
     def news_for(self, seen: Viewed) -> dict[str, Any]:

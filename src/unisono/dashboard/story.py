@@ -30,7 +30,7 @@ class EventGroup(NamedTuple):
     Attributes:
         time: the time of the first, in seconds since 1970.
         until: the time of the last.
-        step: the steps committed by then, if known.
+        step: the step that its line names, if it does.
         many: the number of events.
         title: the newest one in a line.
         figures: the rest of its line, by name.
@@ -109,7 +109,6 @@ class Story:
     observed: Curves = field(default_factory=Curves)
     ended: str = ""
     _hosts: dict[str, str] = field(default_factory=dict)
-    _step: int | None = None
     _is_elastic: bool = False
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -117,9 +116,6 @@ class Story:
         time, event = _time(line), line.get("event")
         if time is None or not isinstance(event, str):
             return
-        step = line.get("step")
-        if type(step) is int and 0 <= step < LARGEST_STEP:
-            self._step = step
         match event:
             case "asked for":
                 self._hosts |= dict.fromkeys(_names(line.get("workers")), _text(line.get("host")))
@@ -206,7 +202,9 @@ class Story:
     def _mark(self, kind: str, time: float, line: Mapping[str, Any]) -> None:
         about = {name: value for name, value in line.items() if name not in ("event", "time")}
         figures = {_text(name): _text(value) for name, value in _flat(about)[:MOST_FIGURES]}
-        happening = EventGroup(time, time, self._step, 1, _text(title_of(line)), figures)
+        step = line.get("step")
+        known = step if type(step) is int and 0 <= step < LARGEST_STEP else None
+        happening = EventGroup(time, time, known, 1, _text(title_of(line)), figures)
         self.marks[kind].add(happening)
         self.told += 1
         self.newest.append((self.told, kind, happening))

@@ -1,13 +1,13 @@
-import { ask, share } from "./asking.js";
-import { Plots } from "./plots.js";
+import { ask, say, share } from "./asking.js";
+import { Plots, THINNED } from "./plots.js";
 import { Ribbon, shape } from "./ribbon.js";
 import { Run, clock, element, figure, seconds, svg } from "./run.js";
-import { enter, listen } from "./session.js";
+import { enter, listen, post } from "./session.js";
 import { hideTip } from "./tip.js";
 import { Workers } from "./workers.js";
 
 const at = (id) => document.getElementById(id);
-const run = new Run(), plots = new Plots(at("plots")), ribbon = new Ribbon(at("ribbon"));
+const run = new Run(), plots = new Plots(at("plots"), refine), ribbon = new Ribbon(at("ribbon"));
 const workers = new Workers(at("workers"), (verb, who) => ask(verb, who));
 let away = "", due = false, heardAt = 0;
 
@@ -87,6 +87,25 @@ function theme(next) {
   if (run.head) plots.again(run);
 }
 
+// Points that the server has thinned for the whole run are asked for again, for the range that is looked at.
+let asked = null;
+async function refine(axis, range) {
+  asked?.abort();
+  at("whole").hidden = range === null;
+  const isThinned = [...run.rows.values()].some((rows) => rows.length >= THINNED);
+  if (range === null || !isThinned) {
+    run.finer = {};
+    return later();
+  }
+  asked = new AbortController();
+  const { signal } = asked;
+  const { ok, answer } = await post("/finer", { axis, low: Math.max(0, range.min), high: Math.max(0, range.max) }, signal);
+  if (signal.aborted) return;
+  if (ok) run.finer = answer.rows;
+  else say(answer.error, true);
+  later();
+}
+
 function axis() {
   plots.overTime = !plots.overTime;
   at("axis").setAttribute("aria-pressed", String(plots.overTime));
@@ -94,6 +113,7 @@ function axis() {
 }
 
 at("theme").addEventListener("click", () => theme(true));
+at("whole").addEventListener("click", () => { plots.zoom = null; });
 at("axis").addEventListener("click", axis);
 at("share").addEventListener("click", share);
 at("asks").addEventListener("click", (event) => event.target.dataset.ask && ask(event.target.dataset.ask, undefined, run.head.sizes));

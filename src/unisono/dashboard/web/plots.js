@@ -1,9 +1,12 @@
 // The curves, each in a card of its own.
 
 import uPlot from "./uPlot.esm.js";
-import { element, figure, seconds } from "./run.js";
+import { element, figure, seconds, svg } from "./run.js";
 
-const HUES = 8, SHOWN_MARKS = ["lost", "join", "left", "resize", "strategy", "topology", "healed"];
+export const THINNED = 512; // points that a curve has at least, once it is thinned
+const HUES = 8;
+const DASHES = [[], [7, 3], [2, 3], [10, 3, 2, 3], [4, 4], [1, 2], [12, 4], [6, 2, 2, 2, 2, 2]]; // besides hues, which not everybody sees
+const SHOWN_MARKS = ["lost", "join", "left", "resize", "strategy", "topology", "healed"];
 
 function plan(run) {
   const one = (id, title, curve, format = figure) => ({ id, title, curves: [[curve, title]], format });
@@ -23,9 +26,13 @@ export class Plots {
   #place;
   #cards = new Map();
   #zoom = null;
+  #refine;
+  #hidden = new Set();
 
-  constructor(place) {
+  // ``refine`` is told which range of which axis somebody looks at; null for all of it.
+  constructor(place, refine) {
     this.#place = place;
+    this.#refine = refine;
     new ResizeObserver(() => this.#cards.forEach((card) => card.fit())).observe(place);
   }
 
@@ -43,8 +50,13 @@ export class Plots {
   again(run) {
     this.#cards.forEach((card) => card.remove());
     this.#cards.clear();
-    this.#zoom = null;
+    this.zoom = null;
     this.draw(run);
+  }
+
+  // Curves that somebody does not want to see, by name.
+  get hidden() {
+    return this.#hidden;
   }
 
   get zoom() {
@@ -54,6 +66,14 @@ export class Plots {
   set zoom(range) {
     this.#zoom = range;
     this.#cards.forEach((card) => card.show());
+    this.#refine(this.overTime ? "time" : "step", range);
+  }
+
+  // About a place, by a factor: below 1 it goes in, above 1 out.
+  zoomBy(factor, about, { min, max, first, last }) {
+    const [low, high] = [Math.max(first, about - factor * (about - min)), Math.min(last, about + factor * (max - about))];
+    const isAll = low <= first && high >= last;
+    this.zoom = isAll || high <= low ? null : { min: low, max: high };
   }
 }
 
@@ -72,32 +92,38 @@ class Card {
   #marks = [];
   #format = figure;
   #most = Infinity;
+  #about = null; // where somebody has pointed
   #canvas = element("div", { class: "canvas", tabindex: 0, role: "img" });
   #value = element("span", { class: "value" });
   #legend = element("div", { class: "legend" });
 
   constructor({ id, title }, plots) {
     this.#plots = plots;
-    this.card = element("figure", { class: "card plot", "data-plot": id }, element("div", { class: "top" }, element("h3", { title }, title), this.#value), this.#legend, this.#canvas);
+    const zooming = element("span", { class: "zooming" }, ...[["+", 0.5, "Zoom in"], ["−", 2, "Zoom out"]].map(([sign, factor, label]) => {
+      const button = element("button", { type: "button", "aria-label": `${label}: ${title}`, tabindex: -1 }, sign); // by keyboard, + and - do it
+      button.addEventListener("click", () => this.#zoomBy(factor));
+      return button;
+    }));
+    this.card = element("figure", { class: "card plot", "data-plot": id }, element("div", { class: "top" }, element("h3", { title }, title), this.#value, zooming), this.#legend, this.#canvas);
     this.#canvas.addEventListener("keydown", (event) => this.#key(event));
     this.#canvas.addEventListener("blur", () => this.#plot?.setCursor({ left: -10, top: -10 }));
   }
 
   draw(run, { title, curves, format, cuts }) {
     const at = this.#plots.overTime ? 1 : 0, known = curves.filter(([name]) => run.get(name).length);
-    const rows = known.map(([name]) => run.get(name).filter((row) => row[at] !== null));
+    const rows = known.map(([name]) => run.curve(name).filter((row) => row[at] !== null));
     this.#format = format;
     this.#most = cuts ? usual(rows.flatMap((each) => each.map((row) => row[4]))) : Infinity;
     this.#marks = run.marks.filter((mark) => SHOWN_MARKS.includes(mark.kind)).map((mark) => ({ kind: mark.kind, x: at ? mark.time : mark.step })).filter((mark) => mark.x !== null);
     const single = rows.length === 1;
     this.#data = single ? [rows[0].map((row) => row[at]), ...[4, 2, 3].map((field) => rows[0].map((row) => row[field]))] : uPlot.join(rows.map((each) => [each.map((row) => row[at]), each.map((row) => row[4])]));
     const shape = JSON.stringify([known.map(([name]) => name), at]);
-    if (shape !== this.#shape) this.#make(known.map(([, label]) => label), single, at);
+    if (shape !== this.#shape) this.#make(known, single, at);
     this.#shape = shape;
     this.#legend.hidden = single;
     this.show();
     const newest = rows.map((each) => each.at(-1)?.[4]);
-    this.#canvas.setAttribute("aria-label", `${title}: ${known.map(([, label], index) => `${single ? "" : label + " "}${format(newest[index])}`).join(", ")}. Arrow keys move along it.`);
+    this.#canvas.setAttribute("aria-label", `${title}: ${known.map(([, label], index) => `${single ? "" : label + " "}${format(newest[index])}`).join(", ")}. Arrow keys move along it, plus and minus zoom.`);
     if (single) this.#say(newest[0]);
   }
 
@@ -129,16 +155,18 @@ class Card {
     return this.#plots.overTime ? new Date(1000 * x).toLocaleTimeString("en-GB") : `step ${x.toLocaleString("en")}`;
   }
 
-  #make(labels, single, overTime) {
+  #make(known, single, overTime) {
     this.#plot?.destroy();
     const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(`--${name}`).trim();
     const axis = { stroke: colour("quiet"), grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
     const hue = (index) => colour(`c${index % HUES}`);
-    const lines = labels.map((label, index) => ({ label, stroke: hue(index), width: 1.75, spanGaps: true, points: { show: false } }));
+    const dash = (index) => DASHES[index % HUES];
+    const lines = known.map(([name, label], index) => ({ label, show: !this.#plots.hidden.has(name), stroke: hue(index), dash: dash(index).map((length) => length * devicePixelRatio), width: 1.75, spanGaps: true, points: { show: false } }));
     const hidden = { stroke: "transparent", width: 0, points: { show: false } };
-    this.#legend.replaceChildren(...labels.map((label, index) => {
-      const item = element("span", {}, label);
-      item.style.setProperty("--swatch", hue(index));
+    this.#legend.replaceChildren(...known.map(([name, label], index) => {
+      const sample = svg("svg", { width: 24, height: 8, "aria-hidden": "true" }, svg("line", { x1: 0, x2: 24, y1: 4, y2: 4, stroke: hue(index), "stroke-width": 2.5, "stroke-dasharray": dash(index).join(" ") }));
+      const item = element("button", { type: "button", "aria-pressed": String(!this.#plots.hidden.has(name)), title: "Show or hide this curve" }, sample, label);
+      item.addEventListener("click", () => this.#toggle(name, index, item));
       return item;
     }));
     const format = this.#format;
@@ -159,6 +187,18 @@ class Card {
     }, this.#data, this.#canvas);
   }
 
+  #toggle(name, index, item) {
+    const { hidden } = this.#plots;
+    if (!hidden.delete(name)) hidden.add(name);
+    item.setAttribute("aria-pressed", String(!hidden.has(name)));
+    this.#plot.setSeries(index + 1, { show: !hidden.has(name) });
+  }
+
+  #zoomBy(factor) {
+    const { min, max } = this.#plot.scales.x, first = this.#data[0][0], last = this.#data[0].at(-1);
+    this.#plots.zoomBy(factor, Math.min(max, Math.max(min, this.#about ?? last)), { min, max, first, last });
+  }
+
   #pointed(plot) {
     const at = plot.cursor.idx;
     if (at === null || at === undefined || plot.cursor.left < 0) {
@@ -168,6 +208,7 @@ class Card {
       return;
     }
     const x = this.#data[0][at];
+    this.#about = x;
     if (this.#legend.hidden) this.#say(this.#data[1][at], x);
     else {
       const told = [...this.#legend.children].map((item, index) => [item.textContent, this.#data[index + 1][at]]).filter(([, value]) => value !== null && value !== undefined);
@@ -202,6 +243,7 @@ class Card {
   #key(event) {
     const plot = this.#plot, last = this.#data[0].length - 1, by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -Math.ceil(last / 10), PageDown: Math.ceil(last / 10), Home: -last, End: last }[event.key];
     if (event.key === "Escape") this.#plots.zoom = null;
+    if (["+", "=", "-"].includes(event.key)) return this.#zoomBy(event.key === "-" ? 2 : 0.5);
     if (by === undefined) return;
     const at = Math.min(last, Math.max(0, (plot.cursor.idx ?? last) + by));
     plot.setCursor({ left: plot.valToPos(this.#data[0][at], "x"), top: plot.over.clientHeight / 2 });

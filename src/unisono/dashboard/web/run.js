@@ -10,15 +10,19 @@ export class Run {
   may = "look";
   head = null;
   rows = new Map(); // by name: points of curves, marks and spans, as lists
+  finer = {}; // by name: points of the range that is zoomed into
   events = []; // the newest first
+  #marks = null;
 
   take(news) {
     if (news.name !== undefined) [this.name, this.may] = [news.name, news.may];
     if (news.anew) {
       this.rows.clear();
+      this.finer = {};
       this.events = [];
     }
     this.head = news.head;
+    this.#marks = null;
     for (const [name, { first, rows }] of Object.entries(news.rows)) {
       const known = this.rows.get(name) ?? [];
       this.rows.set(name, known.slice(0, first).concat(rows));
@@ -31,9 +35,23 @@ export class Run {
     return this.rows.get(name) ?? [];
   }
 
+  // The points of a curve, finer where somebody has zoomed in.
+  curve(name) {
+    const rows = this.get(name), finer = this.finer[name] ?? [];
+    if (!finer.length) return rows;
+    const [from, until] = [finer[0][0], finer.at(-1)[0]];
+    return [...rows.filter((row) => row[0] < from), ...finer, ...rows.filter((row) => row[0] > until)];
+  }
+
+  // Marks of events that name no step are where the loss was by then.
   get marks() {
+    return (this.#marks ??= this.#placed());
+  }
+
+  #placed() {
+    const loss = this.get("loss"), stepAt = (time) => loss.findLast((row) => row[1] !== null && row[1] <= time)?.[0] ?? null;
     return Object.keys(KINDS).flatMap((kind) =>
-      this.get(`marks/${kind}`).map(([time, until, step, many, title, figures]) => ({ kind, time, until, step, many, title, figures })));
+      this.get(`marks/${kind}`).map(([time, until, step, many, title, figures]) => ({ kind, time, until, step: step ?? stepAt(until), many, title, figures })));
   }
 
   names(prefix) {

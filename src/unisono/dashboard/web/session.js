@@ -17,10 +17,10 @@ function headers() {
   return { "x-unisono-page": localStorage.getItem(WORD) ?? "" };
 }
 
-export async function post(path, body) {
+export async function post(path, body, signal) {
   try {
     const about = body === null ? { headers: headers() } : { method: "POST", headers: { ...headers(), "content-type": "application/json" }, body: JSON.stringify(body) };
-    const answer = await fetch(path, about);
+    const answer = await fetch(path, { ...about, signal });
     return { ok: answer.ok, answer: await answer.json() };
   } catch {
     return { ok: false, answer: { error: "The page's server does not answer." } };
