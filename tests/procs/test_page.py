@@ -307,6 +307,15 @@ def test_all_is_reached_by_keyboard_and_a_link_opens_once(link: str, look: Look)
     viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '1125'")
     viewer.page.keyboard.press("Escape")
     viewer.until("() => document.querySelector('[data-plot=loss] .canvas').dataset.points === '750'")
+    plot = viewer.page.locator("[data-plot=loss] .u-over")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    viewer.page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 50)
+    viewer.page.mouse.down()
+    viewer.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 50)
+    viewer.page.mouse.up()  # 150 steps, which had 75 points
+    viewer.until("() => Math.abs(document.querySelector('[data-plot=loss] .canvas').dataset.points - 825) < 10")
+    viewer.press("#whole")
     viewer.page.focus("[data-plot=shards] .legend button")
     colour = viewer.page.evaluate(HUES)[0]
     assert drawn(viewer.page.locator("[data-plot=shards] .canvas").screenshot(), colour) > 60

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from unisono.dashboard.app import VERBS, Page, files, page_app
+from unisono.dashboard.app import MOST_READING, VERBS, Page, files, page_app
 from unisono.dashboard.gate import FRESH_S, HEADERS, LARGEST_BODY, MOST_SESSIONS, Keys
 from unisono.dashboard.source import FolderSource
 from unisono.jsonl import to_json
@@ -201,6 +201,16 @@ def test_requests_are_small_and_closed(site: Site) -> None:
     assert site.ask("POST", "/ask/resize", b"x" * (LARGEST_BODY + 1), session).status == 413
     for body in (b"", b"[]", b'{"workers": "2"}', b'{"workers": 0}', b'{"other": 1}', b'{"workers": 2e9}', b"{" * 900):
         assert site.ask("POST", "/ask/resize", body, session).status == 400, body
+
+
+def test_who_may_only_look_zooms_in_but_not_without_end(site: Site) -> None:
+    session = site.entered(site.keys.look)
+    range_ = b'{"axis": "step", "low": 0, "high": 10}'
+    assert site.ask("POST", "/finer", range_, session)["rows"] == {}
+    for body in (b"", b'{"axis": "loss", "low": 0, "high": 1}', b'{"axis": "step", "low": NaN, "high": 1e999}'):
+        assert site.ask("POST", "/finer", body, session).status == 400, body
+    site.page.hub.reading = MOST_READING
+    assert site.ask("POST", "/finer", range_, session).status == 503
 
 
 def test_sessions_do_not_grow_for_ever_and_who_may_act_stays(site: Site) -> None:

@@ -88,18 +88,20 @@ function theme(next) {
 }
 
 // Points that the server has thinned for the whole run are asked for again, for the range that is looked at.
-let asked = null;
-async function refine(axis, range) {
+let asked = null, asking = 0;
+function refine(axis, range) {
   asked?.abort();
+  clearTimeout(asking);
   at("whole").hidden = range === null;
   const isThinned = [...run.rows.values()].some((rows) => rows.length >= THINNED);
-  if (range === null || !isThinned) {
-    run.finer = {};
-    return later();
-  }
-  asked = new AbortController();
-  const { signal } = asked;
-  const { ok, answer } = await post("/finer", { axis, low: Math.max(0, range.min), high: Math.max(0, range.max) }, signal);
+  if (range !== null && isThinned) asking = setTimeout(finer, 150, axis, range); // a key that is held comes again and again
+  else run.finer = {};
+  later();
+}
+
+async function finer(axis, { min, max }) {
+  const { signal } = (asked = new AbortController());
+  const { ok, answer } = await post("/finer", { axis, low: Math.max(0, min), high: Math.max(0, max) }, signal);
   if (signal.aborted) return;
   if (ok) run.finer = answer.rows;
   else say(answer.error, true);

@@ -23,6 +23,7 @@ function plan(run) {
 
 export class Plots {
   overTime = false;
+  dragged = null; // the card in which somebody selects a range
   #place;
   #cards = new Map();
   #zoom = null;
@@ -182,7 +183,10 @@ class Card {
         setCursor: [(plot) => this.#pointed(plot)],
         setSelect: [(plot) => this.#selected(plot)],
         drawClear: [(plot) => this.#drawMarks(plot, colour)],
-        ready: [(plot) => plot.over.addEventListener("dblclick", () => { this.#plots.zoom = null; })],
+        ready: [(plot) => {
+          plot.over.addEventListener("mousedown", () => { this.#plots.dragged = this; });
+          plot.over.addEventListener("dblclick", () => { this.#plots.zoom = null; });
+        }],
       },
     }, this.#data, this.#canvas);
   }
@@ -218,7 +222,8 @@ class Card {
 
   #selected(plot) {
     const { left, width } = plot.select;
-    if (width > 4) this.#plots.zoom = { min: plot.posToVal(left, "x"), max: plot.posToVal(left + width, "x") };
+    if (width > 4 && this.#plots.dragged === this) // the others show the same selection
+      this.#plots.zoom = { min: plot.posToVal(left, "x"), max: plot.posToVal(left + width, "x") };
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   }
 
