@@ -100,14 +100,14 @@ def long(tmp_path: Path) -> Hub:
     return hub
 
 
-def finer(hub: Hub, *where: Any, left: int = 10**9) -> Any:
+def finer(hub: Hub, axis: Any, low: float, high: float, left: int = 10**9) -> Any:
     """The steps and largest values of the loss in a range, for somebody who is gone after so many parts."""
     left_parts = iter(range(left))
 
     async def is_gone() -> bool:
         return next(left_parts, None) is None
 
-    rows = asyncio.run(hub.finer(*where, is_gone)).get("loss", [])
+    rows = asyncio.run(hub.finer(axis, low, high, is_gone)).get("loss", [])
     return [(row[0], row[3]) for row in rows]
 
 
