@@ -152,3 +152,40 @@ def test_a_host_whose_clock_is_an_hour_ahead_is_shown_beside_the_others(tmp_path
     met = [[one.all("exchange")[-1] for one in step.values()] for step in timelines.by_step.values()]
     assert len(met) == STEPS
     assert all(max(one.begun for one in pair) <= min(one.ended for one in pair) + 2 * within for pair in met)
+
+
+STAGED = """
+import torch
+from torch import nn
+import unisono
+
+run = unisono.init(batch_size=8, shards=4, seed=0)
+model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+model = run.pipeline(model, cuts=["2"])
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+for step in run.steps(data, epochs=1):
+    step.run(lambda model, batch: model(batch[0]).square().mean())
+run.finish(model)
+"""
+
+
+@pytest.mark.slow
+def test_each_device_of_a_model_in_stages_has_the_passes_of_its_blocks(tmp_path: Path) -> None:
+    folder, script = tmp_path / "run", tmp_path / "staged.py"
+    script.write_text(STAGED)
+    ended = train(folder, "-n", "2", "--devices-per-worker", "2", "--timeline", script=script)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    timelines = read([folder])
+
+    assert sorted(timelines.by_step) == list(range(8))
+    for step in timelines.by_step.values():
+        assert sorted(each.rank for each in step.values()) == [0, 0, 1, 1]
+        for each in step.values():
+            assert each.shards == 2
+            (compute,) = each.all("compute")
+            forward, backward = each.all("forward"), each.all("backward")
+            assert [len(forward), len(backward)] == [2, 2]
+            assert {span.number for span in forward} == {span.number for span in backward}
+            assert all(compute.begun <= span.begun <= span.ended <= compute.ended for span in (*forward, *backward))
+    assert "with 2 workers of 2 devices" in shown(folder)

@@ -75,7 +75,7 @@ def _table(timelines: StepTimelines, found: Explanation) -> Table:
     for name in ("shards", *(NAMES[part] for part in parts)):
         table.add_column(name.replace(" ", "\n"), justify="right")
     for place, row in sorted(rows.items(), key=lambda item: found.workers[item[0]].rank):
-        shards = len(found.workers[place].all("forward"))
+        shards = found.workers[place].shards
         figures = (f"{row[part] * 1e3:.2f}" for part in parts)
         table.add_row(timelines.workers[place].name, str(shards), *figures)
     return table

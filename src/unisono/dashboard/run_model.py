@@ -41,7 +41,7 @@ class RunModel:
         edition: a number that changes when a file turned out to be another one, and was read anew.
         story: what the journal tells.
         curves: what the metrics tell.
-        stretches: where in their file that is.
+        stretches: the places of their steps in the file.
         status: what the coordinator says; None if there is none, or it does not answer.
         job: the job, by field.
         result: the end of the run, by field; empty before.

@@ -71,8 +71,7 @@ def explained(timelines: StepTimelines) -> Explanation:
     number = sorted(lengths, key=lambda each: (lengths[each], each))[(len(lengths) - 1) // 2]
     path = critical_path(steps[number])
     first = (
-        f"Step {number}, the median of {len(steps)}, takes {lengths[number] * 1e3:.3g} ms with "
-        f"{len(steps[number])} worker{'s' if len(steps[number]) > 1 else ''}."
+        f"Step {number}, the median of {len(steps)}, takes {lengths[number] * 1e3:.3g} ms with {_crew(steps[number])}."
     )
     words = [first, *_parts(steps[number], path), *_slow(timelines, steps, number), *_unaligned(timelines)]
     return Explanation(number, len(steps), lengths[number], steps[number], path, words)
@@ -102,6 +101,13 @@ def comparable(timelines: StepTimelines) -> dict[int, dict[int, WorkerStep]]:
     return {number: whole[number] for number in kept}
 
 
+def _crew(workers: Mapping[int, WorkerStep]) -> str:
+    """How many workers, and of how many devices, whose spans are those of processes."""
+    count = next(iter(workers.values())).workers
+    devices = len(workers) // count
+    return f"{count} worker{'s' if count > 1 else ''}{f' of {devices} devices' if devices > 1 else ''}"
+
+
 def _length(workers: Mapping[int, WorkerStep]) -> float:
     return max(each.seconds("step") for each in workers.values())
 
@@ -124,7 +130,7 @@ def _slow(timelines: StepTimelines, steps: Mapping[int, Mapping[int, WorkerStep]
     each_shard: dict[int, list[float]] = {}
     for workers in steps.values():
         for place, step in workers.items():
-            if shards := len(step.all("forward")):
+            if shards := step.shards:
                 each_shard.setdefault(place, []).append(step.seconds("compute") / shards)
     medians = {place: median(times) for place, times in each_shard.items()}
     found = []
@@ -140,7 +146,7 @@ def _slow(timelines: StepTimelines, steps: Mapping[int, Mapping[int, WorkerStep]
 
 
 def _uneven(workers: Mapping[int, WorkerStep]) -> list[str]:
-    counts = {place: len(step.all("forward")) for place, step in workers.items()}
+    counts = {place: step.shards for place, step in workers.items()}
     most, fewest = max(counts.values()), min(counts.values())
     if not 0 < fewest < most:
         return []

@@ -66,6 +66,11 @@ class WorkerStep:
         return sum(span.took for span in self.all(kind)) / 1e9
 
     @property
+    def shards(self) -> int:
+        """The number of shards; a device that holds several stages has several passes for each."""
+        return len({span.number for span in self.all("forward")})
+
+    @property
     def begun(self) -> int:
         """The earliest moment."""
         return min(span.begun for span in self.spans)

@@ -125,7 +125,7 @@ class StepEngine:
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap, spans=spans)
         self._prepared, self._devices, self._monitoring = prepared, workers.devices, execution.monitoring
-        self._slicing, self._pipeline = _on_devices(prepared, workers, device)
+        self._slicing, self._pipeline = _on_devices(prepared, workers, device, spans)
         self._forward = ForwardPass(job, prepared, device, spans)
         self._writes = ForwardWrites(prepared.weights())
         self._buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank)
@@ -685,7 +685,7 @@ class StepEngine:
 
 
 def _on_devices(
-    prepared: Prepared, workers: Workers, device: torch.device
+    prepared: Prepared, workers: Workers, device: torch.device, spans: Spans | None
 ) -> tuple[Slicing | Pipeline | TensorParallel | None, Pipeline | None]:
     """What computes otherwise where a worker has several devices, and whether that are stages."""
     if workers.devices.count == 1:
@@ -700,5 +700,5 @@ def _on_devices(
         return Slicing(prepared.modules, workers.devices), None
     from unisono.train.step.pipeline import Pipeline  # loads torch's pipelining, which takes seconds
 
-    pipeline = Pipeline(prepared, staging, workers.devices, device)
+    pipeline = Pipeline(prepared, staging, workers.devices, device, spans)
     return pipeline, pipeline

@@ -238,10 +238,10 @@ class ForwardPass:
         try:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16"), _explained():
                 returned = call.loss_fn(self._prepared.model, batch)
-        finally:
+        finally:  # the pass may end in mid-model, where the next device goes on
             self._shard = None
-        if self._spans is not None:
-            self._spans.add("forward", begun, perf_counter(), shard.number)
+            if self._spans is not None:
+                self._spans.add("forward", begun, perf_counter(), shard.number)
         weighted = WeightedLoss.of(returned, shard.samples)
         shard.loss, shard.has_gradients = weighted.loss, weighted.has_gradients
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.

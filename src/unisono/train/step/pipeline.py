@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import JobError, LossError, WorkerLost
 from unisono.jsonl import append_line, open_lines
 from unisono.reduce.reducer import Reducer
+from unisono.spans import Spans
 from unisono.train.group.devices import Devices
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.elsewhere import NOT_HANDED_ON, Elsewhere
@@ -53,6 +55,7 @@ class Passes:
         forward: what calls the loss function.
         staging: the stages.
         tick: a function that is called when this device has got on.
+        spans: the spans of this device, if they are kept.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Passes:
         forward: ForwardPass,
         staging: Staging,
         tick: Callable[[], None],
+        spans: Spans | None = None,
     ) -> None:
         self._call, self._shards, self._gradients, self._buffers = call, shards, gradients, buffers
-        self._forward, self._staging, self._tick = forward, staging, tick
+        self._forward, self._staging, self._tick, self._spans = forward, staging, tick, spans
         self._weights = [0.0] * len(shards)
 
     @property
@@ -113,6 +117,14 @@ class Passes:
         shard.report.weight, shard.loss = weight, loss.detach()
         return (loss * weight if weight not in (0.0, 1.0) else loss), weight
 
+    @contextmanager
+    def backward(self, place: int) -> Iterator[None]:
+        """A part of the backward pass of a block, for one shard."""
+        begun = perf_counter()
+        yield
+        if self._spans is not None:
+            self._spans.add("backward", begun, perf_counter(), self._shards[place].number)
+
     def backward_done(self, block: int, place: int, weight: float) -> None:
         """The backward pass of a block is done, for one shard of a weight."""
         self._weights[place] = weight
@@ -128,10 +140,18 @@ class Pipeline:
         staging: its stages.
         devices: the devices of this worker.
         device: the device to compute on.
+        spans: the spans of this device, if they are kept.
     """
 
-    def __init__(self, prepared: Prepared, staging: Staging, devices: Devices, device: torch.device) -> None:
-        self._prepared, self._staging, self._devices = prepared, staging, devices
+    def __init__(
+        self,
+        prepared: Prepared,
+        staging: Staging,
+        devices: Devices,
+        device: torch.device,
+        spans: Spans | None = None,
+    ) -> None:
+        self._prepared, self._staging, self._devices, self._spans = prepared, staging, devices, spans
         (self._module,) = prepared.modules
         blocks = staging.placement.own
         self._stages = [BlockStage(block, self._module, staging, devices, device) for block in blocks]
@@ -185,7 +205,7 @@ class Pipeline:
             WorkerLost: another device is gone.
         """
         assert isinstance(gradients, StagedGradients), "made here"
-        passes = Passes(call, shards, gradients, buffers, forward, self._staging, tick)
+        passes = Passes(call, shards, gradients, buffers, forward, self._staging, tick, self._spans)
         for stage in self._stages:
             stage.begin(passes)
         schedule, begun = self._schedule(count := len(shards)), perf_counter()

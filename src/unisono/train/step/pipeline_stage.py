@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -35,6 +35,9 @@ class BlockPasses(Protocol):
 
     def forward(self, block: int, place: int, received: Received | None) -> Left | tuple[Tensor, float]:
         """The forward pass of a block, for one shard: what goes on, or a loss and its weight."""
+
+    def backward(self, place: int) -> AbstractContextManager[None]:
+        """A part of the backward pass of a block, for one shard."""
 
     def backward_done(self, block: int, place: int, weight: float) -> None:
         """The backward pass of a block is done, for one shard of a weight."""
@@ -240,12 +243,14 @@ class BlockStage(PipelineStage):
     ) -> None:
         """The backward pass of one shard; without weights' gradients, if it is not full."""
         self._take()
+        assert self._passes is not None, "an attempt is under way"
         chunk = self._chunks[bwd_chunk_id]
         with self._noted(bwd_chunk_id):
             outputs = self._outputs(chunk, bwd_chunk_id)
             if chunk.weight and (outputs or self.is_last):
                 self.fwd_cache[bwd_chunk_id] = tuple(outputs), chunk.leaves
-                super().backward_one_chunk(bwd_chunk_id, chunk.loss, full_backward)
+                with self._passes.backward(bwd_chunk_id):
+                    super().backward_one_chunk(bwd_chunk_id, chunk.loss, full_backward)
                 self.bwd_cache.pop(bwd_chunk_id, None)
             if not self.is_first:
                 parts = [
@@ -263,9 +268,11 @@ class BlockStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """What :meth:`backward_one_chunk` has left: the weights' gradients of one shard."""
         self._take()
+        assert self._passes is not None, "an attempt is under way"
         with self._noted(bwd_chunk_id):
             if bwd_chunk_id in self.dw_runner:
-                super().backward_weight_one_chunk(bwd_chunk_id)
+                with self._passes.backward(bwd_chunk_id):
+                    super().backward_weight_one_chunk(bwd_chunk_id)
                 self.dw_runner.pop(bwd_chunk_id)
         self._due = bwd_chunk_id
 
