@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.dashboard.curves import MOST_CURVES, OWN, PARTS, Curves
+from unisono.dashboard.finer import Stretches
 from unisono.dashboard.follow import LONGEST_LINE, PART, Follower, NewLines
 from unisono.dashboard.hub import Hub
 from unisono.dashboard.run_model import RunModel, Viewed
@@ -135,11 +136,13 @@ def test_a_range_without_steps_or_whose_file_is_another_one_by_now_has_no_points
     assert finer(long, "step", 2000, 3000) == []
 
 
-def test_a_range_of_far_too_many_bytes_is_not_read(long: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert long.model.stretches.of("step", 0, 0) != (0, 0)
-    monkeypatch.setattr("unisono.dashboard.finer.MOST_BYTES", 1000)
-    assert long.model.stretches.of("step", 0, STEPS) == (0, 0)
-    assert long.model.stretches.of("step", 0, 0) == (0, 0)
+def test_a_range_of_far_too_many_bytes_is_not_read() -> None:
+    stretches = Stretches(most=1000)
+    for part in range(20):
+        stretches.add(NewLines([{"step": part, "time": 1e9 + part}], first=100 * part, end=100 * part + 100))
+    assert stretches.of("step", 3, 5) == (300, 600)
+    assert stretches.of("step", 0, 9) == (0, 1000)
+    assert stretches.of("step", 0, 10) == (0, 0)
 
 
 def test_fields_that_no_script_logs_are_no_metrics() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import unisono
 from unisono.host.status_line import VARIABLE, status_in
-from unisono.train.record.progress import Display, EpochRecord, LauncherBar, OfMainWorker
+from unisono.train.record.progress import Display, EpochRecord, OfMainWorker, cell_bar, launcher_bar
 
 Start = Callable[..., unisono.Run]
 
@@ -63,7 +63,7 @@ class Clock:
 def test_the_bar_in_the_launchers_terminal_tells_all_and_is_drawn_some_times_a_second() -> None:
     said: list[str] = []
     clock = Clock()
-    bar = LauncherBar(said.append, clock)
+    bar = launcher_bar(said.append, clock)
     bar.begin(0, 2, 200, 100)
     for _ in range(50):
         clock.now += 0.0625
@@ -73,8 +73,33 @@ def test_the_bar_in_the_launchers_terminal_tells_all_and_is_drawn_some_times_a_s
     assert statuses[-1] == f"epoch 1/2 {'━' * 7}{'╌' * 3} 148/200 loss 0.5000 3200 samples/s 3 workers 0:00:03 left"
     bar.end(EpochRecord(0, 0.5, {}, {}, 2.0, 1000.0))
     bar.close()
-    assert said[-2].endswith("\nepoch 1/2 loss 0.5000 1000 samples/s 2.0 s\n")
+    assert said[-2].endswith("epoch 1/2 loss 0.5000 1000 samples/s 2.0 s\n")
     assert status_in(said[-1].rstrip("\n")) == ""
+
+
+def test_a_cell_has_one_bar_which_stays_and_needs_no_widgets(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[tuple[str, str]] = []
+
+    class Handle:
+        def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            shown.append(("updated", bundle["text/plain"]))
+
+    def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        assert raw
+        assert display_id
+        shown.append(("made", bundle["text/plain"]))
+        return Handle()
+
+    bar = cell_bar(display, Clock())
+    for epoch in range(2):
+        bar.begin(epoch, 2, 1)
+        bar.step(0.5, 3200.0, 3)
+        bar.end(EpochRecord(epoch, 0.5, {}, {}, 2.0, 1000.0))
+    bar.close()
+    assert [how for how, _ in shown] == ["made", "updated", "updated", "updated"]
+    assert shown[-1][1] == f"epoch 2/2 {'━' * 10} 1/1 loss 0.5000 3200 samples/s 3 workers 0:00:00 left"
+    assert capsys.readouterr().out.count("samples/s 2.0 s") == 2
 
 
 @pytest.fixture

@@ -24,9 +24,14 @@ class _Stretch(NamedTuple):
 
 
 class Stretches:
-    """Where in the file of metrics which steps are, roughly."""
+    """Where in the file of metrics which steps are, roughly.
 
-    def __init__(self) -> None:
+    Args:
+        most: the largest number of bytes that a range may have.
+    """
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._most = most
         self._known: Thinned[_Stretch] = Thinned(_joined)
 
     def add(self, news: NewLines) -> None:
@@ -40,7 +45,7 @@ class Stretches:
         """The first byte of a range, and the one behind it; the same if there is nothing, or far too much."""
         found = [one for one in self._known.groups if getattr(one, axis)[0] <= high and getattr(one, axis)[1] >= low]
         first, end = (found[0].first, found[-1].end) if found else (0, 0)
-        return (first, end) if end - first <= MOST_BYTES else (0, 0)
+        return (first, end) if end - first <= self._most else (0, 0)
 
 
 class FinerCurves:

@@ -1,6 +1,7 @@
 """A notebook, executed from its first cell to its last; or a kernel whose cells are interrupted, and which is killed.
 
     notebook_cells.py execute NOTEBOOK FOLDER        prints what its cells show
+    notebook_cells.py bar FOLDER                     prints what a cell with a loop shows
     notebook_cells.py interrupt FOLDER               prints what was seen, as JSON
 
 In a process of its own: the clients of kernels keep sockets and threads.
@@ -45,6 +46,26 @@ def train(steps, pace_s):
 
 LACKING = "limit = 3\ndef train():\n    return limit\nunisono.notebook.run(train)"
 FAILING = "def train():\n    raise RuntimeError('no luck')\nunisono.notebook.run(train)"
+
+
+LOOP = """
+import torch, unisono
+from torch import nn
+run = unisono.init(batch_size=8, shards=2, seed=0)
+model = nn.Linear(4, 1)
+model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+for step in run.progress(run.steps(torch.utils.data.TensorDataset(torch.ones(80, 4)), epochs=2)):
+    step.run(lambda model, batch: model(batch[0]).square().mean())
+run.finish(model)
+"""
+
+
+def bar(folder: str) -> None:
+    """Execute a cell with a loop, and print what stands in its output at the end."""
+    notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LOOP)])  # type: ignore[no-untyped-call]
+    path = Path(folder) / "loop.ipynb"
+    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
+    execute(str(path), folder)
 
 
 def execute(path: str, folder: str) -> None:
@@ -140,4 +161,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "execute":
         execute(*sys.argv[2:4])
     else:
-        interrupt(sys.argv[2])
+        {"interrupt": interrupt, "bar": bar}[sys.argv[1]](sys.argv[2])

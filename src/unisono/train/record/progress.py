@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -127,7 +127,7 @@ class Lines(Display):
 
 
 class Bar(Display):
-    """A rich progress bar per epoch, in a terminal or a notebook; finished epochs stay as lines above it."""
+    """A rich progress bar per epoch, in a terminal; finished epochs stay as lines above it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._progress = Progress(
@@ -168,16 +168,19 @@ class Bar(Display):
         self._progress.stop()
 
 
-class LauncherBar(Display):
-    """A bar for the terminal of the launcher, which draws it below the lines of all workers, and into no log.
+class TextBar(Display):
+    """A bar of text.
 
     Args:
-        write: a function that writes text to the launcher.
+        draw: a function that shows a text in the place of the one before; empty where the bar is over.
+        say: a function that writes a line that stays.
         clock: a clock, in seconds.
     """
 
-    def __init__(self, write: Callable[[str], object], clock: Callable[[], float] = perf_counter) -> None:
-        self._write, self._clock = write, clock
+    def __init__(
+        self, draw: Callable[[str], object], say: Callable[[str], object], clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self._show, self._say, self._clock = draw, say, clock
         self._words, self._steps, self._done, self._skipped, self._epochs = "", 0, 0, 0, 0
         self._begun = self._drawn = clock()
 
@@ -201,17 +204,49 @@ class LauncherBar(Display):
     def end(self, record: EpochRecord | None = None) -> None:
         """The bar becomes a line."""
         if record is not None:
-            self._write(as_line("") + summary(record, self._epochs) + "\n")
+            self._show("")
+            self._say(summary(record, self._epochs))
 
     def close(self) -> None:
         """It is gone."""
-        self._write(as_line(""))
+        self._show("")
 
     def _draw(self, words: str) -> None:
         self._drawn = self._clock()
         filled = WIDTH * self._done // self._steps if self._steps else 0
         bar = "━" * min(filled, WIDTH) + "╌" * (WIDTH - filled)
-        self._write(as_line(f"{self._words} {bar} {self._done}/{self._steps or '?'}{words}"))
+        self._show(f"{self._words} {bar} {self._done}/{self._steps or '?'}{words}")
+
+
+def launcher_bar(write: Callable[[str], object], clock: Callable[[], float] = perf_counter) -> TextBar:
+    """A bar for the terminal of the launcher, which draws it below the lines of all workers, and into no log.
+
+    Args:
+        write: a function that writes text to the launcher.
+        clock: a clock, in seconds.
+    """
+    return TextBar(lambda text: write(as_line(text)), lambda line: write(f"{line}\n"), clock)
+
+
+def cell_bar(display: Callable[..., Any], clock: Callable[[], float] = perf_counter) -> TextBar:
+    """A bar in the output of a notebook's cell, where its last state stays. Rich's would need ipywidgets.
+
+    Args:
+        display: IPython's function of this name.
+        clock: a clock, in seconds.
+    """
+    handles: list[Any] = []
+
+    def draw(text: str) -> None:
+        if not text:
+            return
+        shown = {"text/plain": text}
+        if handles:
+            handles[0].update(shown, raw=True)
+        else:
+            handles.append(display(shown, raw=True, display_id=True))
+
+    return TextBar(draw, print, clock)
 
 
 class OfMainWorker(Display):
@@ -278,10 +313,14 @@ def display_of(is_main: Callable[[], bool], elsewhere: Callable[[], Display]) ->
     """
 
     def make() -> Display:
-        if sys.stdout.isatty() or Console().is_jupyter:
+        if Console().is_jupyter:
+            from IPython.display import display
+
+            return cell_bar(display)
+        if sys.stdout.isatty():
             return Bar()
         if os.environ.get(VARIABLE) == "1":
-            return LauncherBar(partial(print, end="", flush=True))
+            return launcher_bar(partial(print, end="", flush=True))
         return elsewhere()
 
     return OfMainWorker(is_main, make)
