@@ -104,7 +104,7 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
         "weight is no part of a model in slices, and each worker has 2 devices",
         "1.weight is no part of a model in slices",
         "Scalar (Scalar) is on the meta device",
-        "KFAC: the weight of the model is a DTensor, of which a device holds a part or nothing: use one device",
+        "KFAC: the weight of the model lies in slices on several devices: use one device per worker",
         "a model in slices leaves no room for hooks on the step of Muon",
         "[rank 0] JobError: run.curvature needs whole weights, and each worker has 2 devices, which hold parts of them",
         "step 0, shard 0, rank 0: shards that the devices compute at the same time take different ways through the "

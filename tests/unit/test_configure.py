@@ -14,6 +14,7 @@ import torch
 
 import unisono
 from unisono.adapt.batch_size_policies import BatchSizeSchedule
+from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.norms import Monitoring
 from unisono.errors import JobError
 from unisono.received import short
@@ -180,6 +181,16 @@ def test_workers_of_an_elastic_job_leave_it_to_the_coordinator_to_find_who_hangs
 def test_a_policy_that_needs_the_noise_of_gradients_has_it_measured_in_each_step() -> None:
     assert configured({"UNISONO_POLICIES": "ada-scale"}).execution.monitoring.every == 1
     assert configured({"UNISONO_POLICIES": "ada-scale"}, monitor=5).execution.monitoring.every == 5
+
+
+def test_a_policy_that_goes_by_curvature_has_it_measured() -> None:
+    def measured(every: int = 10, **said: Any) -> int:
+        policies = [EdgeOfStability(every=every), EdgeOfStability(every=30)]
+        return configured(policies=policies[: 1 if every == 0 else 2], **said).execution.monitoring.curvature_every
+
+    assert measured() == 10
+    assert measured(every=0) == 0
+    assert measured(monitor=Monitoring(curvature_every=7)) == 7
 
 
 def test_bits_in_memory_are_looked_after_unless_the_state_is_never_compared() -> None:

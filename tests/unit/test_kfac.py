@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -270,11 +271,39 @@ def test_tied_weights_are_refused_with_the_cure() -> None:
         ({"damping": 0.0}, r"KFAC\(damping=0.0\)"),
         ({"factors_every": 3}, r"KFAC\(inverses_every=10\): .* a multiple of factors_every"),
         ({"skip": ["lst"]}, "no module 'lst'"),
+        ({"lr": math.inf}, r"KFAC\(lr=inf\)"),
+        ({"fallback": lambda parameters: None}, r"fallback=…\): it has made None"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         unisono.KFAC(Net(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": "high"}, "lr='high': needs a number"),
+        ({"factors_every": 2.5}, "factors_every=2.5: needs a whole number"),
+        ({"skip": "last"}, "skip='last': needs a list, each text"),
+    ],
+)
+def test_settings_of_another_type_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        unisono.KFAC(Net(), **settings)
+
+
+def test_it_takes_the_model_and_not_its_parameters() -> None:
+    with pytest.raises(ModelError, match=r"KFAC\(<generator .*: give it the model, whose layers it has to know"):
+        unisono.KFAC(Net().parameters())  # type: ignore[arg-type]
+
+
+def test_weights_that_others_make_are_left_to_the_other_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    told = kfac(model).notice()
+    assert "no rule for 1 (ParametrizedLinear), 1.parametrizations.weight (ParametrizationList): AdamW" in told
+    with pytest.raises(ModelError, match="the weight of 1 has no shape yet"):
+        unisono.KFAC(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)))
 
 
 def test_curvature_is_measured_beside_it_but_for_the_critical_step(tmp_path: Path) -> None:

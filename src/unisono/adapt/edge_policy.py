@@ -12,8 +12,8 @@ from unisono.errors import JobError
 class EdgeOfStability(Policy):
     """Keeps the learning rate at a share of what the critical sharpness allows. Experimental.
 
-    It is measured every so many steps: by ``unisono.init(monitor=Monitoring(curvature_every=10))``, or by the script
-    with ``run.curvature(loss_fn)`` before ``step.run``.
+    It is measured before the update of every so many steps. A script may measure it instead, with
+    ``run.curvature(loss_fn)`` before ``step.run``.
 
     With the sharpness λ the loss would rise from a learning rate of 2/λ on, so the next one is share · 2/λ. It falls
     at once, and rises by a factor of ``growth`` per measurement at most, which is its warm-up.
@@ -21,15 +21,25 @@ class EdgeOfStability(Policy):
     Args:
         share: the share of the critical learning rate, above 0.
         growth: the largest factor by which it rises at a time, above 1.
+        every: steps from one measurement to the next, unless ``Monitoring(curvature_every=…)`` says otherwise; 0 leaves
+            them to the script.
 
     Raises:
         JobError: a number is out of range.
     """
 
-    def __init__(self, share: float = 0.5, growth: float = 2.0) -> None:
-        if not share > 0 or not growth > 1:
-            raise JobError(f"EdgeOfStability(share={share}, growth={growth}): share above 0, growth above 1")
-        self._share, self._growth = share, growth
+    def __init__(self, share: float = 0.5, growth: float = 2.0, every: int = 10) -> None:
+        if not share > 0 or not growth > 1 or every < 0:
+            raise JobError(
+                f"EdgeOfStability(share={share}, growth={growth}, every={every}): share above 0, growth above 1, every "
+                f"from 0 on"
+            )
+        self._share, self._growth, self._every = share, growth, every
+
+    @property
+    def curvature_every(self) -> int:  # type: ignore[override]
+        """Steps from one measurement to the next."""
+        return self._every
 
     def after_step(self, view: View) -> None:
         """Follow a new measurement, if the step's line has one."""

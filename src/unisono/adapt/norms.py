@@ -188,6 +188,8 @@ class Monitoring:
             raise JobError(
                 f"Monitoring(curvature_every={short(self.curvature_every)}): use a number of steps, or 0 for never"
             )
+        if not isinstance(self.curvature, Mapping):
+            raise JobError(f"Monitoring(curvature={short(self.curvature)}): use a dict, such as {{'vectors': 4}}")
         if self.every < 0:
             raise JobError(f"monitor={short(self.every)}: use a number of steps, or 0 to watch none")
         if self.links_every < 0:

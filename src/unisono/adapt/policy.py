@@ -25,10 +25,13 @@ class Policy:
 
     Attributes:
         needs_monitor: whether it reads ``view.noise``, which then is measured in every step.
+        curvature_every: steps from one before whose update the critical sharpness is measured to the next, where the
+            script asks for no other measurement of curvature; 0 for none.
         observe_every: steps from one call of :meth:`observe` to the next; 0 for never.
     """
 
     needs_monitor: ClassVar[bool] = False
+    curvature_every: ClassVar[int] = 0
     observe_every: int = 0
     _forms: ClassVar[Mapping[str, Any]] = {}
     """Types of public attributes of which the first value says too little."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -299,6 +300,9 @@ def _execution(
     if not isinstance(monitoring, Monitoring):
         needed = any(policy.needs_monitor for policy in adaptation.policies)
         monitoring = Monitoring(monitoring or every or int(needed))
+    if not monitoring.curvature_every:
+        asked = [policy.curvature_every for policy in adaptation.policies if policy.curvature_every]
+        monitoring = replace(monitoring, curvature_every=min(asked, default=0))
     if monitoring.curvature_every:
         question_of(monitoring.curvature)
         if not adaptation.strategy.is_exact:

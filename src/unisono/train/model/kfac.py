@@ -12,6 +12,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from unisono.errors import ModelError, NonFiniteLoss, UnisonoWarning
+from unisono.received import short
+from unisono.train.config.arguments import require_kinds
 from unisono.train.model.kfac_layers import KnownLayer, known_layers
 from unisono.train.model.shared_work import Piece, SharingOptimizer
 
@@ -45,6 +47,7 @@ class KFAC(SharingOptimizer):
 
     Raises:
         ModelError: no layer has a rule, weights are tied, or a setting is out of its range.
+        JobError: a setting is of another type.
     """
 
     _is_whole = False
@@ -66,7 +69,9 @@ class KFAC(SharingOptimizer):
         fallback: Callable[[list[Tensor]], Optimizer] = optim.AdamW,
         skip: Sequence[str] = (),
     ) -> None:
-        settings = {
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"KFAC({short(model)}): give it the model, whose layers it has to know")
+        settings: dict[str, Any] = {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
@@ -76,6 +81,7 @@ class KFAC(SharingOptimizer):
             "factors_every": factors_every,
             "inverses_every": inverses_every,
         }
+        require_kinds(KFAC.__init__, {**settings, "skip": skip})
         _check(settings)
         self._layers, others = known_layers(model, skip)
         if not self._layers:
@@ -83,6 +89,8 @@ class KFAC(SharingOptimizer):
         super().__init__([{"params": [one for layer in self._layers for one in layer.parameters]}], settings)
         self._fallback = fallback([one for listed in others.values() for one in listed]) if others else None
         self._untold = ""
+        if others and not isinstance(self._fallback, Optimizer):
+            raise ModelError(f"KFAC(fallback=…): it has made {short(self._fallback)} of parameters, and no optimizer")
         if self._fallback is not None:
             self.param_groups.extend(self._fallback.param_groups)
             self._untold = f"KFAC has no rule for {', '.join(others)}: {type(self._fallback).__name__} trains them"
@@ -276,7 +284,7 @@ class KFAC(SharingOptimizer):
 def _check(settings: Mapping[str, Any]) -> None:
     """Refuse settings out of their range."""
     ranges = {
-        "lr": settings["lr"] >= 0,
+        "lr": 0 <= settings["lr"] < math.inf,
         "momentum": 0 <= settings["momentum"] < 1,
         "weight_decay": settings["weight_decay"] >= 0,
         "damping": settings["damping"] > 0,

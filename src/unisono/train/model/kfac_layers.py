@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from unisono.errors import ModelError
+from unisono.train.model.slices import is_sliced
 
 KNOWN = (nn.Linear, nn.Conv2d)
 """Classes with a rule. Subclasses may compute something else."""
@@ -187,14 +189,17 @@ def known_layers(model: nn.Module, skip: Sequence[str]) -> tuple[list[KnownLayer
     layers: list[KnownLayer] = []
     for name, module in model.named_modules():
         is_skipped = any(name == each or name.startswith(f"{each}.") for each in skip)
-        if is_skipped or not isinstance(module, KNOWN) or not module.weight.requires_grad:
+        weight = module._parameters.get("weight")  # others are made of parameters by a hook, or a parametrization
+        if is_skipped or not isinstance(module, KNOWN) or weight is None or not weight.requires_grad:
             continue
-        if type(module.weight) is not nn.Parameter:
+        place = f"KFAC: the weight of {name}" if name else "KFAC: the weight of the model"
+        if is_sliced(weight):
             raise ModelError(
-                f"KFAC: the weight of {name or 'the model'} is a {type(module.weight).__name__}, of which a device "
-                f"holds a part or nothing: use one device per worker, or another optimizer for models on several"
+                f"{place} lies in slices on several devices: use one device per worker, or another optimizer"
             )
-        if type(module) not in KNOWN or (isinstance(module, nn.Conv2d) and module.groups != 1):
+        if is_lazy(weight):
+            raise ModelError(f"{place} has no shape yet: pass the model a batch before")
+        if type(module) not in KNOWN or weight.is_complex() or (isinstance(module, nn.Conv2d) and module.groups != 1):
             continue
         for parameter in module.parameters():
             if len(held := holders[id(parameter)]) > 1:
