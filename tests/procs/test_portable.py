@@ -3,14 +3,17 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from training import Trained, control_of, whole_lines
 from unisono.host.processor_paths import variables_of
 
 QEMU = "qemu-x86_64"
@@ -129,3 +132,67 @@ def test_a_worker_on_an_emulated_processor_trains_with_a_native_one_to_the_bits_
             job.kill()
     digest = json.loads((run_dir / "result.json").read_text())
     assert serial.split("weights sha256 ")[1].split()[0] in json.dumps(digest)
+
+
+SLOWLY = """
+import os
+import sys
+import time
+sys.path.insert(0, {folder!r})
+from exact_jobs import Net, cross_entropy, images
+import torch, unisono
+def loss(model, batch):
+    time.sleep(0 if os.path.exists({hurry!r}) else 1.0)
+    return cross_entropy(model, batch)
+run = unisono.init(batch_size=64, shards=4, seed=3)
+model = Net()
+run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+for step in run.steps(images(256), epochs=6):
+    step.run(loss)
+run.finish()
+"""
+
+
+def test_beside_an_emulated_processor_a_worker_is_killed_and_another_joins_and_no_bit_changes(tmp_path: Path) -> None:
+    script, python, hurry = tmp_path / "train.py", tmp_path / "python", tmp_path / "hurry"
+    script.write_text(SLOWLY.format(folder=str(JOBS.parent), hurry=str(hurry)))
+    python.write_text(f'#!/bin/sh\nexec {QEMU} -cpu {PROCESSORS[0]} {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    hurry.touch()
+    serial = computed((str(script),), None, UNISONO_RUN_DIR=str(tmp_path / "serial"))
+    hurry.unlink()
+    job = Trained(tmp_path / "run")
+
+    def trained() -> list[str]:
+        """The workers that have trained a step together last."""
+        found = [line for line in whole_lines(job.run_dir / "metrics.jsonl") if "loss" in line]
+        minted = {one["generation"]: one["workers"] for one in job.journal("minted")}
+        return minted[found[-1]["generation"]] if found else []
+
+    def until(is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            assert started[0].poll() is None, "it has ended too soon"
+            time.sleep(0.1)
+
+    def start(*command: str) -> None:
+        started.append(opened.enter_context(subprocess.Popen(command)))
+        opened.callback(started[-1].kill)
+
+    started: list[subprocess.Popen[bytes]] = []
+    unisono = (sys.executable, "-m", "unisono")
+    here = ("--numerics", "portable", "--run-dir", str(job.run_dir))
+    with ExitStack() as opened:
+        start(*unisono, "run", *here, "-n", "2:3", "--coordinator", "127.0.0.1:0", "--here", "1", str(script))
+        until((job.run_dir / "token").exists)
+        how = ("join", *here, "--no-warm-start", str(script))
+        start(sys.executable, "-c", JOIN, str(python), "unisono", *how)
+        until(lambda: trained() == ["w1", "w2"])
+        (native,) = (one["pid"] for one in control_of(job.run_dir).status()["members"] if one["id"] == "w1")
+        os.kill(native, signal.SIGKILL)
+        until(lambda: len(trained()) == 2 and "w1" not in trained())
+        start(*unisono, "join", *here, str(script))
+        until(lambda: len(trained()) == 3)
+        hurry.touch()
+        assert [one.wait(600) for one in started] == [0, 0, 0]
+    assert job.end() == serial.split("weights sha256 ")[1].split()[0]
+    assert job.steps == list(range(24))
