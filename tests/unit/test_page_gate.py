@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from unisono.dashboard.app import MOST_READING, VERBS, Page, files, page_app
-from unisono.dashboard.gate import FRESH_S, HEADERS, LARGEST_BODY, MOST_SESSIONS, Keys
+from unisono.dashboard.app import MOST_READING, MOST_VIEWERS, VERBS, Page, files, is_open, page_app
+from unisono.dashboard.gate import FRESH_S, HEADERS, LARGEST_BODY, MOST_SESSIONS, Gate, Keys
 from unisono.dashboard.source import FolderSource
 from unisono.jsonl import to_json
 
@@ -41,12 +42,15 @@ class Site:
         self.page = Page(FolderSource(folder), self.keys, COOKIE)
         self.app = page_app(self.page, self.keys, COOKIE)
 
-    def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = OWN) -> Answer:
-        """One request, as this very page makes it unless headers say otherwise; an empty one leaves a header out."""
+    @staticmethod
+    def scope(method: str, path: str, headers: Mapping[str, str] = OWN) -> dict[str, Any]:
         told = {"host": HOST, **({} if method == "GET" else {"origin": f"http://{HOST}"}), **headers}
         named = [(name.replace("_", "-").encode(), value.encode()) for name, value in told.items() if value]
-        scope = {"type": "http", "method": method, "path": path, "headers": named, "query_string": b"", "root_path": ""}
-        answer, given = Answer(), asyncio.Event()
+        return {"type": "http", "method": method, "path": path, "headers": named, "query_string": b"", "root_path": ""}
+
+    def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = OWN) -> Answer:
+        """One request, as this very page makes it unless headers say otherwise; an empty one leaves a header out."""
+        scope, answer, given = self.scope(method, path, headers), Answer(), asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             if given.is_set():
@@ -200,7 +204,10 @@ def test_requests_are_small_and_closed(site: Site) -> None:
     session = site.entered(site.keys.act)
     assert site.ask("POST", "/ask/resize", b"x" * (LARGEST_BODY + 1), session).status == 413
     for body in (b"", b"[]", b'{"workers": "2"}', b'{"workers": 0}', b'{"other": 1}', b'{"workers": 2e9}', b"{" * 900):
-        assert site.ask("POST", "/ask/resize", body, session).status == 400, body
+        answer = site.ask("POST", "/ask/resize", body, session)
+        assert answer.status == 400, body
+        assert body == b"" or "no coordinator" not in answer["error"], body
+    assert "no coordinator" not in site.ask("POST", "/ask/resize", b'{"workers": 2, "other": 1}', session)["error"]
 
 
 def test_who_may_only_look_zooms_in_but_not_without_end(site: Site) -> None:
@@ -226,10 +233,62 @@ def test_guesses_are_slowed_down(site: Site) -> None:
     assert {site.enter("x").status for _ in range(400)} == {401, 429}
 
 
+def test_browsers_that_come_together_are_counted_together(site: Site) -> None:
+    session = site.entered(site.keys.look)
+    answers: list[int] = []
+
+    async def one() -> None:
+        asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            for message in asked:
+                return message
+            return await asyncio.sleep(3600, {})
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answers.append(message["status"])
+
+        await site.app(site.scope("GET", "/stream", session), receive, send)
+
+    async def all_of_them() -> None:
+        many = [asyncio.create_task(one()) for _ in range(2 * MOST_VIEWERS)]
+        while len(answers) < len(many):
+            await asyncio.sleep(0)
+        for each in many:
+            each.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+
+    asyncio.run(all_of_them())
+    assert (answers.count(200), answers.count(503)) == (MOST_VIEWERS, MOST_VIEWERS)
+    assert site.page.hub.viewers == 0
+
+
+def test_who_says_or_takes_nothing_for_long_is_turned_away(site: Site) -> None:
+    gate = Gate(site.app, site.keys, COOKIE, is_open, body_s=0.01, take_s=0.01)
+    statuses: list[int] = []
+
+    async def nothing() -> dict[str, Any]:
+        return await asyncio.sleep(3600, {})
+
+    async def whole() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def noted(message: Any) -> None:
+        statuses.append(message.get("status", 0))
+
+    async def stuck(message: Any) -> None:
+        await asyncio.sleep(3600)
+
+    asyncio.run(gate(site.scope("GET", "/"), nothing, noted))
+    assert statuses[0] == 408
+    with pytest.raises(TimeoutError):
+        asyncio.run(gate(site.scope("GET", "/"), whole, stuck))
+
+
 def test_whoever_does_not_take_the_news_gives_up_the_place_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     session = site.entered(site.keys.look)
-    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in {"host": HOST, **session}.items()]
-    scope = {"type": "http", "method": "GET", "path": "/stream", "headers": named, "query_string": b"", "root_path": ""}
+    scope = site.scope("GET", "/stream", session)
     asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
 
     async def receive() -> dict[str, Any]:
@@ -248,3 +307,20 @@ def test_whoever_does_not_take_the_news_gives_up_the_place_at_once(site: Site, m
         return site.page.hub.viewers
 
     assert asyncio.run(viewers()) == 0
+
+
+def test_each_threat_that_security_names_has_the_tests_that_it_names() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "SECURITY.md").read_text().partition("## The page")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    here = re.findall(r"^def test_(\w+)", Path(__file__).read_text(), re.MULTILINE)
+    for row in rows:
+        named = re.findall(r"`([\w/.]+)(…?)`", row.rpartition("| ")[2] or row.split(" | ")[-1])
+        assert named, row
+        for name, is_cut in named:
+            is_there = (
+                (root / name).exists()
+                if "/" in name
+                else any(one.startswith(name) if is_cut else one == name for one in here)
+            )
+            assert is_there, name

@@ -333,7 +333,8 @@ def test_a_page_that_stands_still_says_why_and_goes_on() -> None:
         hub = Hub(Faulty())
         following = asyncio.create_task(hub.follow())
         try:
-            return await anext(one async for one in hub.news() if one["head"]["trouble"])
+            with hub.watched():
+                return await anext(one async for one in hub.news() if one["head"]["trouble"])
         finally:
             assert not following.done()
             following.cancel()

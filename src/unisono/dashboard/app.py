@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from unisono.dashboard.curves import LARGEST_STEP
 from unisono.dashboard.finer import Axis
@@ -108,9 +108,18 @@ def is_open(method: str, path: str) -> bool:
 
 
 class _Stream(StreamingResponse):
-    """Lets go of the news as soon as nobody takes them, and not when the garbage is collected: places are few."""
+    """Has a place from its first moment until nobody takes the news, and no longer: places are few."""
 
     body_iterator: AsyncGenerator[str, None]
+
+    def __init__(self, hub: Hub, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._hub = hub
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        with self._hub.watched():
+            await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):
@@ -174,7 +183,7 @@ class Page:
     async def _stream(self, request: Request) -> Response:
         if self.hub.viewers >= MOST_VIEWERS:
             return _refused(503, JobError(f"{MOST_VIEWERS} browsers look at this page already: close one"))
-        return _Stream(self._events(request.scope["may"]), media_type="text/event-stream")
+        return _Stream(self.hub, self._events(request.scope["may"]))
 
     async def _events(self, may: str) -> AsyncGenerator[str, None]:
         first = {"name": self._source.name, "may": may}

@@ -107,6 +107,8 @@ class Gate:
         is_open: a function that says whether a method and path need no session.
         scheme: ``http`` or ``https``.
         names: further host names and addresses, besides those of loopback, by which the page is known.
+        body_s: the seconds within which the whole of a request has to come.
+        take_s: the seconds within which each part of an answer has to be taken.
     """
 
     def __init__(
@@ -117,9 +119,11 @@ class Gate:
         is_open: Callable[[str, str], bool],
         scheme: str = "http",
         names: frozenset[str] = frozenset(),
+        body_s: float = BODY_S,
+        take_s: float = TAKE_S,
     ) -> None:
         self._app, self._keys, self._cookie, self._is_open = app, keys, cookie, is_open
-        self._scheme, self._names = scheme, names
+        self._scheme, self._names, self._body_s, self._take_s = scheme, names, body_s, take_s
         self._rate = Rate(REQUESTS_PER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,11 +133,11 @@ class Gate:
             return
         try:
             self._check(scope)
-            body = await body_of(receive, LARGEST_BODY, BODY_S)
+            body = await body_of(receive, LARGEST_BODY, self._body_s)
         except NotAdmitted as turned:
             await _answer(scope, send, turned)
             return
-        await self._app(scope, read_already(body, receive), _with_headers(send))
+        await self._app(scope, read_already(body, receive), _with_headers(send, self._take_s))
 
     def _check(self, scope: Scope) -> None:
         if scope["type"] != "http":
@@ -163,13 +167,13 @@ class Gate:
         return is_loopback(name) or name in self._names
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, take_s: float) -> Send:
     """What is sent has the headers that confine the page, and whoever does not take it is hung up on."""
 
     async def sent(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *HEADERS]
-        async with asyncio.timeout(TAKE_S):
+        async with asyncio.timeout(take_s):
             await send(message)
 
     return sent

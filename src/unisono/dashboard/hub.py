@@ -1,8 +1,8 @@
 """Follows a run for all who look at its page; while nobody does, it does nothing."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from unisono.dashboard.finer import Axis, FinerCurves
@@ -102,25 +102,30 @@ class Hub:
             await self._tell()
         return is_behind
 
-    async def news(self) -> AsyncGenerator[dict[str, Any], None]:
-        """All that is known of the run, and then whatever is new, until the viewer goes."""
-        seen, version = Viewed(), -1
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """As long as a viewer looks. It counts at once, so that a thousand who come together are counted."""
         self.viewers += 1
         self._watched.set()
         try:
-            while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(PULSE_S), self._changed:
-                        await self._changed.wait_for(lambda known=version: self._version != known)  # type: ignore[misc]  # of this turn
-                version, is_last = self._version, self._is_over
-                yield self.model.news_for(seen)
-                if is_last:
-                    return
-                await asyncio.sleep(PACE_S)
+            yield
         finally:
             self.viewers -= 1
             if not self.viewers:
                 self._watched.clear()
+
+    async def news(self) -> AsyncGenerator[dict[str, Any], None]:
+        """All that is known of the run, and then whatever is new, until the viewer goes."""
+        seen, version = Viewed(), -1
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PULSE_S), self._changed:
+                    await self._changed.wait_for(lambda known=version: self._version != known)  # type: ignore[misc]  # of this turn
+            version, is_last = self._version, self._is_over
+            yield self.model.news_for(seen)
+            if is_last:
+                return
+            await asyncio.sleep(PACE_S)
 
     async def finer(
         self, axis: Axis, low: float, high: float, is_gone: Callable[[], Awaitable[bool]]

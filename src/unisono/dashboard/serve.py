@@ -107,6 +107,7 @@ def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
             timeout_graceful_shutdown=ENOUGH_S,
             limit_concurrency=4 * MOST_VIEWERS,
             log_config=None,
+            log_level="error",  # who asks for nonsense, or too often, fills no log
             access_log=False,
             server_header=False,
             proxy_headers=False,
