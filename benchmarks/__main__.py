@@ -389,13 +389,14 @@ def guests_command(
     rounds: Rounds = None,
     turns: Turns = None,
     seed: Seed = 0,
+    batch: Annotated[int | None, typer.Option(help="samples of a batch, if --step-ms is not to decide them")] = None,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
     """What a run costs frameworks that train on it: each alone and with Unisono."""
     chosen = _known(only, COMPARISONS, "--only") or tuple(COMPARISONS)
     often = {"rounds": rounds or (1 if quick else 5), "turns": turns or (1 if quick else 20)}
-    _publish(guests.run(guests.Choice(chosen, step_ms, seed=seed, **often)), output)
+    _publish(guests.run(guests.Choice(chosen, step_ms, seed=seed, batch=batch, **often)), output)
 
 
 @app.command("monitor")

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.crew import Crew
 from benchmarks.elastic_job import Job, launched
 from benchmarks.figures import times_as_long
-from benchmarks.frameworks import COMPARISONS
+from benchmarks.frameworks import COMPARISONS, PLAIN
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.side_by_side import batch_for, names, one_round, turn_seconds
@@ -34,6 +34,7 @@ class Choice:
         turns: of each way, in each round.
         turn_s: seconds of a turn, at least.
         seed: of who comes first.
+        batch: the samples of a batch, if ``step_ms`` is not to decide them.
     """
 
     comparisons: tuple[str, ...] = tuple(COMPARISONS)
@@ -42,6 +43,7 @@ class Choice:
     turns: int = 20
     turn_s: float = 1.5
     seed: int = 0
+    batch: int | None = None
 
 
 def run(choice: Choice) -> Report:
@@ -70,7 +72,7 @@ def run(choice: Choice) -> Report:
 def one_comparison(choice: Choice, name: str, meter: NoiseMeter, order: random.Random) -> tuple[int, Found]:
     """The batch, and a step's seconds by way."""
     one = COMPARISONS[name]
-    batch = batch_for(choice.step_ms, 2 * one.workers, partial(starting, name, one.alone))
+    batch = choice.batch or batch_for(choice.step_ms, 2 * one.workers, partial(starting, name, one.alone))
     found: dict[str, list[list[float]]] = {way: [] for way in one.ways}
     turn_s = turn_seconds(choice.turn_s, choice.step_ms)
     for _ in range(choice.rounds):
@@ -85,15 +87,18 @@ def one_comparison(choice: Choice, name: str, meter: NoiseMeter, order: random.R
 @contextmanager
 def starting(name: str, way: str, batch: int) -> Iterator[Job]:
     """One way: a process of its own, or several that torchrun starts."""
-    one = COMPARISONS[name]
+    one, threads = COMPARISONS[name], 1
+    processes = one.workers
+    if way == PLAIN:
+        processes, threads = 1, one.workers
     with tempfile.TemporaryDirectory(prefix="benchmark-") as where:
         folder = Path(where) / "left"
         folder.mkdir()
         module = ["-m", PROGRAM, one.framework, way, str(batch), str(one.workers), str(folder)]
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={one.workers}"]
-        variables = Crew.here(1).settings | {"UNISONO_RUN_DIR": str(folder / "run")}
-        with launched(module if one.workers == 1 else [*several, *module], variables, folder) as job:
-            job.until(lambda: len(names(job)) == one.workers, "all workers train")
+        variables = Crew.here(1, threads).settings | {"UNISONO_RUN_DIR": str(folder / "run")}
+        with launched(module if processes == 1 else [*several, *module], variables, folder) as job:
+            job.until(lambda: len(names(job)) == processes, "all workers train")
             yield job
 
 
@@ -103,11 +108,12 @@ def grid(choice: Choice, found: Mapping[str, tuple[int, Found]]) -> Grid:
     return Grid(
         f"a step of a framework alone and with Unisono, in turns of at least {choice.turn_s:g} s, {choice.turns} in "
         f"each of {choice.rounds} rounds",
-        ("", "batch", "alone", "with Unisono", "ratio"),
+        ("", "batch", "alone", "with Unisono", "ratio", "plain loop", "beside it"),
         rows,
         (
             "Ratio: the median over turns side by side, with the interval of drawing rounds again.",
-            "There are as many shards as workers.",
+            "There are as many shards as workers; in stages four.",
+            "Plain loop: of torch alone, in one process with as many threads as there are workers.",
         ),
     )
 
@@ -115,6 +121,11 @@ def grid(choice: Choice, found: Mapping[str, tuple[int, Found]]) -> Grid:
 def row(name: str, batch: int, seconds: Found) -> tuple[str, ...]:
     """What was found in a comparison."""
     one = COMPARISONS[name]
-    alone, ours = (seconds[way] for way in one.ways)
-    middle = [statistics.median(each for turns in runs for each in turns) for runs in (alone, ours)]
-    return one.title, str(batch), *(f"{1000 * each:.1f} ms" for each in middle), f"{times_as_long(ours, alone):.3f}"
+    alone, ours, *plain = (seconds[way] for way in one.ways)
+    words = [one.title, str(batch), _middle(alone), _middle(ours), f"{times_as_long(ours, alone):.3f}"]
+    beside = [_middle(plain[0]), f"{times_as_long(ours, plain[0]):.3f}"] if plain else ["", ""]
+    return *words, *beside
+
+
+def _middle(runs: Sequence[Sequence[float]]) -> str:
+    return f"{1000 * statistics.median(each for turns in runs for each in turns):.1f} ms"

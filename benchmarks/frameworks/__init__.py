@@ -17,7 +17,7 @@ class Train(Protocol):
         """Train until the process is stopped.
 
         Args:
-            way: one of the two that are compared.
+            way: one of those that are compared.
             batch_size: the samples of a global batch, over all workers.
             workers: how many train together; Unisono gets as many shards.
             note: to be called behind each step.
@@ -26,7 +26,7 @@ class Train(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A framework, alone and with Unisono.
+    """A framework, alone and with Unisono; for models on several devices beside the plain loop as well.
 
     Attributes:
         title: for people.
@@ -34,6 +34,7 @@ class Comparison:
         package: what has to be installed.
         workers: how many train together.
         alone: the way that Unisono is compared with: the framework by itself, on one worker or on several.
+        is_beside_plain: whether a loop of torch alone is measured, too, in one process with as many threads as workers.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Comparison:
     package: str
     workers: int = 1
     alone: str = "alone"
+    is_beside_plain: bool = False
 
     @property
     def is_installed(self) -> bool:
@@ -48,23 +50,27 @@ class Comparison:
         return find_spec(self.package) is not None
 
     @property
-    def ways(self) -> tuple[str, str]:
-        """What is compared; the second beside the first."""
-        return self.alone, UNISONO
+    def ways(self) -> tuple[str, ...]:
+        """What is compared; the second beside the first, and beside the third if there is one."""
+        return (self.alone, UNISONO, PLAIN) if self.is_beside_plain else (self.alone, UNISONO)
 
 
-UNISONO = "unisono"
+UNISONO, PLAIN = "unisono", "plain"
 
 COMPARISONS = {
     "accelerate": Comparison("accelerate 1, a Llama, one worker", "accelerate", "accelerate"),
     "accelerate-ddp": Comparison(
         "accelerate 1, a Llama, two workers beside DDP", "accelerate", "accelerate", workers=2, alone="ddp"
     ),
-    "fsdp": Comparison("FSDP2, a transformer in slices on two devices", "fsdp", "torch", workers=2, alone="fsdp2"),
+    "fsdp": Comparison(
+        "FSDP2, a transformer in slices on two devices", "fsdp", "torch", 2, "fsdp2", is_beside_plain=True
+    ),
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
     "lightning": Comparison("Lightning, a ConvNet, one worker", "lightning", "lightning"),
     "lightning-ddp": Comparison("Lightning, a ConvNet, two workers", "lightning", "lightning", 2, "ddp"),
-    "stages": Comparison("1F1B, a transformer in stages on two devices", "stages", "torch", workers=2, alone="1f1b"),
+    "stages": Comparison(
+        "1F1B, a transformer in stages on two devices", "stages", "torch", 2, "1f1b", is_beside_plain=True
+    ),
     "transformers": Comparison("Transformers 5, a Llama, one worker", "transformers", "transformers"),
     "transformers-ddp": Comparison(
         "Transformers 5, a Llama, two workers beside DDP", "transformers", "transformers", workers=2, alone="ddp"

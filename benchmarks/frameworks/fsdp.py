@@ -1,8 +1,8 @@
-"""A language model in slices on two devices: torch's FSDP2 by itself, and with Unisono."""
+"""A language model in slices on two devices: torch's FSDP2 by itself, and with Unisono; and whole, in a plain loop."""
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from benchmarks.frameworks import Note
+from benchmarks.frameworks import PLAIN, Note
 
 STOCK = "fsdp2"
 WORDS, LENGTH, WIDTH, DEPTH = 512, 32, 256, 4
@@ -44,7 +44,20 @@ def train(way: str, batch_size: int, workers: int, note: Note) -> None:
     """Train until the process is stopped; the workers are the devices of one."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
+    if way == PLAIN:
+        train_whole(batch_size, note)
     (_stock if way == STOCK else _with_unisono)(batch_size, workers, note)
+
+
+def train_whole(batch_size: int, note: Note) -> NoReturn:
+    """Train the whole model by torch alone, until the process is stopped."""
+    model = Language()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    while True:
+        loss_of(model, torch.randint(0, WORDS, (batch_size, LENGTH))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        note()
 
 
 def _cut(model: Language, cut: Callable[..., Any]) -> Language:

@@ -1,4 +1,4 @@
-"""A language model in stages on two devices: torch's 1F1B schedule by itself, and with Unisono."""
+"""A language model in stages on two devices: torch's 1F1B by itself, and with Unisono; and whole, in a plain loop."""
 
 import warnings
 from itertools import chain
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from benchmarks.frameworks import Note
-from benchmarks.frameworks.fsdp import DEPTH, LENGTH, WIDTH, WORDS, Language, loss_of
+from benchmarks.frameworks import PLAIN, Note
+from benchmarks.frameworks.fsdp import DEPTH, LENGTH, WIDTH, WORDS, Language, loss_of, train_whole
 
 STOCK = "1f1b"
 MICRO_BATCHES = 4
@@ -21,6 +21,8 @@ def train(way: str, batch_size: int, workers: int, note: Note) -> None:
     """Train until the process is stopped; the workers are the devices of one."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
+    if way == PLAIN:
+        train_whole(batch_size, note)
     (_stock if way == STOCK else _with_unisono)(batch_size, workers, note)
 
 

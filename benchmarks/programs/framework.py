@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.frameworks import train_of
+from benchmarks.frameworks import PLAIN, train_of
 
 if __name__ == "__main__":
     framework, way, batch, workers, folder = sys.argv[1:]
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(workers) if way == PLAIN else 1)
     numbers = count()
     with Path(folder, f"commits-{os.environ.get('RANK', '0')}.txt").open("w", buffering=1) as file:
         train_of(framework)(way, int(batch), int(workers), lambda: print(next(numbers), time.time(), file=file))

@@ -404,7 +404,12 @@ def test_the_steps_right_after_a_job_was_woken_do_not_count() -> None:
 
 def test_a_framework_with_a_run_is_compared_with_itself_alone_turn_by_turn() -> None:
     seconds = {"alone": [[0.05, 0.1], [0.05, 0.2]], "unisono": [[0.051, 0.102], [0.051, 0.204]]}
-    assert guests.row("keras", 64, seconds)[1:] == ("64", "75.0 ms", "76.5 ms", "1.020")
+    assert guests.row("keras", 64, seconds)[1:] == ("64", "75.0 ms", "76.5 ms", "1.020", "", "")
+
+
+def test_what_lies_on_several_devices_is_compared_with_the_plain_loop_as_well() -> None:
+    seconds = {"1f1b": [[0.05, 0.1]], "unisono": [[0.06, 0.12]], "plain": [[0.04, 0.08]]}
+    assert guests.row("stages", 4, seconds)[1:] == ("4", "75.0 ms", "90.0 ms", "1.200", "60.0 ms", "1.500")
 
 
 def test_a_turn_in_which_one_worker_has_made_too_few_steps_to_tell_how_long_they_take_goes_on(tmp_path: Path) -> None:
