@@ -44,8 +44,11 @@ def test_devices_that_hold_slices_or_stages_end_with_the_weights_of_one(tmp_path
         assert weights(*LAUNCHER, "2", *small, "--cut", cut, folder=tmp_path / cut) == one
 
 
-def test_a_model_that_one_process_has_no_room_for_is_trained_by_four(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cut", "devices", "named"), [("slices", "4", 0), ("stages", "2", 1)])
+def test_a_model_that_one_process_has_no_room_for_is_trained_by_several(
+    cut: str, devices: str, named: int, tmp_path: Path
+) -> None:
     kilobytes = re.findall(r"ulimit -d (\d+)", Path(EXAMPLE).read_text())
-    most = int(kilobytes[0]) * 1024
-    assert not weights(EXAMPLE, folder=tmp_path, most=most)
-    assert weights(*LAUNCHER, "4", EXAMPLE, folder=tmp_path, most=most)
+    most = int(kilobytes[named]) * 1024
+    assert not weights(EXAMPLE, "--cut", cut, folder=tmp_path, most=most)
+    assert weights(*LAUNCHER, devices, EXAMPLE, "--cut", cut, folder=tmp_path, most=most)
