@@ -97,6 +97,8 @@ def starting(name: str, way: str, batch: int) -> Iterator[Job]:
         module = ["-m", PROGRAM, one.framework, way, str(batch), str(one.workers), str(folder)]
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={one.workers}"]
         variables = Crew.here(1, threads).settings | {"UNISONO_RUN_DIR": str(folder / "run")}
+        if threads > 1:  # or one that waits for the other keeps it from its core, where others compute as well
+            variables["OMP_WAIT_POLICY"] = "passive"
         with launched(module if processes == 1 else [*several, *module], variables, folder) as job:
             job.until(lambda: len(names(job)) == processes, "all workers train")
             yield job
