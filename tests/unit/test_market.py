@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from examples.simulation.generate_trace import arguments, main
 from unisono.errors import JobError
 from unisono.study.simulation.market import HostPrices, MarketTrace, supply
 from unisono.study.simulation.scenario import HostKind
 
 pytestmark = pytest.mark.unit
 
+TRACE = Path(__file__).parents[2] / "examples" / "simulation" / "generated-trace.csv"
 HEAD = "start,end,available,price_per_hour,zone\n"
 SPOT = HostKind(name="spot", count=4, workers=2, price=1.0, between_losses_s=1000.0, zones=2)
 
@@ -166,3 +168,13 @@ def test_hosts_come_back_and_are_never_there_twice() -> None:
     for host in supply(SPOT, "3", 1e6).stays:
         assert len(host) > 10
         assert all(before.end <= after.start for before, after in pairwise(host))
+
+
+def test_the_shipped_trace_is_what_its_command_generates_and_says_that_it_is_generated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(arguments.parse_args(["--seed", "0"]))
+    assert capsys.readouterr().out == TRACE.read_text()
+    main(arguments.parse_args(["--seed", "1"]))
+    assert capsys.readouterr().out != TRACE.read_text()
+    assert {row.zone for row in MarketTrace.read(TRACE).rows} == {"generated-0", "generated-1"}

@@ -194,3 +194,33 @@ def test_a_wrong_scenario_is_refused_by_its_place(tmp_path: Path, change: tuple[
     path.write_text(SCENARIO.replace(*change, 1))
     with pytest.raises(JobError, match=words):
         read_scenario(path)
+
+
+def killed(**took: float) -> SimulatedOutcome:
+    """A worker is killed after 100 s."""
+    seconds = TOOK.model_copy(update=took)
+    return played(replace(PLAIN, seconds=seconds, incidents=[Incident(at_s=100.0, kill=1)]))
+
+
+def test_a_loss_costs_what_it_takes_to_notice_it() -> None:
+    quick, slow = killed(detect_s=0.1), killed(detect_s=4.1)
+    assert slow.lost["regroup"] - quick.lost["regroup"] == pytest.approx(4.0, abs=0.1)
+
+
+def test_a_worker_on_a_host_that_has_started_some_before_comes_as_soon_as_that_takes() -> None:
+    def back_s(found: SimulatedOutcome) -> float:
+        return next(mark.seconds for mark in found.marks if mark.seconds > 101 and mark.workers == 4)
+
+    quick, slow = killed(later_start_s=5.0), killed(later_start_s=45.0)
+    longest_s = STEP.seconds(Layout(3, 8, 4))
+    assert back_s(slow) - back_s(quick) == pytest.approx(40.0, abs=longest_s)
+    assert killed(start_s=60.0).lost["start"] == pytest.approx(60.0 + STEADY.boot_s + TOOK.form_s, rel=1e-2)
+
+
+def test_a_job_begins_with_as_many_workers_as_it_says_and_grows_when_somebody_asks_for_more() -> None:
+    found = played(replace(PLAIN, job=How(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)]))
+    sizes = [mark.workers for mark in found.marks]
+    assert found.done
+    assert sizes[0] == 2
+    assert max(sizes) == 4
+    assert all(mark.workers == 2 for mark in found.marks if mark.seconds < 200)

@@ -19,7 +19,15 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono.study.simulation.calibration import measured
-from unisono.study.simulation.scenario import Durations, HostKind, How, Scenario, Workload, read_scenario
+from unisono.study.simulation.scenario import (
+    Durations,
+    HostKind,
+    How,
+    MeasuredFigures,
+    Scenario,
+    Workload,
+    read_scenario,
+)
 from unisono.study.simulation.search import Goal, Simulate, command, frontier, margins, mixes, search, worth_trying
 from unisono.study.simulation.simulated_run import simulate
 
@@ -73,6 +81,30 @@ def test_times_are_taken_from_runs_without_their_first_steps(tmp_path: Path) -> 
         "checkpoint_s": 0.75,
         "stall_s": 0.0,
         "jitter": 0.0,
+    }
+
+
+def test_later_workers_of_a_host_and_noticing_a_loss_have_times_of_their_own(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", 2, 0.4)
+    events: list[tuple[float, dict[str, Any]]] = [
+        (0.0, {"event": "agent joined", "host": "a"}),
+        (0.0, {"event": "asked for", "workers": ["w1", "w2"], "host": "a"}),
+        (12.0, {"event": "minted", "generation": 1, "joined": ["w1", "w2"]}),
+        (20.0, {"event": "lost", "worker": "w2", "host": "a"}),
+        (20.5, {"event": "asked for", "workers": ["w3"], "host": "a"}),
+        (21.0, {"event": "minted", "generation": 2, "joined": [], "lost": ["w2"]}),
+        (24.0, {"event": "minted", "generation": 3, "joined": ["w3"], "seconds": 0.5}),
+        (30.0, {"event": "agent joined", "host": "b"}),
+        (30.0, {"event": "asked for", "workers": ["w4"], "host": "b"}),
+        (44.0, {"event": "minted", "generation": 4, "joined": ["w4"]}),
+    ]
+    lines = [json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) for at, line in events]
+    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    found = measured([folder]).seconds
+    assert {name: found[name] for name in ("start_s", "later_start_s", "detect_s")} == {
+        "start_s": 13.0,
+        "later_start_s": 3.0,
+        "detect_s": 1.0,
     }
 
 
@@ -342,3 +374,5 @@ def test_the_scenario_of_the_guide_is_read(tmp_path: Path) -> None:
     found = read_scenario(tmp_path / "job.toml")
     assert found.room == 56
     assert found.job.policies == ("spot",)
+    shipped = Path(__file__).parents[2] / "examples" / "simulation" / "digits.toml"
+    assert read_scenario(shipped, MeasuredFigures(STEP)).room == 8

@@ -18,6 +18,9 @@ HOUR_S = 3600.0
 LEAST_SPAN = 0.1
 """Of an axis: what it shows at least, as a share of the largest value."""
 
+LETTER = 0.022
+"""The width of a letter beside a mark, as a share of the axis."""
+
 
 def simulated_charts(found: Simulation) -> list[Chart]:
     """Time and cost of all seeds, a job over time, throughputs, and the candidates if there are any."""
@@ -78,7 +81,8 @@ def _limit(
         low, high = min(low, at), max(high, at)
     elif at is not None:
         line(math.nan, color=INK, linestyle=look, label=f"{name} {number(at)}: outside")
-    bounds(max(0.0, low - 0.15 * near), high + 0.15 * near)
+    room = max(0.15 * (high - low), LEAST_SPAN * high / 2)
+    bounds(max(0.0, low - room), high + room)
 
 
 def _course(found: Simulation) -> Chart:
@@ -139,12 +143,13 @@ def _frontier(found: Simulation) -> Chart:
 def _name(axis: Any, several: Sequence[Candidate]) -> None:
     """Write hosts beside their marks, towards the middle, but for those too near to one that is named already."""
     (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
-    named: list[tuple[float, float]] = []
+    named: list[tuple[float, float, int]] = []
     for one, hours, cost in zip(several, *_places(several), strict=True):
-        across, up = (hours - left) / (right - left), (cost - low) / (high - low)
-        if not math.isfinite(hours) or any(abs(across - x) < 0.35 and abs(up - y) < 0.08 for x, y in named):
+        across, up, size = (hours - left) / (right - left), (cost - low) / (high - low), len(one.hosts)
+        near = any(abs(across - x) < LETTER * max(size, n) and abs(up - y) < 0.08 for x, y, n in named)
+        if near or not math.isfinite(hours):
             continue
-        named.append((across, up))
+        named.append((across, up, size))
         is_left = across < 0.5
         look = {"textcoords": "offset points", "fontsize": "x-small", "color": INK, "va": "bottom"}
         axis.annotate(one.hosts, (hours, cost), (6 if is_left else -6, 5), ha="left" if is_left else "right", **look)
