@@ -19,16 +19,17 @@ arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argpars
 arguments.add_argument("--seed", type=int, default=0)
 arguments.add_argument("--days", type=int, default=7)
 arguments.add_argument("--zones", type=int, default=2)
-arguments.add_argument("--hosts", type=int, default=8, help="of each zone, when all are there")
+arguments.add_argument("--hosts", type=int, default=2, help="of each zone, when all are there")
 arguments.add_argument("--price", type=float, default=1.0, help="of a host, an hour, on average")
-arguments.add_argument("--between-losses-s", type=float, default=6 * HOUR_S, help="mean seconds, in a zone")
+arguments.add_argument("--between-losses-s", type=float, default=3 * HOUR_S, help="mean seconds, in a zone")
 arguments.add_argument("--away-s", type=float, default=HOUR_S, help="mean seconds until hosts are back")
 
 
-def available(chance, hosts, between_losses_s, away_s, hours):
+def available(chance: random.Random, hosts: int, between_losses_s: float, away_s: float, hours: int) -> list[int]:
     """How many hosts there are in each hour: the fewest that there were in it."""
     back = [0.0] * hosts
-    found, loss = [], chance.expovariate(1 / between_losses_s)
+    found: list[int] = []
+    loss = chance.expovariate(1 / between_losses_s)
     for hour in range(hours):
         fewest = sum(at <= hour * HOUR_S for at in back)
         while loss < (hour + 1) * HOUR_S:
@@ -41,16 +42,17 @@ def available(chance, hosts, between_losses_s, away_s, hours):
     return found
 
 
-def prices(chance, mean, hours):
+def prices(chance: random.Random, mean: float, hours: int) -> list[float]:
     """In each hour: the logarithm halves its distance from the mean in six hours, and varies by about a fifth."""
-    keeps, found, off = 0.5 ** (1 / 6), [], 0.0
+    keeps, off = 0.5 ** (1 / 6), 0.0
+    found: list[float] = []
     for _ in range(hours):
         off = keeps * off + math.sqrt(1 - keeps**2) * chance.gauss(0.0, 0.2)
         found.append(mean * math.exp(off))
     return found
 
 
-def main(given):
+def main(given: argparse.Namespace) -> None:
     """Rows that are alike in hosts and price are one row."""
     out = ["start,end,available,price_per_hour,zone"]
     for zone in range(given.zones):
