@@ -198,16 +198,20 @@ def test_each_factor_is_decomposed_by_one_worker(tmp_path: Path) -> None:
     assert sorted(Counted.seen) == sorted([*range(6)] * 3)  # in three of five steps
 
 
-def test_a_checkpoint_is_gone_on_from_with_another_number_of_workers(tmp_path: Path) -> None:
-    (whole,) = train(Trade(JOB, 1, tmp_path / "whole", SHARED), trained)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_checkpoint_is_gone_on_from_with_another_number_of_workers(every: int, tmp_path: Path) -> None:
+    def script(run: Run) -> tuple[str, str]:
+        return trained(run, factors_every=every)
+
+    (whole,) = train(Trade(JOB, 1, tmp_path / "whole", SHARED), script)
     halves = Trade(JOB, 3, tmp_path / "halves", SHARED, checkpoint_every=3, stop_after=3)
-    train(halves, trained)
-    assert set(train(replace(halves, workers=2, stop_after=None), trained)) == {whole}
+    train(halves, script)
+    assert set(train(replace(halves, workers=2, stop_after=None), script)) == {whole}
 
 
 def script(run: Run, told: Callable[[Run, Step], None], make: Any) -> str:
     run.on("step_begins", told)
-    return " ".join(trained(run, count=run.job.require_batch_size("samples") * 4))
+    return " ".join(trained(run, count=run.job.require_batch_size("samples") * 4, factors_every=2))
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,24 @@ def test_calls_of_a_layer_count_like_positions() -> None:
     assert torch.allclose(state["outputs"], others.T @ others / 6, rtol=1e-4, atol=1e-7)
 
 
+def test_factors_count_in_no_norm_that_gradients_are_clipped_by(tmp_path: Path) -> None:
+    def script(run: Run) -> nn.Module:
+        model = Net()
+        run.prepare(model, kfac(model, lr=1.0))
+        for step in run.steps(samples(10), epochs=1, shuffle=False):
+            step.run(loss_fn, clip_norm=0.01)
+        return model
+
+    found: list[nn.Module] = train(Trade(Job(batch_size=10, shards=5, seed=1, threads=1), 1, tmp_path, SHARED), script)
+    model = Net()
+    optimizer = kfac(model, lr=1.0)
+    loss_fn(model, samples(10)[:]).backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) > 0.1
+    optimizer.step()
+    for one, other, before in zip(found[0].parameters(), model.parameters(), Net().parameters(), strict=True):
+        assert torch.allclose(one - before, other - before, rtol=1e-2, atol=1e-6)
+
+
 def with_a_bad_sample(count: int) -> TensorDataset:
     """One whose loss is finite, and whose squares are not."""
     inputs, labels = samples(count).tensors

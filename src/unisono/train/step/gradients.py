@@ -262,9 +262,10 @@ class Gradients:
         self._set(used)
 
     def release(self, used: Sequence[bool]) -> None:
-        """The update is done: leave gradients that whoever looks at them may change."""
+        """The update is done: leave gradients that whoever looks at them may change, and no statistics."""
         self._flats = [self._reducer.transport.private(flat) for flat in self._flats]
-        self._set(used)
+        statistics = len(self.parameters) - len(self.trained)
+        self._set([*used[: len(self.trained)], *[False] * statistics])
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
