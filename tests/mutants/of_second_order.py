@@ -1,0 +1,97 @@
+"""Mistakes in updates of whole matrices, in K-FAC and in what is measured of curvature."""
+
+from mutants.mutant import Mutant
+
+OWNED = "train/step/owned_update.py"
+PIECES = "train/step/shared_pieces.py"
+KFAC = "train/model/kfac.py"
+LAYERS = "train/model/kfac_layers.py"
+ENGINE = "train/step/engine.py"
+GRADIENTS = "train/step/gradients.py"
+FIGURES = "adapt/curvature.py"
+PROBE = "train/step/curvature_probe.py"
+
+MATRICES = ("tests/unit/test_owned_update.py",)
+FACTORS = ("tests/unit/test_kfac_factors.py", "tests/unit/test_kfac.py")
+UPDATES = ("tests/unit/test_kfac.py",)
+CURVATURE = ("tests/unit/test_curvature.py", "tests/unit/test_struck_measurements.py")
+
+MUTANTS = (
+    Mutant(
+        "what the owner of a matrix keeps is not given to the others",
+        OWNED,
+        "optimizer.state[each.parameter] = merged(optimizer.state[each.parameter], state)",
+        "pass",
+        MATRICES,
+    ),
+    Mutant(
+        "a hook on the step of Muon sees its owner's matrices alone",
+        OWNED,
+        "        own = [each for each in matrices if each.worker == self._rank]\n",
+        '        why = ""\n        own = [each for each in matrices if each.worker == self._rank]\n',
+        MATRICES,
+    ),
+    Mutant(
+        "every worker decomposes every factor of K-FAC",
+        PIECES,
+        "return self._wanted is True or sum(costs) >= LEAST",
+        "return False",
+        UPDATES,
+    ),
+    Mutant(
+        "a factor of K-FAC depends on how the batch is cut",
+        LAYERS,
+        "return total / counts[0] if number == 0 else total * counts[1]",
+        "return total / counts[0] if number == 0 else total",
+        FACTORS,
+    ),
+    Mutant(
+        "K-FAC counts a sample for each call of a layer",
+        LAYERS,
+        "return max(0, samples - counted)",
+        "return samples",
+        FACTORS,
+    ),
+    Mutant(
+        "K-FAC takes a factor that is not finite where such steps are skipped",
+        ENGINE,
+        'if trouble := next(filter(None, (one.trouble() for one in sharing_in(call.optimizers))), ""):',
+        'if trouble := "":',
+        FACTORS,
+    ),
+    Mutant(
+        "K-FAC does not count the factors that it has seen",
+        KFAC,
+        '            state["estimates"] = state.get("estimates", torch.tensor(0.0)) + 1\n',
+        "            pass\n",
+        UPDATES,
+    ),
+    Mutant(
+        "K-FAC clips by the square of what it should",
+        KFAC,
+        "math.sqrt(most / size)",
+        "(most / size)",
+        UPDATES,
+    ),
+    Mutant(
+        "the factors of K-FAC count in the norm that gradients are clipped by",
+        GRADIENTS,
+        "self.parameters[: len(self.parameters) - statistics]",
+        "self.parameters",
+        FACTORS,
+    ),
+    Mutant(
+        "Lanczos forgets the vector before",
+        FIGURES,
+        "            image = _added(image, before, -beside[-1])\n",
+        "            pass\n",
+        CURVATURE,
+    ),
+    Mutant(
+        "a product with the Hessian follows the vector of another step",
+        PROBE,
+        "stream_seed(self._seed, Stream.CURVATURE, self._call.step, number)",
+        "stream_seed(self._seed, Stream.CURVATURE, 0, 0)",
+        CURVATURE,
+    ),
+)
