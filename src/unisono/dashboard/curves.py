@@ -1,6 +1,5 @@
 """The figures of a run over its steps, made of the lines of ``metrics.jsonl``."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -151,7 +150,7 @@ def number(value: Any) -> float | None:
     """A finite number that a browser can draw; None for anything else."""
     if type(value) not in (int, float) or not abs(value) < 1e300:  # also for NaN
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value)
 
 
 def _rounded(value: float) -> float:

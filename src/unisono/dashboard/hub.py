@@ -154,11 +154,12 @@ class Hub:
             self.reading -= 1
 
     async def _new_in(self, name: str, follower: Follower) -> NewLines:
-        """What has come in a file. The file's stamp is looked at first: a thread costs far more."""
+        """What has come in a file. Its stamp is looked at first; what has one is on this host, and needs no thread."""
         stamp = self._source.stamp(name)
         if stamp is not None and stamp == self._stamps.get(name):
             return NewLines([])
-        found = await asyncio.to_thread(follower.news, self._source.read)
+        read = self._source.read
+        found = await asyncio.to_thread(follower.news, read) if stamp is None else follower.news(read)
         self._stamps[name] = None if found.more else stamp
         return found
 
