@@ -141,7 +141,8 @@ def ray_nodes(head_cpus: int = 0) -> Iterator[RayNodes]:
 
 def _environment(folder: Path) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, **VARIABLES, "PATH": path, "HOME": str(folder), "RAY_TMPDIR": "/mnt"}
+    own = {"HOME": str(folder), "TMPDIR": str(folder)}  # what a killed node leaves behind goes with the cluster
+    return {**os.environ, **VARIABLES, **own, "PATH": path, "RAY_TMPDIR": "/mnt"}
 
 
 def _require_tools() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slurm_cluster import Cluster
+from slurm_cluster import NODES, Cluster
 from slurm_jobs import HOSTILE, Queued
 from unisono.errors import JobError
 from unisono.launch.settings import Script
@@ -21,17 +21,19 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
 
 @pytest.mark.hosts("Slurm", "requeue")
+@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_job_that_is_put_back_into_the_queue_goes_on_with_the_nodes_that_are_left(
-    cluster: Cluster, tmp_path: Path, small_serial: str
+    cluster: Cluster, tmp_path: Path, small_serial: str, nodes: int
 ) -> None:
-    training = Queued.submit(cluster, tmp_path, "--nodes", "1-2", "--workers-per-node", "1")
+    training = Queued.submit(cluster, tmp_path, "--nodes", f"{nodes - 1}-{nodes}", "--workers-per-node", "1")
     training.until_step(3)
-    cluster.slurm("scontrol", "update", "NodeName=n2,n3", "State=DRAIN", "Reason=test")
+    drained = ",".join(NODES[nodes - 1 :])
+    cluster.slurm("scontrol", "update", f"NodeName={drained}", "State=DRAIN", "Reason=test")
     cluster.requeue(training.job)
     training.hurry()
     ended = training.until("COMPLETED")
-    assert (ended["ExitCode"], ended["Restarts"], ended["NumNodes"]) == ("0:0", "1", "1")
-    assert training.sizes == [2, 1]
+    assert (ended["ExitCode"], ended["Restarts"], ended["NumNodes"]) == ("0:0", "1", f"{nodes - 1}")
+    assert training.sizes == [nodes, nodes - 1]
     assert len(set(training.steps)) == len(training.steps), "a step was trained twice"
     assert training.end() == small_serial
 

@@ -6,7 +6,6 @@ It ends when its standard input does: then the launcher has ended, or nobody rea
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from unisono.cli import app
 from unisono.errors import FIRST_SIGNAL, USAGE, Unreadable
+from unisono.host.guard import private_folder
 from unisono.launch.hosts.order import LONGEST, HostHello, HostOrder
 
 STANDARD_INPUT = 0
@@ -44,8 +44,8 @@ def main() -> None:
         )
     os.environ.update(order.environment)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
-    with tempfile.TemporaryDirectory(prefix="unisono-") as name:
-        token, certificate = Path(name, "token"), Path(name, "certificate.pem")
+    with private_folder() as folder:
+        token, certificate = Path(folder, "token"), Path(folder, "certificate.pem")
         token.touch(mode=0o600)
         token.write_text(order.token, encoding="ascii")
         certificate.write_text(order.certificate, encoding="ascii")
