@@ -158,7 +158,7 @@ class Job:
 
     def run(self, *options: str, **settings: str) -> Command:
         where = ("--coordinator", f"{self.a.host.address}:0", "--failure-timeout-s", f"{SILENCE_S:g}")
-        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **LONGER)
+        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **settings)
         self._started.append(process)
         return process
 
@@ -179,7 +179,7 @@ class Job:
         )
         for name in ("token", "certificate.pem"):
             shutil.copy2(self.a.run_dir / name, self.b.folder / name)
-        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **LONGER)
+        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **settings)
         self._started.append(process)
         return process
 
