@@ -96,6 +96,14 @@ def test_small_jobs_end_in_the_same_bits_on_an_emulated_processor(processor: str
     assert there == here
 
 
+def emulated_python(folder: Path, processor: str) -> Path:
+    """Python on an emulated processor, as a program."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {QEMU} -cpu {processor} {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    return python
+
+
 TRAIN = """
 import sys
 import time
@@ -114,10 +122,9 @@ run.finish()
 def test_a_worker_on_an_emulated_processor_trains_with_a_native_one_to_the_bits_of_the_serial_run(
     tmp_path: Path,
 ) -> None:
-    script, python, run_dir = tmp_path / "train.py", tmp_path / "python", tmp_path / "run"
+    script, run_dir = tmp_path / "train.py", tmp_path / "run"
     script.write_text(TRAIN.format(folder=str(JOBS.parent)))
-    python.write_text(f'#!/bin/sh\nexec {QEMU} -cpu {PROCESSORS[1]} {sys.executable} "$@"\n')
-    python.chmod(0o700)
+    python = emulated_python(tmp_path, PROCESSORS[1])
     serial = computed((str(script),), None, UNISONO_RUN_DIR=str(tmp_path / "serial"))
     unisono = [sys.executable, "-m", "unisono"]
     asked = ("run", "--numerics", "portable", "-n", "2:2", "--coordinator", "127.0.0.1:0", "--here", "1")
@@ -154,10 +161,9 @@ run.finish()
 
 
 def test_beside_an_emulated_processor_a_worker_is_killed_and_another_joins_and_no_bit_changes(tmp_path: Path) -> None:
-    script, python, hurry = tmp_path / "train.py", tmp_path / "python", tmp_path / "hurry"
+    script, hurry = tmp_path / "train.py", tmp_path / "hurry"
     script.write_text(SLOWLY.format(folder=str(JOBS.parent), hurry=str(hurry)))
-    python.write_text(f'#!/bin/sh\nexec {QEMU} -cpu {PROCESSORS[0]} {sys.executable} "$@"\n')
-    python.chmod(0o700)
+    python = emulated_python(tmp_path, PROCESSORS[0])
     hurry.touch()
     serial = computed((str(script),), None, UNISONO_RUN_DIR=str(tmp_path / "serial"))
     hurry.unlink()

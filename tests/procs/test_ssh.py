@@ -230,17 +230,21 @@ def test_the_exit_code_and_the_lines_of_a_script_come_home_from_another_host(job
     assert "[hostb] [w1] about to fail" in job.text
 
 
-@pytest.mark.slow
-@pytest.mark.hosts("ssh", "kill")
-def test_a_launcher_that_is_killed_takes_everything_on_all_hosts_with_it(job: Job) -> None:
-    process = job.run("--hosts", "localhost:1,hostb:2", pace_s=0.2)
-    job.until_both_train()
+def _kill_and_find_nothing_left(job: Job, process: subprocess.Popen[bytes]) -> None:
     family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
     job.there.until_nothing_runs()
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
     assert not list(Path(os.environ["TMPDIR"]).glob("unisono-*/token"))
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("ssh", "kill")
+def test_a_launcher_that_is_killed_takes_everything_on_all_hosts_with_it(job: Job) -> None:
+    process = job.run("--hosts", "localhost:1,hostb:2", pace_s=0.2)
+    job.until_both_train()
+    _kill_and_find_nothing_left(job, process)
 
 
 @pytest.mark.slow
@@ -248,12 +252,7 @@ def test_a_launcher_that_is_killed_takes_everything_on_all_hosts_with_it(job: Jo
 def test_a_launcher_that_is_killed_while_a_host_is_starting_leaves_nothing_there(job: Job) -> None:
     process = job.run("--hosts", "localhost:1,hostb:2", pace_s=0.2)
     job.until(lambda: [one for one in job.there.processes if "unisono.cli.over_ssh" in _words(one)], "an agent's start")
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
-    job.there.until_nothing_runs()
-    assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
-    assert not list(Path(os.environ["TMPDIR"]).glob("unisono-*/token"))
+    _kill_and_find_nothing_left(job, process)
 
 
 @pytest.mark.slow

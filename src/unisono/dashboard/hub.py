@@ -78,8 +78,9 @@ class Hub:
     async def end(self) -> None:
         """Tell the viewers how it ended, and let them go."""
         self._asked_at = self._measured_at = -STATUS_S
-        with suppress(UnisonoError, OSError):
-            await (self.look() if self.viewers else asyncio.sleep(0))
+        if self.viewers:
+            with suppress(UnisonoError, OSError):
+                await self.look()
         self._is_over = True
         await self._tell()
 

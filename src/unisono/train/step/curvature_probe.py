@@ -134,10 +134,10 @@ class CurvatureProbe:
     @torch.no_grad()
     def _update(self, gradient: Sequence[Tensor]) -> tuple[Vector, float]:
         """What the optimizers would add to the parameters, and the learning rate of the first group."""
-        for sharing in sharing_in(self._call.optimizers):
+        if sharing := sharing_in(self._call.optimizers):
             raise ModelError(
-                f"run.curvature: the update of {type(sharing).__name__} goes by more than the gradient of this batch: "
-                f"leave the critical step out, run.curvature(loss_fn, critical=False, vectors=16), or "
+                f"run.curvature: the update of {type(sharing[0]).__name__} goes by more than the gradient of this "
+                f"batch: leave the critical step out, run.curvature(loss_fn, critical=False, vectors=16), or "
                 f'Monitoring(curvature_every=…, curvature={{"critical": False, "vectors": 16}})'
             )
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters.values())}
