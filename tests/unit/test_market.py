@@ -1,5 +1,6 @@
 """What the simulated market gives: hosts that come and go, prices, and traces that are wrong."""
 
+import math
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from examples.simulation.generate_trace import arguments, main
+from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError
-from unisono.study.simulation.market import HostPrices, MarketTrace, supply
-from unisono.study.simulation.scenario import HostKind
+from unisono.study.simulation.market import HostPrices, MarketTrace, Supply, supply
+from unisono.study.simulation.scenario import Durations, HostKind, How, Scenario, Workload
+from unisono.study.simulation.simulated_run import simulate
 
 pytestmark = pytest.mark.unit
 
@@ -104,10 +107,42 @@ def test_what_spreadsheets_write_around_values_is_read(tmp_path: Path, text: str
     ]
 
 
-def test_the_price_is_the_lowest_of_those_zones_that_have_hosts(tmp_path: Path) -> None:
-    trace = read(tmp_path, HEAD + "0,50,0,1.0,a\n50,100,1,1.0,a\n0,100,2,2.0,b\n")
-    found = trace.supply(HostKind(name="spot", count=9, workers=1, trace=tmp_path / "trace.csv"), 0.0, 99.0)
-    assert [found.prices.at(moment) for moment in (0, 49, 50)] == [2.0, 2.0, 1.0]
+def spot_hosts(trace: MarketTrace, count: int = 9, until_s: float = 50.0) -> Supply:
+    return trace.supply(HostKind(name="spot", count=count, workers=1, trace=Path("trace.csv")), 0.0, until_s)
+
+
+def zones(found: Supply) -> list[list[tuple[str, float, float]]]:
+    return [[(stay.zone, stay.start, stay.end) for stay in host] for host in found.stays]
+
+
+def test_a_host_costs_the_price_of_its_own_zone(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD + "0,50,1,1.0,a\n50,100,1,4.0,a\n0,100,1,2.0,b\n")
+    found = spot_hosts(trace, until_s=99.0)
+    assert zones(found)[:2] == [[("a", 0, math.inf)], [("b", 0, math.inf)]]
+    costs = [found.prices[stay.zone].cost(0.0, 100.0) * 3600 for host in found.stays for stay in host]
+    assert costs == pytest.approx([50 * 1.0 + 50 * 4.0, 100 * 2.0])
+    kind = HostKind(name="spot", count=2, workers=1, boot_s=0, trace=tmp_path / "trace.csv", trace_from_s=0)
+    work, took = Workload(samples=99_000, batch_size=100, shards=2), Durations(jitter=0)
+    scenario = Scenario(work, StepTime(0.1, 0.0, 0.0, 0.0, 1.0), took, [kind], How())
+    outcome = simulate(scenario, 0, 1e6, {"spot": trace})
+    assert outcome.seconds > 100
+    here = trace.supply(kind, 0.0, 1e6).prices
+    assert outcome.cost == pytest.approx(sum(here[zone].cost(0.0, outcome.seconds) for zone in "ab"))
+
+
+def test_hosts_come_in_the_cheapest_zone_with_room_and_the_last_one_goes_first(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD + "0,20,2,3.0,a\n20,100,0,3.0,a\n0,10,1,1.0,b\n10,100,2,1.0,b\n0,100,5,5.0,c\n")
+    assert zones(spot_hosts(trace, count=3)) == [
+        [("b", 0, math.inf)],
+        [("a", 0, 20), ("b", 20, math.inf)],
+        [("a", 0, 20), ("c", 20, math.inf)],
+    ]
+
+
+def test_without_a_host_that_is_there_a_kind_has_the_price_of_its_cheapest_zone(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD + "0,100,0,3.0,a\n0,50,0,2.0,b\n50,100,0,4.0,b\n")
+    found = spot_hosts(trace, until_s=99.0)
+    assert [found.lowest(moment) for moment in (0, 49, 50)] == [2.0, 2.0, 3.0]
 
 
 def test_a_pipe_in_place_of_a_trace_is_not_waited_for(tmp_path: Path) -> None:
@@ -124,7 +159,7 @@ def test_a_trace_gives_as_many_hosts_as_it_says_and_goes_on_at_its_beginning(tmp
         [(0, 60), (100, float("inf"))]
     ] * 2
     assert list(found.stays[2]) == []
-    assert [found.prices.at(moment) for moment in (0, 59, 60, 100)] == [1.0, 1.0, 3.0, 1.0]
+    assert [found.prices["a"].at(moment) for moment in (0, 59, 60, 100)] == [1.0, 1.0, 3.0, 1.0]
 
 
 def test_times_with_offsets_from_utc_mean_one_moment_wherever_they_were_written(tmp_path: Path) -> None:
@@ -136,10 +171,7 @@ def test_times_with_offsets_from_utc_mean_one_moment_wherever_they_were_written(
 
 def test_hosts_of_several_zones_are_added_up(tmp_path: Path) -> None:
     trace = read(tmp_path, HEAD + "0,100,1,2.0,a\n0,100,2,1.0,b\n")
-    kind = HostKind(name="spot", count=9, workers=1, trace=tmp_path / "trace.csv")
-    found = trace.supply(kind, 0.0, 50.0)
-    assert sum(bool(host) for host in found.stays) == 3
-    assert found.prices.at(0) == 1.0
+    assert sum(bool(host) for host in spot_hosts(trace).stays) == 3
 
 
 def test_what_a_host_costs_follows_the_price() -> None:

@@ -19,6 +19,7 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono.study.simulation.calibration import measured
+from unisono.study.simulation.commands import commands, left_out
 from unisono.study.simulation.scenario import (
     Durations,
     HostKind,
@@ -28,7 +29,7 @@ from unisono.study.simulation.scenario import (
     Workload,
     read_scenario,
 )
-from unisono.study.simulation.search import Goal, Simulate, command, frontier, margins, mixes, search, worth_trying
+from unisono.study.simulation.search import Goal, Simulate, frontier, margins, mixes, search, worth_trying
 from unisono.study.simulation.simulated_run import simulate
 
 pytestmark = pytest.mark.unit
@@ -276,12 +277,36 @@ def test_mixes_have_enough_hosts_and_stay_few() -> None:
     assert all(mix.room >= mix.job.fewest for mix in mixes(many))
 
 
-def test_the_command_of_the_best_way_is_one_of_unisono_run() -> None:
-    job = How(fewest=2, checkpoint_every=50, policies=("spot", "straggler"))
-    words = command(replace(SCENARIO, job=job)).split()
-    assert words[:4] == ["unisono", "run", "-n", "2:8"]
-    assert words[-3:] == ["--policy", "straggler", "train.py"]
-    assert "spot" not in words, "it needs a market, which the script gives it"
+def test_each_kind_of_host_has_its_command_and_what_the_commands_lack_is_told() -> None:
+    job = How(fewest=2, checkpoint_every=50, policies=("spot", "straggler"), begin_with=3)
+    first, steady, spot = commands(replace(SCENARIO, hosts=[SPOT, SLOW], job=job))
+    alike = ["--failure-timeout-s", "300", "--shards", "8", "--checkpoint-every", "50", "--policy", "straggler"]
+    assert first.hosts == "one steady host", "it stays, and the coordinator with it"
+    run = ["unisono", "run", "-n", "2:8", "--here", "1", "--coordinator", ":7777", "--max-restarts", "1000000"]
+    assert first.words.split() == [*run, *alike, "train.py"]
+    join = ["unisono", "join", "https://HOST:7777", "-n", "1", "--token-file", "token"]
+    join += ["--certificate", "certificate.pem", *alike]
+    assert (steady.hosts, steady.words.split()) == ("each of 3 other steady hosts", [*join, "train.py"])
+    assert (spot.hosts, spot.words.split()) == ("each of 4 other spot hosts", [*join, "--notices", "auto", "train.py"])
+    lacks = " ".join(left_out(replace(SCENARIO, job=job)))
+    assert all(words in lacks for words in ("comes back", "unisono resize 3", "no policy spot"))
+    assert "no coordinator" not in lacks
+
+
+def test_one_host_alone_has_no_coordinator_for_others_and_hosts_that_may_all_go_are_told_of() -> None:
+    (only,) = commands(
+        replace(SCENARIO, hosts=[SLOW.model_copy(update={"count": 1}), SPOT.model_copy(update={"count": 0})])
+    )
+    assert "--coordinator" not in only.words
+    assert left_out(replace(SCENARIO, hosts=[SLOW])) == []
+    assert "loses no coordinator" in " ".join(left_out(replace(SCENARIO, hosts=[SPOT])))
+
+
+def test_the_commands_options_are_those_of_run_and_join() -> None:
+    for one in commands(replace(SCENARIO, job=How(checkpoint_every=50, policies=("straggler",)))):
+        words = one.words.split()
+        shown = CliRunner().invoke(application([words[1]]), [words[1], "--help"], env={"COLUMNS": "300"}).output
+        assert {word for word in words if word.startswith("-")} <= set(shown.replace("│", " ").split()), one.words
 
 
 # -- the command line
@@ -337,7 +362,7 @@ def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
     assert found["figures"]["a_c"] == {"value": 0.5, "source": "given"}
     assert {one["figure"] for one in found["guesses"]} <= set(found["figures"])
     assert {"spot"} & {name for one in found["candidates"] for name in one["policies"]}
-    assert found["candidates"][0]["command"].startswith("unisono run -n 1:")
+    assert found["candidates"][0]["commands"][0]["command"].startswith("unisono run -n 1:")
     assert found["margins"]
     page = (out / "report.html").read_text()
     assert "extrapolation" in page

@@ -10,7 +10,8 @@ from unisono.study.report.charts import Chart
 from unisono.study.report.document import Block, Document, Section
 from unisono.study.report.written_table import Field, WrittenTable
 from unisono.study.simulation.answers import Expectation, Likelihood, enough
-from unisono.study.simulation.search import Candidate, Goal, Margin, command, margins
+from unisono.study.simulation.commands import commands, left_out
+from unisono.study.simulation.search import Candidate, Goal, Margin, margins
 from unisono.study.simulation.simulation import Simulation
 
 ASSUMED: tuple[str, ...] = (
@@ -35,8 +36,6 @@ TERMS: tuple[tuple[str, str], ...] = (
     ("repeated", "Steps that were computed again, since nobody was left who had their result, and broken-off steps."),
     ("waiting", "Too few workers, or a job that all had left."),
 )
-
-MARKET = "unisono.SpotPolicy needs a market, which the script gives it."
 
 
 def simulated_document(found: Simulation, pictures: Sequence[Chart], title: str) -> Document:
@@ -92,10 +91,9 @@ def _advice(found: Simulation) -> list[str]:
     best = found.candidates[0]
     if not found.wish.holds(best.answer):
         return [*said, f"No candidate is within the limits. The nearest: {best.hosts}."]
-    taken = f"Take {_way(best)}: {command(best.scenario)}"
-    spot = "spot" in best.scenario.job.policies
+    run = [f"On {one.hosts}: {one.words}" for one in commands(best.scenario)]
     beside = [_margin(each, found.wish) for each in margins(found.candidates, found.wish)]
-    return [*said, taken, *beside, *(["The command has no policy spot: " + MARKET] if spot else [])]
+    return [*said, f"Take {_way(best)}.", *run, *left_out(best.scenario), *beside]
 
 
 def _way(one: Candidate) -> str:
@@ -155,7 +153,8 @@ def _candidates(found: Simulation) -> list[Section]:
         for one in found.candidates
     ]
     table = WrittenTable(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
-    said = [command(one.scenario) for one in found.candidates[:1]]
+    best = commands(found.candidates[0].scenario)
+    said = [line for one in best for line in (f"# on {one.hosts}", one.words)]
     return [Section("Figures: the best candidates", [Block("table", table=table), Block("code", said)])]
 
 

@@ -31,7 +31,7 @@ from unisono.plan.split import Split
 from unisono.study.simulation.agenda import Agenda
 from unisono.study.simulation.ledger import Ledger
 from unisono.study.simulation.scenario import HostKind, Incident, Scenario
-from unisono.study.simulation.step_clock import Array, Load
+from unisono.study.simulation.step_clock import Array, Crew, Load
 from unisono.study.simulation.training import SimulatedTraining
 
 PING_S = 20.0
@@ -71,7 +71,7 @@ class SimulatedGeneration:
         number: its number.
         workers: their ids, by rank.
         joiners: those that lack the state until it has formed.
-        loads: what each of them computes.
+        crew: what each of them computes.
         formed: whether it works.
         stopping: whether it ends at the next boundary.
         over: whether its work has ended.
@@ -84,7 +84,7 @@ class SimulatedGeneration:
     number: int
     workers: list[str]
     joiners: frozenset[str]
-    loads: list[Load]
+    crew: Crew
     formed: bool = False
     stopping: bool = False
     over: bool = False
@@ -304,9 +304,9 @@ class Coordination:
         assert minted is not None
         names = [seat.worker for seat in minted.roster]
         split = Split(minted.bounds)
-        loads = [Load(self._speed(name), len(split.of(rank))) for rank, name in enumerate(names)]
+        crew = Crew.of([Load(self._speed(name), len(split.of(rank))) for rank, name in enumerate(names)])
         joiners = frozenset(seat.worker for seat in minted.roster if seat.joins)
-        self._generation = new = SimulatedGeneration(minted.generation, names, joiners, loads)
+        self._generation = new = SimulatedGeneration(minted.generation, names, joiners, crew)
         self._training.unsettled()
         if self._ledger.part != "start":
             self._ledger.turn("regroup", self._agenda.now)
@@ -333,7 +333,7 @@ class Coordination:
     def _work(self, generation: SimulatedGeneration) -> None:
         """Draw the next steps."""
         steps = 1 if generation.stopping else self._training.ahead()
-        seconds, generation.stalls = self._training.draw(generation.loads, steps)
+        seconds, generation.stalls = self._training.draw(generation.crew, steps)
         generation.begun_at = self._agenda.now
         generation.ends = self._agenda.now + np.cumsum(seconds + generation.stalls)
         self._agenda.at(float(generation.ends[-1]), partial(self._drawn_end, generation, generation.begun_at))
@@ -367,7 +367,7 @@ class Coordination:
         return last
 
     def _decide(self, generation: SimulatedGeneration, seconds: float) -> None:
-        decisions = self._training.ask(generation.loads, seconds, generation.number, self.state.departures)
+        decisions = self._training.ask(generation.crew, seconds, generation.number, self.state.departures)
         for decision in decisions:
             self._carry_out(generation, decision)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 from unisono.errors import JobError
 from unisono.study.simulation.scenario import HostKind
 from unisono.study.simulation.trace_file import TraceRow, read_rows
-
-T = TypeVar("T")
 
 SHORTEST_S = 1.0
 """No trace is shorter."""
@@ -55,10 +55,12 @@ class Stay:
     Attributes:
         start: its first moment, in seconds.
         end: the moment at which it is taken away; infinite if it is not.
+        zone: the zone that it is in, whose price it costs.
     """
 
     start: float
     end: float = math.inf
+    zone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,16 @@ class Supply:
     Attributes:
         kind: the kind.
         stays: the times for which each host is there, in their order.
-        prices: the price of an hour.
+        prices: the price of an hour, by zone.
     """
 
     kind: HostKind
     stays: Sequence[Sequence[Stay]]
-    prices: HostPrices
+    prices: Mapping[str, HostPrices]
+
+    def lowest(self, moment: float) -> float:
+        """The lowest price of all zones at a moment."""
+        return min(prices.at(moment) for prices in self.prices.values())
 
 
 def supply(kind: HostKind, seed: str, until_s: float, trace: MarketTrace | None = None) -> Supply:
@@ -88,7 +94,7 @@ def supply(kind: HostKind, seed: str, until_s: float, trace: MarketTrace | None 
         trace: the trace of the kind, if it has one.
     """
     chance = random.Random(f"{seed}/{kind.name}")  # noqa: S311 (no secret)
-    constant = HostPrices((0.0,), (kind.price,))
+    constant = {"": HostPrices((0.0,), (kind.price,))}
     if trace is not None:
         drawn = chance.uniform(0.0, trace.length_s) if kind.trace_from_s is None else kind.trace_from_s
         return trace.supply(kind, drawn % trace.length_s, until_s)
@@ -150,57 +156,51 @@ class MarketTrace:
         return cls(moved, last - first)
 
     def supply(self, kind: HostKind, offset_s: float, until_s: float) -> Supply:
-        """The hosts that there are, from a place of the trace on."""
+        """The hosts that there are, from a place of the trace on.
+
+        A host comes in the cheapest zone that has room, and stays there until the zone has less: the last one goes.
+        """
         stays: list[list[Stay]] = [[] for _ in range(kind.count)]
-        changes = list(self._levels(offset_s, until_s))
-        since: dict[int, float] = {}
-        for moment, level in changes:
-            for host in range(kind.count):
-                if host < level and host not in since:
-                    since[host] = moment
-                elif host >= level and host in since:
-                    stays[host].append(Stay(since.pop(host), moment))
-        for host, start in since.items():
-            stays[host].append(Stay(start))
-        prices = list(self._prices(offset_s, until_s))
-        times, values = zip(*prices, strict=True) if prices else ((0.0,), (kind.price,))
-        return Supply(kind, stays, HostPrices(times, values))
+        prices: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        free = list(range(kind.count))  # a heap
+        there: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by zone, hosts and since when, as they came
+        for moment, rows in self._changes(offset_s, until_s):
+            for row in rows:
+                prices[row.zone].append((moment, kind.price if row.price is None else row.price))
+                while len(there[row.zone]) > row.available:
+                    host, since = there[row.zone].pop()
+                    stays[host].append(Stay(since, moment, row.zone))
+                    heappush(free, host)
+            for row in sorted(rows, key=lambda row: (prices[row.zone][-1][1], row.zone)):
+                while free and len(there[row.zone]) < row.available:
+                    there[row.zone].append((heappop(free), moment))
+        for zone, hosts in there.items():
+            for host, since in hosts:
+                stays[host].append(Stay(since, zone=zone))
+        return Supply(kind, stays, {zone: _prices(changes) for zone, changes in prices.items()})
 
-    def _levels(self, offset_s: float, until_s: float) -> Iterator[tuple[float, int]]:
-        """How many hosts there are in all zones, each time that it changes."""
-        yield from self._changes(offset_s, until_s, lambda rows: sum(row.available for row in rows))
-
-    def _prices(self, offset_s: float, until_s: float) -> Iterator[tuple[float, float]]:
-        """The lowest price of all zones that have hosts, each time that it changes."""
-        if self.rows[0].price is None:
-            return
-
-        def lowest(rows: Collection[TraceRow]) -> float:
-            there = [row for row in rows if row.available] or rows
-            return min(row.price for row in there if row.price is not None)
-
-        yield from self._changes(offset_s, until_s, lowest)
-
-    def _changes(
-        self, offset_s: float, until_s: float, value: Callable[[Collection[TraceRow]], T]
-    ) -> Iterator[tuple[float, T]]:
-        """A value of all zones' rows each time that it changes, from a place of the trace on."""
-        found: list[tuple[float, T]] = []
+    def _changes(self, offset_s: float, until_s: float) -> Iterator[tuple[float, Sequence[TraceRow]]]:
+        """The rows of all zones each time that one begins, from a place of the trace on."""
+        found: list[tuple[float, Sequence[TraceRow]]] = []
         now: dict[str, TraceRow] = {}
         for row in sorted(self.rows, key=lambda row: row.start):
             now[row.zone] = row
-            alive = [one for one in now.values() if one.end > row.start]
             if found and found[-1][0] == row.start:
                 found.pop()
-            found.append((row.start, value(alive)))
+            found.append((row.start, [*now.values()]))
         starts = [start for start, _ in found]
         place = max(0, bisect_right(starts, offset_s) - 1)
-        moment, turn, last = 0.0, 0, None
+        moment, turn = 0.0, 0
         while moment < until_s:
-            if found[place][1] != last:
-                last = found[place][1]
-                yield moment, last
+            yield moment, found[place][1]
             place += 1
             if place == len(found):
                 place, turn = 0, turn + 1
             moment = turn * self.length_s + starts[place] - offset_s
+
+
+def _prices(changes: Iterable[tuple[float, float]]) -> HostPrices:
+    """Of one zone, without moments at which its price stays what it is."""
+    firsts = [next(alike) for _, alike in groupby(changes, key=lambda change: change[1])]
+    times, values = zip(*firsts, strict=True)
+    return HostPrices(times, values)

@@ -142,7 +142,7 @@ class How(_Part):
     failure_timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 300.0
     checkpoint_every: Annotated[int, Field(ge=0, le=2**40)] = 0
     policies: Annotated[tuple[str, ...], Field(max_length=16)] = ()
-    ask_every_s: Seconds = 10.0
+    ask_every_s: Seconds = 30.0
     spot_budget: Annotated[float, Field(gt=0, le=1e12)] | None = None
 
 

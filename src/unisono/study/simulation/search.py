@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -217,13 +216,3 @@ def worth_trying(scenario: Scenario) -> list[tuple[str, ...]]:
         "goodput": scenario.work.noise_scale is not None,
     }
     return [*dict.fromkeys([(), scenario.job.policies, *((name,) for name, holds in reasons.items() if holds)])]
-
-
-def command(scenario: Scenario) -> str:
-    """The ``unisono run`` command of the first host. Each other host joins, as it prints."""
-    job = scenario.job
-    words = ["unisono", "run", "-n", f"{job.fewest}:{scenario.room}", "--coordinator", ":7777"]
-    words += ["--failure-timeout-s", f"{job.failure_timeout_s:g}", "--shards", str(scenario.work.shards)]
-    words += ["--checkpoint-every", str(job.checkpoint_every)] if job.checkpoint_every else []
-    words += [word for name in job.policies if name != "spot" for word in ("--policy", name)]
-    return shlex.join([*words, "train.py"])

@@ -91,7 +91,7 @@ class _SimulatedRun(Agenda):
             return
         stay = given.stays[number][turn]
         host = Host(f"{given.kind.name}-{number}.{turn}", given.kind)
-        self.at(stay.start, partial(self._comes, host, given.prices))
+        self.at(stay.start, partial(self._comes, host, given.prices[stay.zone]))
         if math.isfinite(stay.end):
             self.at(max(stay.start, stay.end - given.kind.notice_s), partial(self._is_warned, host))
             self.at(stay.end, partial(self._goes, host))
@@ -125,9 +125,16 @@ class _SimulatedRun(Agenda):
         return {"price": self._price(), "notices": sum(host.noticed for host in self._there.values())}
 
     def _price(self) -> float:
-        """Of a worker, on the dearest host that may be taken away; of any host if none may."""
+        """Of a worker, on the dearest host that may be taken away; of any host if none may.
+
+        Of a kind of which no host is there it is the price in the cheapest zone.
+        """
         spot = [one for one in self._supplies if one.kind.is_spot] or self._supplies
-        return max(one.prices.at(self.now) / one.kind.workers for one in spot)
+        paid: dict[str, list[float]] = {one.kind.name: [] for one in spot}
+        for agent, (prices, _) in self._since.items():
+            if (known := paid.get(self._there[agent].kind.name)) is not None:
+                known.append(prices.at(self.now))
+        return max(max(paid[one.kind.name], default=one.lowest(self.now)) / one.kind.workers for one in spot)
 
     # -- starts of the job
 

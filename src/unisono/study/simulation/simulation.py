@@ -9,13 +9,17 @@ from functools import partial
 
 from unisono.errors import JobError
 from unisono.study.simulation.answers import Expectation, WorkerRate, answer, rates
+from unisono.study.simulation.commands import commands, left_out
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.scenario import Scenario
-from unisono.study.simulation.search import FEW_SEEDS, Candidate, Goal, command, margins, search
+from unisono.study.simulation.search import Candidate, Goal, margins, search
 from unisono.study.simulation.seeds import Request, outcomes
 
 GUESS = 2.0
 """By which figures that nobody measured are multiplied and divided, to see what they matter."""
+
+GUESS_SEEDS = 4
+"""So many are simulated with each of these."""
 
 LONGEST = 20.0
 """Times what a job would take with one worker less trouble: after that it is given up."""
@@ -168,7 +172,7 @@ def _guesses(scenario: Scenario, asked: SimulationSettings) -> list[Guess]:
     if not tried:
         return []
     scenarios = [scenario, *(scenario.scaled(name, factor) for name, factor in tried)]
-    base, *others = _answers(asked, scenarios, min(FEW_SEEDS, asked.seeds))
+    base, *others = _answers(asked, scenarios, min(GUESS_SEEDS, asked.seeds))
     found = []
     for (name, factor), other in zip(tried, others, strict=True):
         seconds, cost = _times(other.seconds.p50, base.seconds.p50), _times(other.cost.p50, base.cost.p50)
@@ -204,7 +208,8 @@ def as_json(found: Simulation) -> Mapping[str, object]:
                 "hosts": one.hosts,
                 "checkpoint_every": one.scenario.job.checkpoint_every,
                 "policies": list(one.scenario.job.policies),
-                "command": command(one.scenario),
+                "commands": [{"hosts": each.hosts, "command": each.words} for each in commands(one.scenario)],
+                "left_out": left_out(one.scenario),
                 "holds": found.wish.holds(one.answer),
                 **_written(one.answer),
             }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,32 @@ class Load:
     shards: int
 
 
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What the workers of a generation have to compute.
+
+    Attributes:
+        loads: the loads that there are, each once.
+        counts: the number of workers with each of them.
+        places: the place of each worker's load among them, by rank.
+    """
+
+    loads: tuple[Load, ...]
+    counts: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, loads: Sequence[Load]) -> Crew:
+        """Of the loads of all workers, by rank."""
+        counts = Counter(loads)
+        known = {load: place for place, load in enumerate(counts)}
+        return cls(tuple(counts), tuple(counts.values()), tuple(known[load] for load in loads))
+
+    def finer(self, times: int) -> Crew:
+        """The same with each shard cut into so many."""
+        return replace(self, loads=tuple(Load(load.speed, load.shards * times) for load in self.loads))
+
+
 class StepClock:
     """Draws the seconds of steps.
 
@@ -43,24 +69,24 @@ class StepClock:
     def __init__(self, model: StepTime, jitter: float, chance: np.random.Generator) -> None:
         self._model, self._jitter, self._chance = model, jitter, chance
 
-    def draw(self, loads: Sequence[Load], batch_size: int, shards: int, steps: int) -> Array:
+    def draw(self, crew: Crew, batch_size: int, shards: int, steps: int) -> Array:
         """Seconds of each of so many steps.
 
         Args:
-            loads: what each worker has to compute, by rank.
+            crew: what the workers have to compute.
             batch_size: samples in a global batch.
             shards: the number of shards of it.
             steps: the number of steps.
         """
-        groups = Counter(load for load in loads if load.shards)
-        times = [self._of(load, count, len(loads), batch_size / shards, steps) for load, count in groups.items()]
+        samples, groups = batch_size / shards, zip(crew.loads, crew.counts, strict=True)
+        times = [self._of(load, count, len(crew.places), samples, steps) for load, count in groups if load.shards]
         found: Array = np.maximum.reduce(times)
         return found
 
-    def typical(self, loads: Sequence[Load], batch_size: int, shards: int) -> Mapping[Load, float]:
-        """Seconds of a step without chance, by what a worker has to compute."""
-        samples = batch_size / shards
-        return {load: self._seconds(load, len(loads), samples) for load in set(loads) if load.shards}
+    def typical(self, crew: Crew, batch_size: int, shards: int) -> list[float]:
+        """Seconds of a step without chance, of each load of a crew; 0 of one without shards."""
+        samples, workers = batch_size / shards, len(crew.places)
+        return [self._seconds(load, workers, samples) if load.shards else 0.0 for load in crew.loads]
 
     def _of(self, load: Load, count: int, workers: int, samples: float, steps: int) -> Array:
         seconds = self._seconds(load, workers, samples)

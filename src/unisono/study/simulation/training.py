@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import Decision, Timings, View
 from unisono.study.simulation.scenario import Scenario
-from unisono.study.simulation.step_clock import Array, Load, StepClock
+from unisono.study.simulation.step_clock import Array, Crew, StepClock
 from unisono.train.state.policy_state import Hook, PolicyState, observed
 
 CHUNK = 1024
@@ -82,12 +82,10 @@ class SimulatedTraining:
         left = -(-(self._work.samples - self.now.samples) // self.per_step)
         return max(1, min(self._stride if self.asks else most, int(left)))
 
-    def draw(self, loads: Sequence[Load], steps: int) -> tuple[Array, Array]:
+    def draw(self, crew: Crew, steps: int) -> tuple[Array, Array]:
         """Seconds of the next steps, and of the checkpoints in each."""
         shape = self._policies.shape
-        finer = shape.shards // self._work.shards
-        loads = [Load(load.speed, load.shards * finer) for load in loads] if finer > 1 else loads
-        seconds = self._clock.draw(loads, shape.samples, shape.shards, steps)
+        seconds = self._clock.draw(self._cut(crew), shape.samples, shape.shards, steps)
         self._stride = max(1, int(self._scenario.job.ask_every_s / float(seconds[-1])))
         numbers = np.arange(self.now.steps + 1, self.now.steps + steps + 1)
         due = numbers % self._every == 0 if self._every else np.zeros(steps, dtype=bool)
@@ -128,9 +126,9 @@ class SimulatedTraining:
         """The workers are others than before."""
         self._steady = 0
 
-    def ask(self, loads: Sequence[Load], seconds: float, generation: int, departures: int) -> list[Decision]:
+    def ask(self, crew: Crew, seconds: float, generation: int, departures: int) -> list[Decision]:
         """What policies decide after a step, and take it into account."""
-        view = self._view(loads, seconds, generation, departures)
+        view = self._view(self._cut(crew), seconds, generation, departures)
         for policy in self._policies.policies:
             every = policy.observe_every
             if every and view.step // every > self._asked_at // every:
@@ -152,19 +150,26 @@ class SimulatedTraining:
         self._checkpoints.append((written_at + self._scenario.seconds.checkpoint_s, what))
         del self._checkpoints[1:-8]  # older ones are gone from the disk, too
 
-    def _view(self, loads: Sequence[Load], seconds: float, generation: int, departures: int) -> View:
+    def _cut(self, crew: Crew) -> Crew:
+        """What workers compute now that a policy may have cut the batch finer."""
+        times = self._policies.shape.shards // self._work.shards
+        return crew.finer(times) if times > 1 else crew
+
+    def _view(self, crew: Crew, seconds: float, generation: int, departures: int) -> View:
         shape, took = self._policies.shape, self._scenario.seconds
-        typical = self._clock.typical(loads, shape.samples, shape.shards)
-        timings = {
-            load: Timings(
-                shard_s=typical[load] / load.shards,
+        typical = self._clock.typical(crew, shape.samples, shape.shards)
+        timings = [
+            Timings(
+                shard_s=busy_s / load.shards,
                 step_s=seconds,
-                exposed_s=max(0.0, seconds - typical[load]),
+                exposed_s=max(0.0, seconds - busy_s),
                 formed_s=took.form_s,
                 checkpoint_s=took.checkpoint_s,
             )
-            for load in typical
-        }
+            if load.shards
+            else Timings(step_s=seconds)
+            for load, busy_s in zip(crew.loads, typical, strict=True)
+        ]
         return View(
             step=self.now.steps,
             epoch=0,
@@ -173,10 +178,10 @@ class SimulatedTraining:
             base_batch_size=self._work.batch_size,
             shards=shape.shards,
             base_shards=self._work.shards,
-            world_size=len(loads),
+            world_size=len(crew.places),
             learning_rate=self._policies.rate,
             noise=self._noise,
-            workers=tuple(timings.get(load, Timings(step_s=seconds)) for load in loads),
+            workers=tuple([timings[place] for place in crew.places]),
             steady=self._steady,
             seconds=self.now.trained_s,
             generation=generation,
