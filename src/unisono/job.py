@@ -63,6 +63,11 @@ class Job(BaseModel):
     numerics: NumericsLevel = "native"
     on_nan: Literal["stop", "skip"] = "stop"
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of the buckets."""
+        return int(self.bucket_mb * 2**20)
+
     @model_validator(mode="after")
     def _shards_fit(self) -> "Job":
         if self.batch_size is not None and self.shards > self.batch_size:

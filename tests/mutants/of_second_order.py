@@ -6,7 +6,7 @@ OWNED = "train/step/owned_update.py"
 PIECES = "train/step/shared_pieces.py"
 KFAC = "train/model/kfac.py"
 LAYERS = "train/model/kfac_layers.py"
-ENGINE = "train/step/engine.py"
+UPDATE = "train/step/step_update.py"
 GRADIENTS = "train/step/gradients.py"
 FIGURES = "adapt/curvature.py"
 PROBE = "train/step/curvature_probe.py"
@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "K-FAC takes a factor that is not finite where such steps are skipped",
-        ENGINE,
+        UPDATE,
         'if trouble := next(filter(None, (one.trouble() for one in sharing_in(call.optimizers))), ""):',
         'if trouble := "":',
         FACTORS,

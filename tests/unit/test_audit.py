@@ -127,7 +127,7 @@ def trained(
                 step, 0, batch, [cut[one] for one in mine], loss_fn, prepared.optimizers, Clip(), load=cut.__getitem__
             )
             found.append([])
-            update = engine.work_out(call, engine.attempt(call))
+            update = engine.update.work_out(call, engine.attempt(call))
             assert update is not None
             update()
         return digest(model), found

@@ -246,7 +246,7 @@ def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_g
     def lose(run: unisono.Run, moment: str, step: int) -> None:
         if (moment, step) == ("after", 4) and not lost:
             lost.append(step)
-            run.inside.exact.require_engine().has_lost = True
+            run.inside.exact.require_engine().update.has_lost = True
             flip_in(run, "weights", EXPONENT)
             run.inside.recovery.renew()  # another worker was lost
 

@@ -274,10 +274,10 @@ def trained(
             attempt = engine.attempt(call)
             if attempt.report.lost:
                 raise MemoryFault("an update before was made from a gradient that memory had not kept")
-            update = engine.work_out(call, attempt)
+            update = engine.update.work_out(call, attempt)
             assert update is not None
             update()
-        return digest(model), repeated, engine.has_lost
+        return digest(model), repeated, engine.update.has_lost
     finally:
         engine.close()
 
@@ -369,10 +369,10 @@ def struck_in_the_backward_pass(change: Callable[[Tensor], object]) -> bool:
     hook = first.register_post_accumulate_grad_hook(strike)
     try:
         call = called(0, engine, workers, prepared, None)
-        update = engine.work_out(call, engine.attempt(call))
+        update = engine.update.work_out(call, engine.attempt(call))
         assert update is not None
         update()
-        return engine.has_lost
+        return engine.update.has_lost
     finally:
         hook.remove()
         engine.close()

@@ -269,7 +269,7 @@ def _computing(base: _Base) -> _Computing:
     )
     begin = partial(begin_local_rounds, spans=opened.spans)
     local = LocalTraining(config, trained, membership, listeners, begin)
-    steps = CurrentSteps(trained, membership, folder, listeners, exact, local)
+    steps = CurrentSteps(trained, membership, folder, exact, local)
     ending.also(steps.drop)
     snapshots = Snapshots(trained, checkpoints, membership, steps, listeners)
     recovery = Recovery(

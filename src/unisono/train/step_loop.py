@@ -267,13 +267,19 @@ class StepLoop:
         monitoring = self.config.execution.monitoring
         if monitoring.measures_curvature(step.number, step.calls):
             question = question_of({"start": self.trained.monitors.critical_step, **monitoring.curvature})
-            step.curvature |= self.steps.measure(call, question, self.collectives).figures
-        return self.steps.compute(call, self.collectives)
+            step.curvature |= self.steps.computer.measure(call, question, self.collectives).figures
+        done = self.steps.computer.compute(call, self.collectives)
+        self.steps.is_computing = False
+        step.metrics |= done.metrics
+        done = replace(done, figures={**done.figures, **step.curvature})
+        if not self.trained.is_doubted:
+            self.listeners.tell(lambda one: one.call_done(step, call.optimizers, done))
+        return done.loss
 
     def _end_with_figures(self, call: StepCall, folder: Path) -> NoReturn:
         """Measure as ``unisono curvature`` asks in a folder, and end there, before any update."""
         asked = {**read_object(folder / ASKED), "critical": not sharing_in(call.optimizers)}
-        found = self.steps.measure(call, question_of(asked), self.collectives)
+        found = self.steps.computer.measure(call, question_of(asked), self.collectives)
         if self.membership.is_main:
             (folder / FOUND).write_bytes(to_json({"samples": call.step.size, **asdict(found)}))
         self.collectives.together(lambda workers: workers.barrier())
@@ -292,7 +298,7 @@ class StepLoop:
             return Curvature()
         prepared.check_unchanged()
         call = StepCall(step, loss_fn, prepared.optimizers, Clip(), None, self.source)
-        found = self.steps.measure(call, question, self.collectives)
+        found = self.steps.computer.measure(call, question, self.collectives)
         step.curvature |= found.figures
         return found
 

@@ -68,7 +68,7 @@ class AtRest:
         *,
         is_only: bool,
     ) -> None:
-        self.buffers = buffers
+        self._buffers = buffers
         self._weights = [weight for number, weight in enumerate(weights) if number not in shared]
         self._numbers = [number for number in range(len(weights)) if number not in shared]
         self._buffers_from, self._state, self._is_only = len(weights), state, is_only
@@ -100,7 +100,7 @@ class AtRest:
 
     def look(self) -> Seen:
         """All shards are computed, and nothing is committed."""
-        buffers = self.buffers.begun()
+        buffers = self._buffers.begun()
         numbers = [*self._numbers, *range(self._buffers_from, self._buffers_from + len(buffers))]
         thirds = self._summing.thirds(
             [*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())]
@@ -137,7 +137,7 @@ class AtRest:
         self._summing, self._noting = Summing(), Summing()
 
     def _present(self) -> list[Tensor]:
-        return [*self._weights, *self.buffers.present(), *self._parts, *self._state()]
+        return [*self._weights, *self._buffers.present(), *self._parts, *self._state()]
 
     def _writes(self, now: Sequence[Tensor]) -> list[int]:
         """Which tensors these are, and how often torch says that each was written."""
@@ -145,7 +145,7 @@ class AtRest:
             versions = [*map(_VERSION, now)]
         except RuntimeError:
             versions = [*map(version_of, now)]  # which says what is wrong
-        start = len(self._weights) + len(self.buffers)
+        start = len(self._weights) + len(self._buffers)
         for number, weight in enumerate(self._seen, start):  # what the script writes to: it does not see the parts
             versions[number] += weight._version
         return [*map(id, now), *versions]

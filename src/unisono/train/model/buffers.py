@@ -45,11 +45,15 @@ class Buffers:
 
     def __init__(self, places: Sequence[BufferPlace], split: Split, rank: int) -> None:
         self._places = tuple(places)
+        self._fresh = [number for number, place in enumerate(self._places) if place.rule in FRESH]
+        self.resplit(split, rank)
+
+    def resplit(self, split: Split, rank: int) -> None:
+        """Begin anew with other shards."""
         self._split = split
         self._tree = SummationTree(split.shards)
         self._mine = split.of(rank)
         self._combining = Combining(self._tree, self._mine)
-        self._fresh = [number for number, place in enumerate(self._places) if place.rule in FRESH]
         self._bases: list[_Base] = []
         self._found: dict[int, _Base] = {}  # what the present shard began with, in place of a base
         self._results: dict[int, list[Tensor | None]] = {}

@@ -92,7 +92,7 @@ class StepComputer(Protocol):
         """Compute, and update the weights.
 
         Raises:
-            UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
+            UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
         """
 
     def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from unisono.adapt.curvature import Curvature, CurvatureQuestion
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PolicyError
 from unisono.sync.parameter_server import ParameterServer
@@ -14,8 +12,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
-from unisono.train.step.computer import StepCall, StepComputer
-from unisono.train.step.listeners import Computed, Listeners
+from unisono.train.step.computer import StepComputer
 from unisono.train.step.loss import require_agreement
 from unisono.train.step.step import Step
 
@@ -27,7 +24,6 @@ class CurrentSteps:
         trained: the state of the run, with the strategy to follow.
         membership: the members of the job.
         folder: the run folder, with the journal.
-        listeners: the run's listeners.
         exact: the step computer for strategies under which all workers always have the same weights.
         local: the step computer for the other strategies.
 
@@ -42,14 +38,13 @@ class CurrentSteps:
         trained: Trained,
         membership: Membership,
         folder: RunFolder,
-        listeners: Listeners,
         exact: StepComputer,
         local: StepComputer,
     ) -> None:
         self.strategy = trained.policy_state.strategy
         self.under_way: Step | None = None
         self.is_computing = False
-        self._trained, self._membership, self._folder, self._listeners = trained, membership, folder, listeners
+        self._trained, self._membership, self._folder = trained, membership, folder
         self._exact, self._local = exact, local
         self._computer: StepComputer | None = None
 
@@ -134,24 +129,6 @@ class CurrentSteps:
         self.under_way = step
         if self._computer is not None:
             self._computer.step_begins()
-
-    def compute(self, call: StepCall, collectives: CollectiveCalls) -> float:
-        """Carry a call of ``step.run`` out.
-
-        Returns:
-            its mean loss.
-        """
-        done: Computed = self.computer.compute(call, collectives)
-        self.is_computing = False
-        call.step.metrics |= done.metrics
-        done = replace(done, figures={**done.figures, **call.step.curvature})
-        if not self._trained.is_doubted:
-            self._listeners.tell(lambda one: one.call_done(call.step, call.optimizers, done))
-        return done.loss
-
-    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
-        """Measure curvature on the batch of a call. Collective; changes nothing."""
-        return self.computer.measure(call, question, collectives)
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""

@@ -30,8 +30,8 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.step.call import Call
-from unisono.train.step.engine import StepEngine
 from unisono.train.step.loss import BackwardDone
+from unisono.train.step.measured_calls import MeasuredCalls
 from unisono.train.step.trial_step import Held, try_step
 
 
@@ -42,14 +42,14 @@ class CurvatureProbe:
     step, along the summation tree, and all workers come to the same bits on any number of them.
 
     Args:
-        engine: the engine of this generation.
+        calls: what computes calls that only measure.
         prepared: models and optimizers.
         call: the call whose loss and batch are meant.
         seed: the job's seed.
     """
 
-    def __init__(self, engine: StepEngine, prepared: Prepared, call: Call, seed: int) -> None:
-        self._engine, self._prepared, self._call, self._seed = engine, prepared, call, seed
+    def __init__(self, calls: MeasuredCalls, prepared: Prepared, call: Call, seed: int) -> None:
+        self._calls, self._prepared, self._call, self._seed = calls, prepared, call, seed
         self._parameters = prepared.trained_by(call.optimizers)
         self._products = 0
         self._found: tuple[float, list[Tensor]] | None = None
@@ -61,7 +61,7 @@ class CurvatureProbe:
             LossError: the loss function goes backward by itself, or its loss is not finite.
             ModelError: an operation of the model has no second derivative.
         """
-        found = self._critical(question.start) if question.critical else Curvature(self._engine.mean_loss(self._call))
+        found = self._critical(question.start) if question.critical else Curvature(self._calls.mean_loss(self._call))
         if question.iterations:
             start = self._drawn(0, torch.randn)
             largest, residual, _ = largest_eigenvalue(self._product, start, question.iterations)
@@ -72,7 +72,7 @@ class CurvatureProbe:
             found = replace(found, trace=trace, trace_error=error)
         if question.confidence:
             found = replace(found, confidence=self._confidence())
-        self._engine.measured()
+        self._calls.end()
         return replace(found, products=self._products)
 
     def _critical(self, start: float) -> Curvature:
@@ -84,7 +84,7 @@ class CurvatureProbe:
                 name: (parameter.detach() + multiple * step).requires_grad_()
                 for (name, parameter), step in zip(self._parameters.items(), update, strict=True)
             }
-            return self._engine.mean_loss(self._call, lambda: _moved(self._prepared, moved))
+            return self._calls.mean_loss(self._call, lambda: _moved(self._prepared, moved))
 
         step, passes = critical_step(loss_at, loss, start)
         sharpness = 2 / (step * rate) if rate else math.nan
@@ -93,7 +93,7 @@ class CurvatureProbe:
     def _mean_gradient(self) -> tuple[float, list[Tensor]]:
         """The mean loss, which is finite, and its gradient."""
         if self._found is None:
-            self._found = self._engine.mean_gradient(self._call)
+            self._found = self._calls.mean_gradient(self._call)
         return self._found
 
     def _confidence(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class CurvatureProbe:
 
         call = replace(self._call, loss_fn=along)
         with torch.enable_grad():
-            rows = [row for row in self._engine.shard_figures(call, further=lambda: squares) if row[1]]
+            rows = [row for row in self._calls.figures(call, further=lambda: squares) if row[1]]
         if len(rows) < 2:
             raise JobError(
                 f"run.curvature(confidence=True): the noise of a gradient is seen in that of several shards, and this "
@@ -173,7 +173,7 @@ class CurvatureProbe:
 
         self._products += 1
         try:
-            _, found = self._engine.mean_gradient(replace(self._call, loss_fn=along))
+            _, found = self._calls.mean_gradient(replace(self._call, loss_fn=along))
         except RuntimeError as error:
             raise ModelError(
                 f"run.curvature: an operation of the model has no second derivative. torch says: {error}"

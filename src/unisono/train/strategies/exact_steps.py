@@ -30,11 +30,13 @@ from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
 from unisono.train.step.curvature_probe import CurvatureProbe
-from unisono.train.step.engine import Attempt, StepEngine
+from unisono.train.step.engine import StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
+from unisono.train.step.measured_calls import MeasuredCalls
 from unisono.train.step.owned_update import own_update_of
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.step import Step
+from unisono.train.step.step_update import Attempt
 from unisono.train.step.synchronisation import WorkerReport
 
 
@@ -80,17 +82,17 @@ class ExactSteps:
     @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
-        return self._had_lost if self.engine is None else self.engine.has_lost
+        return self._had_lost if self.engine is None else self.engine.update.has_lost
 
     @property
     def has_flipped(self) -> bool:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
-        return self.engine is not None and self.engine.has_flipped
+        return self.engine is not None and self.engine.update.watch.has_flipped
 
     @property
     def shares_weights(self) -> bool:
         """Whether the weights lie in memory that workers share."""
-        return self.engine is not None and self.engine.bytes_shared > 0
+        return self.engine is not None and self.engine.update.bytes_shared > 0
 
     def make(self, workers: Workers) -> None:
         """Begin in a generation. Collective."""
@@ -112,14 +114,14 @@ class ExactSteps:
             spans=self.spans,
         )
         if self.config.execution.shard_optimizer and workers.world_size > 1:
-            self._stays_whole(self.engine.why_whole)
+            self._stays_whole(self.engine.update.why_whole)
 
     def drop(self) -> None:
         """The generation is over, or the strategy."""
         if self.engine is not None:
-            self.was_written = self.engine.is_written
+            self.was_written = self.engine.update.is_written
             self.engine.close()
-            self._had_lost = self.engine.has_lost
+            self._had_lost = self.engine.update.has_lost
             self.engine = None
 
     def retire(self) -> None:
@@ -131,7 +133,7 @@ class ExactSteps:
 
     def step_begins(self) -> None:
         """From now on only updates and the script change the state."""
-        self.require_engine().step_begins()
+        self.require_engine().update.watch.step_begins()
 
     def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
         """Compute the call with the others; all make the update, or none."""
@@ -158,7 +160,9 @@ class ExactSteps:
         def found(workers: Workers) -> dict[str, Any]:
             mine = workers.split(call.step.batch.shards).of(workers.rank)
             made = self._call(call, mine, call.source.mark(call.step.batch))
-            probe = CurvatureProbe(self.require_engine(), self.trained.require_prepared(), made, self.config.job.seed)
+            prepared = self.trained.require_prepared()
+            calls = MeasuredCalls(self.require_engine(), prepared)
+            probe = CurvatureProbe(calls, prepared, made, self.config.job.seed)
             with self.trained.policy_state.scaled(made.optimizers):  # as the next update will be
                 return asdict(probe.measure(question))
 
@@ -180,7 +184,7 @@ class ExactSteps:
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
-        return self.engine is not None and self.engine.log(name, value)
+        return self.engine is not None and self.engine.passes.log(name, value)
 
     def require_whole(self) -> None:
         """Refuse weights that are half updated.
@@ -188,11 +192,11 @@ class ExactSteps:
         Raises:
             WorkerLost: a worker was lost in the middle of an update.
         """
-        self.require_engine().require_whole()
+        self.require_engine().update.require_whole()
 
     def in_memory(self, tensor: Tensor) -> Tensor:
         """A tensor of the script where it really lies: workers of a host may share that memory."""
-        return tensor if self.engine is None else self.engine.in_memory(tensor)
+        return tensor if self.engine is None else self.engine.update.in_memory(tensor)
 
     def require_engine(self) -> StepEngine:
         """The engine of this generation."""
@@ -232,10 +236,10 @@ class ExactSteps:
             about = workers.transport.measured.pop(0)
             self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]
         self.listeners.tell(lambda one: one.call_worked_out(made, own, attempt.report))
-        update = engine.work_out(made, attempt)
+        update = engine.update.work_out(made, attempt)
         make = partial(self._update, call.step, attempt, update, self.trained.setting(workers), (audited, note))
         then = partial(self._updated, made, attempt, workers, is_skipped=update is None)
-        cause = None if update is None else engine.cause(made)
+        cause = None if update is None else engine.update.watch.cause(made)
         return Change(make, then) if cause is None else Change(make, then, cause.tree)
 
     def _call(self, call: StepCall, mine: range, samples: int) -> Call:
@@ -334,7 +338,7 @@ class ExactSteps:
                 "step.run(update=…): shard_optimizer=True cannot split an update that the script makes by itself. "
                 "Leave one of them out, or use shard_optimizer='auto', which splits the other updates"
             )
-        if not self.require_engine().why_whole and not self._is_whole_told:
+        if not self.require_engine().update.why_whole and not self._is_whole_told:
             self._is_whole_told = True
             self._stays_whole("the script makes the update by itself")
 
@@ -345,7 +349,7 @@ class ExactSteps:
             workers.generation.number,
             attempt.seconds,
             len(workers.split(self.config.job.shards).of(workers.rank)),
-            self.require_engine().bytes_shared,
+            self.require_engine().update.bytes_shared,
             attempt.report if is_skipped else None,
         )
         self.listeners.tell(lambda one: one.call_counted(call, counted))

@@ -17,7 +17,8 @@ from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
-from unisono.train.step.engine import Attempt, StepEngine
+from unisono.train.step.engine import StepEngine
+from unisono.train.step.step_update import Attempt
 from unisono.train.strategies.asynchronous_server import AsynchronousServer
 from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
 from unisono.train.strategies.pairs import Pairs
@@ -119,7 +120,7 @@ class LocalRounds:
             what it came to; nothing if the loss is NaN or infinite, and such steps are skipped.
 
         Raises:
-            UnisonoError: whatever :meth:`StepEngine.attempt` and ``work_out`` raise.
+            UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
         """
         self._engine = engine = self._engine_for(call.batch.shards)
         self._workers.is_called = True
@@ -127,7 +128,7 @@ class LocalRounds:
             attempt = engine.attempt(call)
         finally:
             self._workers.is_called = False
-        if (make := engine.work_out(call, attempt)) is None:
+        if (make := engine.update.work_out(call, attempt)) is None:
             return None
         make()
         self.progress.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
@@ -181,7 +182,7 @@ class LocalRounds:
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
-        return self._engine is not None and self._engine.log(name, value)
+        return self._engine is not None and self._engine.passes.log(name, value)
 
     def close(self) -> None:
         """Let go of connections and of the model's parameters."""

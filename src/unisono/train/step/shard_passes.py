@@ -1,0 +1,209 @@
+"""The passes of a worker's shards, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.data.streams import generators_kept
+from unisono.errors import LossError, ModelError
+from unisono.job import Job
+from unisono.spans import Spans
+from unisono.train.group.devices import Round
+from unisono.train.group.workers import Workers
+from unisono.train.model.buffers import Buffers
+from unisono.train.model.forward_writes import ForwardWrites
+from unisono.train.model.prepared import Prepared
+from unisono.train.step.call import Call
+from unisono.train.step.device_exchange import shared_buffers, shared_weights
+from unisono.train.step.gradients import Gradients
+from unisono.train.step.loss import ForwardPass, Shard, total_weight
+
+if TYPE_CHECKING:
+    from unisono.train.step.pipeline import Pipeline
+
+
+class ShardPasses:
+    """Computes this worker's shards, one after the other, or in the stages of its devices.
+
+    Args:
+        job: the job to train.
+        workers: the workers of the generation.
+        prepared: models and optimizers.
+        device: the device on which to compute.
+        buffers: what shards make of the buffers.
+        pipeline: what computes where the devices of this worker hold stages.
+        rank: this worker's rank in messages.
+        spans: the worker's spans, if they are kept.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workers: Workers,
+        prepared: Prepared,
+        device: torch.device,
+        buffers: Buffers,
+        pipeline: Pipeline | None,
+        rank: int,
+        spans: Spans | None,
+    ) -> None:
+        self._workers, self._devices, self._prepared, self._buffers = workers, workers.devices, prepared, buffers
+        self._is_compressed = job.compression != "none"
+        self._pipeline, self._rank, self._spans = pipeline, rank, spans
+        self._forward = ForwardPass(job, prepared, device, spans)
+        self._writes = ForwardWrites(prepared.weights())
+
+    def compute(self, call: Call, gradients: Gradients, audited: Collection[int]) -> list[Shard]:
+        """Compute all shards of this worker in a call, and hand their gradients on.
+
+        Args:
+            call: the call.
+            gradients: the gradients of the call, of which a step has begun.
+            audited: the numbers of the shards whose results are marked.
+
+        Raises:
+            LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
+        """
+        rounds = self.rounds
+        shards = [Shard.of(call, turn.own, is_audited=turn.own in audited, counts=turn.counts) for turn in rounds]
+        self._writes.begin()
+        with generators_kept():
+            if self._pipeline is not None:
+                self._compute_stages(self._pipeline, call, gradients, shards)
+            else:
+                for turn, shard, batch in zip(rounds, shards, call.shards, strict=True):
+                    self._compute(call, turn, shard, batch, gradients, shards)
+                    self._workers.tick()
+        with self._told(f"step {call.step}"):
+            self._writes.require_none()
+        if not shards:
+            self._prepared.clear_gradients()
+            gradients.serve(partial(self._weigh, call, []))
+            self._workers.tick()
+        return shards
+
+    def again(self, call: Call, gradients: Gradients, number: int) -> str:
+        """Compute a shard, of whichever worker, beside the attempt; returns the digest of its results."""
+        shard = Shard.of(call, number, is_audited=True)
+        assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
+        holders = self._prepared.gradient_holders()
+        held = [parameter.grad for parameter in holders]
+        with generators_kept(), self._buffers.aside() as made:
+            self._prepared.clear_gradients()
+            self._forward.compute(call, shard, call.load(number))
+            if shard.report.weight:
+                shard.backward(gradients.parameters)
+            else:
+                self._prepared.clear_gradients()
+            for each, parameter in enumerate(gradients.parameters):
+                shard.mark.take(each, parameter.grad)
+            found = shard.mark.finish(shard.read(), made())
+        for parameter, gradient in zip(holders, held, strict=True):
+            parameter.grad = gradient
+        self._workers.tick()
+        return found
+
+    def figures(
+        self,
+        call: Call,
+        elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
+        further: Callable[[], Sequence[float]] = tuple,
+    ) -> list[list[float]]:
+        """Figures of each shard of a call, by passes that change neither weights nor buffers. Collective.
+
+        Args:
+            call: the call.
+            elsewhere: a function that returns a context in which the shards' losses are computed.
+            further: a function that is called after each shard with samples, and returns more figures of it.
+
+        Returns:
+            by shard: the loss, its weight, and what ``further`` has returned.
+        """
+        self._buffers.begin()
+        told = list[list[float]]()
+        try:
+            with generators_kept():
+                for turn, batch in zip(self.rounds, call.shards, strict=True):
+                    shard = Shard.of(call, turn.own, is_audited=False)
+                    if shard.samples:
+                        self._buffers.open(first=not told)
+                        with self._told(f"step {call.step}, shard {shard.number}"), elsewhere():
+                            self._forward.compute(call, shard, batch)
+                    report = shard.read()
+                    told.append([report.loss, report.weight, *(further() if shard.samples else ())])
+        finally:
+            self._buffers.rewind()
+        self._workers.tick()
+        return [row for one in self._workers.gather_json(told) for row in one]
+
+    def log(self, name: str, value: float) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return self._forward.log(name, value)
+
+    def let_go(self) -> None:
+        """Hold no weight's memory until the next call."""
+        self._writes.let_go()
+
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """The rounds of this worker's shards."""
+        return self._devices.rounds(self._workers.transport.split.of(self._workers.rank))
+
+    def _compute(
+        self, call: Call, turn: Round, shard: Shard, batch: Any, gradients: Gradients, shards: Sequence[Shard]
+    ) -> None:
+        self._prepared.clear_gradients()
+        gradients.mark = shard.mark
+        gradients.open(last=shard is shards[-1])
+        with self._told(f"step {call.step}, shard {call.first + shard.number}"):
+            if not shard.samples and self._devices.count > 1:  # passes are collective, so it takes part with another's
+                assert call.load is not None, "the batch of any shard can be loaded"
+                batch = call.load(0)
+            if shard.samples or self._devices.count > 1:
+                self._buffers.open(first=shard is shards[0])
+                self._forward.compute(call, shard, batch)
+                gradients.computed()
+            if shard.samples and shard.counts:
+                self._buffers.take(shard.number)
+            shared_buffers(self._devices, turn, self._buffers)
+            if shard is shards[-1]:
+                gradients.send(partial(self._weigh, call, shared_weights(self._devices, self.rounds, shards)))
+            if shard.report.weight or self._devices.count > 1:
+                if not (shard.report.weight and shard.counts):
+                    gradients.leave_out()
+                begun = perf_counter()
+                with gradients.listening():
+                    shard.backward(gradients.parameters)
+                if self._spans is not None:
+                    self._spans.add("backward", begun, perf_counter(), shard.number)
+            else:
+                self._prepared.clear_gradients()
+            gradients.close()
+            if shard.report.weight:
+                shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
+
+    def _compute_stages(self, pipeline: Pipeline, call: Call, gradients: Gradients, shards: Sequence[Shard]) -> None:
+        """The devices of this worker compute all its shards together."""
+        self._prepared.clear_gradients()
+        with self._told(f"step {call.step}"):
+            weights = pipeline.compute(call, shards, gradients, self._buffers, self._forward, self._workers.tick)
+        gradients.send(partial(self._weigh, call, weights))
+        pipeline.finish(gradients)
+
+    @contextmanager
+    def _told(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except (LossError, ModelError) as error:
+            raise type(error)(f"{where}, rank {self._rank}: {error}") from error
+
+    def _weigh(self, call: Call, weights: Sequence[float]) -> float | None:
+        # What is compressed is divided only when it is wide again.
+        weight = total_weight(self._workers.transport, weights, call.decided)
+        return None if self._is_compressed else weight

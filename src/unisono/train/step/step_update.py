@@ -1,0 +1,303 @@
+"""The update of a step: worked out from its gradient on all workers, then made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.adapt.norms import GradientNorms
+from unisono.errors import LossError, NonFiniteLoss
+from unisono.job import Job
+from unisono.plan.audits import AuditResult
+from unisono.spans import Spans
+from unisono.train.config.run_config import Execution
+from unisono.train.group.control import Flags, StepReport
+from unisono.train.group.workers import Workers
+from unisono.train.model.buffers import Buffers
+from unisono.train.model.own_update import OwnUpdate, Scaled
+from unisono.train.model.places import set_places
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.shared_work import sharing_in
+from unisono.train.model.update import Update, may_change_gradients
+from unisono.train.step.call import Call
+from unisono.train.step.gradients import Gradients
+from unisono.train.step.owned_update import whole_update
+from unisono.train.step.script_memory import ScriptMemory
+from unisono.train.step.sharded_update import ShardedUpdate
+from unisono.train.step.shared_pieces import SharedPieces
+from unisono.train.step.weights_watch import WeightsWatch
+from unisono.train.step.why_whole import why_whole
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A computed, not yet committed call. Norms of its gradients come with its update, if they are wanted."""
+
+    gradients: Gradients
+    totals: tuple[Tensor, ...]
+    report: StepReport
+    flags: tuple[Flags, ...]
+    seconds: dict[str, float]
+    norms: GradientNorms | None = None
+    marks: dict[int, str] = field(default_factory=dict)
+    findings: tuple[AuditResult, ...] = ()
+
+
+class StepUpdate:
+    """Makes the updates of one generation.
+
+    Args:
+        job: the job to train.
+        workers: the workers of the generation.
+        prepared: models and optimizers.
+        execution: the settings of the computation that decide no bit.
+        buffers: what shards make of the buffers.
+        update: the update that is made with a step's gradient; by default the optimizers' own.
+        rank: this worker's rank in messages.
+        norm_of: a function that returns the norm of all gradients of parameters together.
+        scaled: a context manager that changes the optimizers' learning rates for an update.
+        has_lost: whether an update was made earlier from a gradient that memory had not kept.
+        survives: whether this worker goes on when others are lost.
+        memory: the memory in which the script sees what the workers of a host share.
+        moves: a function that is called when weights are about to lie elsewhere.
+        stays_whole: a function that gets the reason for which updates are not split for now.
+        spans: the worker's spans, if they are kept.
+
+    Attributes:
+        has_lost: whether such an update was made, here or earlier.
+        why_whole: the reason for which each worker makes whole updates; empty if they split them.
+        watch: what this worker sees of its weights between two updates.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workers: Workers,
+        prepared: Prepared,
+        execution: Execution,
+        buffers: Buffers,
+        update: Update | None,
+        *,
+        rank: int,
+        norm_of: Callable[[Sequence[Tensor]], Tensor],
+        scaled: Scaled,
+        has_lost: bool,
+        survives: bool,
+        memory: ScriptMemory,
+        moves: Callable[[], None],
+        stays_whole: Callable[[str], None],
+        spans: Spans | None,
+    ) -> None:
+        self._job, self._workers, self._prepared, self._buffers = job, workers, prepared, buffers
+        self._rank, self._norm_of, self._scaled, self._moves, self._spans = rank, norm_of, scaled, moves, spans
+        self.has_lost = has_lost
+        self._update: Update | ShardedUpdate = update or whole_update(prepared, workers, execution)
+        self._pieces = SharedPieces(workers, execution.shard_optimizer)
+        self.why_whole = (
+            why_whole(prepared, workers, execution, survives=survives)
+            if update is None
+            else "the strategy makes the update"
+        )
+        if not self.why_whole:
+            self._update = ShardedUpdate(
+                prepared,
+                workers.transport,
+                job.bucket_bytes,
+                memory,
+                moves=self._let_go,
+                moved=self._look_anew,
+                stays_whole=stays_whole,
+                looks=execution.looks,
+                survives=survives,
+            )
+        self.watch = WeightsWatch(
+            prepared,
+            buffers,
+            self._update,
+            is_only=workers.world_size == 1,
+            looks=execution.looks,
+            survives=survives,
+        )
+
+    def begin(self) -> None:
+        """A call is about to be computed."""
+        self.watch.call_begins()
+        self._update.begin(lambda: not self.watch.has_flipped)
+        self._buffers.begin()
+        self.watch.attempt_begins()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the script has changed since the last update what that has left."""
+        return self.watch.is_written or self.must_part
+
+    @property
+    def must_part(self) -> bool:
+        """Whether the script has written to what workers share, so that each needs what it has for itself."""
+        return self._update.must_part()
+
+    def part(self) -> None:
+        """Each worker goes on with weights and state of its own."""
+        self._update.part()
+
+    @property
+    def bytes_shared(self) -> int:
+        """What the workers of this host keep together, once, instead of one by one: parameters and optimizer state."""
+        return self._update.bytes_shared
+
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """A tensor of the script where it really lies: workers of a host may share that memory."""
+        return self._update.in_memory(tensor)
+
+    def require_whole(self) -> None:
+        """Refuse weights that cannot be gone on from.
+
+        Raises:
+            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
+        """
+        self._update.require_whole()
+
+    def close(self) -> None:
+        """Let go of the model's parameters."""
+        self._update.close()
+        self.has_lost |= self._update.has_flipped
+        self._let_go()
+
+    def work_out(self, call: Call, attempt: Attempt) -> Callable[[], None] | None:
+        """Work out the update of an attempt, on every worker alike. Collective; changes neither weights nor buffers.
+
+        Returns:
+            what makes the update, here; nothing where a step is skipped: its loss is NaN or infinite, with
+            ``on_nan="skip"``.
+
+        Raises:
+            NonFiniteLoss: names step, shard and rank.
+        """
+        started = perf_counter()
+        if trouble := self._trouble(call, attempt.report):
+            self._refused(call, trouble)
+            return None
+        gradients, report = attempt.gradients, attempt.report
+        used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
+        changes = call.update is not None or any(map(may_change_gradients, call.optimizers))
+        self._prepared.clear_gradients(but=gradients.parameters)  # or what this worker's last shard left would be seen
+        gradients.assign(attempt.totals, report.weight, used, writable=changes or call.clip.limits)
+        if gradients.is_watched:
+            with self._or_rewound():
+                attempt.norms = _norms_of(call, gradients, report)
+        norm = self._clipped(call, gradients)
+        if not math.isfinite(norm):
+            self._refused(call, f"the norm of the gradient is {norm}")
+            return None
+        if trouble := next(filter(None, (one.trouble() for one in sharing_in(call.optimizers))), ""):
+            self._refused(call, trouble)
+            return None
+        counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
+        with self._or_rewound():
+            buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
+            if call.update is None:
+                with self._scaled(call.optimizers):
+                    self._update.work_out(call.optimizers)
+                    self._pieces.work_out(call.optimizers)
+
+        cause = self.watch.cause(call)
+
+        def make() -> None:
+            set_places(buffers)
+            self.watch.keep(cause, call, attempt.report.loss, buffers)
+            with nullcontext() if call.update else self._scaled(call.optimizers):
+                if call.update is None:
+                    self._pieces.give(call.optimizers)
+                    self._update.apply(call.optimizers)
+                else:
+                    self._make_own(call.update, call.optimizers, attempt)
+                self.watch.note(self._update.sums())  # before others can read or write what it has updated
+                self._update.finish()
+            # Only now, when nobody reads it any more: so it was right whenever it was read.
+            self.has_lost |= self._update.has_flipped
+            self.has_lost |= not changes and not gradients.has_kept()
+            if call.update is None:  # which leaves gradients as it wants to
+                gradients.release(used)
+            self.watch.committed()
+            attempt.seconds["update"] = (ended := perf_counter()) - started
+            if self._spans is not None:
+                self._spans.add("update", started, ended)
+
+        gradients.show()
+        return make
+
+    def require_finite(self, call: Call, report: StepReport) -> None:
+        """Refuse an attempt that is not to be updated from; gradients are cleared.
+
+        Raises:
+            NonFiniteLoss: names step, shard and rank.
+        """
+        if trouble := self._trouble(call, report):
+            self._prepared.clear_gradients()
+            raise NonFiniteLoss(f"step {call.step}: {trouble}")
+
+    def _make_own(self, update: OwnUpdate, optimizers: Sequence[Optimizer], attempt: Attempt) -> None:
+        """Let the script make the update, of weights that are this worker's own."""
+        self.has_lost |= not attempt.gradients.has_kept()
+        self._update.part()
+        update.make(attempt.report.loss, optimizers, self._scaled)
+
+    def _clipped(self, call: Call, gradients: Gradients) -> float:
+        if not call.clip.limits:
+            return 0.0
+        self.has_lost |= not gradients.has_kept()
+        norm = call.clip.apply(gradients.trained, self._norm_of)
+        gradients.keep()
+        return norm
+
+    @contextmanager
+    def _or_rewound(self) -> Iterator[None]:
+        """What is done in here is collective: if it fails, the step is computed again, and buffers are as it began."""
+        try:
+            yield
+        except BaseException:
+            self._buffers.rewind()
+            raise
+
+    def _trouble(self, call: Call, report: StepReport) -> str:
+        if report.weight == 0:
+            raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
+        for shard, part in enumerate(report.shards):
+            if part.weight and not math.isfinite(part.loss):
+                rank = self._workers.transport.split.owner(shard) if self._workers.world_size > 1 else self._rank
+                return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
+        return ""
+
+    def _refused(self, call: Call, trouble: str) -> None:
+        self._buffers.rewind()
+        self._prepared.clear_gradients()
+        if self._job.on_nan == "skip":
+            return
+        raise NonFiniteLoss(
+            f"step {call.step}: {trouble}; nothing was updated. Lower the learning rate, clip gradients, check the "
+            f'data; or skip such steps with unisono.init(on_nan="skip")'
+        )
+
+    def _let_go(self) -> None:
+        """What lies in memory may move: hold nothing of it."""
+        self._moves()
+        self.watch.let_go()
+
+    def _look_anew(self) -> None:
+        """It lies elsewhere now."""
+        self.watch.look_anew()
+
+
+def _norms_of(call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:
+    seen = [(part, call.batch.shard(shard)) for shard, part in enumerate(report.shards) if part.weight]
+    return GradientNorms(
+        groups=[part.squared_norm for part, _ in seen],
+        sizes=[len(samples) for _, samples in seen],
+        mean=gradients.mean_squared_norm(),
+    )

@@ -1,0 +1,126 @@
+"""What a worker sees of its weights between two updates: bits that flip, and what the script writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from unisono.train.model.at_rest import AtRest, Seen, kept_by
+from unisono.train.model.body_writes import BodyWrites
+from unisono.train.model.buffers import Buffers
+from unisono.train.model.own_update import UpdateCause
+from unisono.train.model.places import Placed
+from unisono.train.model.prepared import Prepared
+from unisono.train.model.update import Update
+from unisono.train.step.call import Call
+from unisono.train.step.sharded_update import ShardedUpdate
+
+
+class WeightsWatch:
+    """Looks at weights, buffers and the state of optimizers; keeps what others may need to follow an update.
+
+    Args:
+        prepared: models and optimizers.
+        buffers: what shards make of the buffers.
+        update: what makes the updates.
+        is_only: whether no other worker has the weights.
+        looks: whether flipped bits are looked for.
+        survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        buffers: Buffers,
+        update: Update | ShardedUpdate,
+        *,
+        is_only: bool,
+        looks: bool,
+        survives: bool,
+    ) -> None:
+        self._prepared, self._buffers, self._update, self._is_only = prepared, buffers, update, is_only
+        self._weights, self._kept = list(prepared.weights().values()), partial(kept_by, prepared.optimizers)
+        self._cause = UpdateCause() if survives and not is_only else None
+        self._body = BodyWrites(self._weights, lambda: [place.tensor for place in prepared.buffers], self._kept)
+        self._at_rest = self._looking() if looks else None
+
+    def step_begins(self) -> None:
+        """A step begins: from now on only updates and the script change the state."""
+        if self._at_rest is not None:
+            self._at_rest.first()
+
+    def call_begins(self) -> None:
+        """A call is about to be computed."""
+        if self._cause is not None:
+            self._body.begin()
+
+    def attempt_begins(self) -> None:
+        """The shards of an attempt are about to be computed."""
+        if self._at_rest is not None:
+            self._at_rest.begin()
+
+    def look(self) -> Seen:
+        """What the shards of an attempt were computed with."""
+        return Seen() if self._at_rest is None else self._at_rest.look()
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+        return self._at_rest is not None and self._at_rest.has_changed()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the script has changed since the last update what that has left."""
+        return self._body.are_new
+
+    def measured(self) -> None:
+        """A call that has only measured is over, and the script goes on in the same body."""
+        if self._cause is not None:
+            self._body.goes_on()
+
+    def cause(self, call: Call) -> UpdateCause | None:
+        """What a worker that is behind needs to make the update of a call by itself, once it is made here."""
+        is_needed = call.update is not None or (self._body.needs_cause and not self._update.bytes_shared)
+        return self._cause if is_needed else None
+
+    def keep(self, cause: UpdateCause | None, call: Call, loss: float, placed: Placed) -> None:
+        """An update is about to be made: keep what it is made from, if ``cause`` is needed."""
+        if cause is not None:
+            cause.keep(loss, self._prepared.reduced_for(call.optimizers), self._prepared.buffers, placed)
+        elif self._cause is not None:
+            self._cause.let_go()
+
+    def note(self, sums: Sequence[int] | None) -> None:
+        """An update is made, and nobody else can read or write yet what it has updated.
+
+        Args:
+            sums: the sums of what it has updated, if it has read them.
+        """
+        if self._at_rest is not None:
+            self._at_rest.note(sums)
+
+    def committed(self) -> None:
+        """An update is done: what changes now, the script changes."""
+        if self._cause is not None:
+            self._body.committed()
+
+    def let_go(self) -> None:
+        """What this worker looks at may move: hold nothing of it."""
+        self._body.let_go()
+        if self._at_rest is not None:
+            self._at_rest.let_go()
+
+    def look_anew(self) -> None:
+        """What this worker looks at lies in other memory now."""
+        if self._at_rest is not None:
+            self._at_rest = self._looking()
+
+    def _looking(self) -> AtRest:
+        """Where workers share the weights, each looks at its own part."""
+        update = self._update
+        if not isinstance(update, ShardedUpdate) or not update.is_shared:
+            return AtRest(self._weights, self._buffers, state=self._kept, is_only=self._is_only)
+        places = {id(weight): number for number, weight in enumerate(self._weights)}
+        parts = [(places[id(parameter)], part) for parameter, part in update.parts]
+        shared = {places[id(parameter)] for parameter in self._prepared.parameters.values()}
+        return AtRest(self._weights, self._buffers, shared, parts, update.kept, is_only=True)
