@@ -5,7 +5,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,7 @@ class Choice:
 
 def run(choice: Choice) -> Report:
     """Measure one comparison after the other."""
+    choice = replace(choice, turn_s=turn_seconds(choice.turn_s, choice.step_ms))
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     found: dict[str, tuple[int, Found]] = {}
     failures: list[str] = []
@@ -74,12 +75,10 @@ def one_comparison(choice: Choice, name: str, meter: NoiseMeter, order: random.R
     one = COMPARISONS[name]
     batch = choice.batch or batch_for(choice.step_ms, 2 * one.workers, partial(starting, name, one.alone))
     found: dict[str, list[list[float]]] = {way: [] for way in one.ways}
-    turn_s = turn_seconds(choice.turn_s, choice.step_ms)
     for _ in range(choice.rounds):
         meter.calibrate()
-        for way, seconds in one_round(
-            one.ways, partial(starting, name, batch=batch), choice.turns, turn_s, order
-        ).items():
+        start = partial(starting, name, batch=batch)
+        for way, seconds in one_round(one.ways, start, choice.turns, choice.turn_s, order).items():
             found[way].append(seconds)
     return batch, found
 

@@ -412,6 +412,11 @@ def test_what_lies_on_several_devices_is_compared_with_the_plain_loop_as_well() 
     assert guests.row("stages", 4, seconds)[1:] == ("4", "75.0 ms", "90.0 ms", "1.200", "60.0 ms", "1.500")
 
 
+def test_a_benchmark_of_guests_says_how_long_its_turns_are_with_longer_steps() -> None:
+    (grid,) = guests.run(guests.Choice(comparisons=(), step_ms=200.0)).grids
+    assert "in turns of at least 4 s, 20 in each" in grid.title
+
+
 def test_a_turn_in_which_one_worker_has_made_too_few_steps_to_tell_how_long_they_take_goes_on(tmp_path: Path) -> None:
     job = Job(tmp_path)
     for name, times in {"0": [1, 2, 3, 4, 5], "1": [1, 2, 3, 4]}.items():
