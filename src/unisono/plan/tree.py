@@ -15,6 +15,24 @@ class Node(NamedTuple):
     stop: int
 
 
+class Turn(NamedTuple):
+    """Shards that a worker adds up one after the other, before anything else is added to them.
+
+    Attributes:
+        shards: the shards, neighbours of each other, in the order in which they come.
+        siblings: the partial sums that are there already and with which they become one, from the smallest to the
+            largest.
+    """
+
+    shards: tuple[int, ...]
+    siblings: tuple[Node, ...]
+
+    @property
+    def node(self) -> Node:
+        """What they are together, without siblings."""
+        return Node(min(self.shards), max(self.shards) + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class SummationTree:
     """The binary tree over shards ``0 … shards-1`` along which everything is added.
@@ -54,11 +72,20 @@ class SummationTree:
 
     def most_kept(self, shards: Sequence[int]) -> int:
         """The largest number of partial sums that a worker with these shards keeps at a time, in their order."""
-        kept = most = 0
-        for siblings in self.merges(shards):
-            kept += 1 - len(siblings)
-            most = max(most, kept)
-        return most
+        return most_kept(self.turns(shards))
+
+    def turns(self, shards: Sequence[int]) -> list["Turn"]:
+        """The shards of a worker one by one, in the order in which they come."""
+        return [Turn((shard,), merged) for shard, merged in zip(shards, self.merges(shards), strict=True)]
+
+    def runs(self, shards: Sequence[int]) -> list["Turn"]:
+        """The same, but shards together of which each is added onto the sum of those just before it."""
+        found: list[Turn] = []
+        for turn in self.turns(shards):
+            if found and not found[-1].siblings and turn.siblings[:1] == (found[-1].node,):
+                turn = Turn((*found.pop().shards, *turn.shards), turn.siblings[1:])
+            found.append(turn)
+        return found
 
     def merges(self, shards: Sequence[int]) -> tuple[tuple[Node, ...], ...]:
         """How a worker adds up shards as they arrive, one after the other, in whatever order.
@@ -68,6 +95,15 @@ class SummationTree:
             the largest. What is left in the end of neighbouring shards is their cover.
         """
         return _merges(self.shards, tuple(shards))
+
+
+def most_kept(turns: Sequence[Turn]) -> int:
+    """The largest number of partial sums that are kept at a time."""
+    kept = most = 0
+    for turn in turns:
+        kept += 1 - len(turn.siblings)
+        most = max(most, kept)
+    return most
 
 
 def children(node: Node) -> tuple[Node, Node]:

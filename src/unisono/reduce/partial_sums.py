@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from unisono.plan.tree import Node, SummationTree
+from unisono.plan.tree import Node, Turn
 from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry
 from unisono.reduce.tally import Tally
 from unisono.words import Words
@@ -89,36 +89,34 @@ class PartialSums:
     of two of shards (up to 512) at most log2(shards)+1 of them.
 
     Args:
-        tree: the summation tree.
-        shards: the shards of this worker, neighbours of each other, in the order in which they come.
-        rows: the rows: as many as ``tree.most_kept`` of these shards; one without shards, which tells what the buckets
-            are like.
+        turns: what comes of this worker's shards, one turn after the other; of several shards in a turn the sum.
+        rows: the rows: as many as ``most_kept`` of these turns; one without shards, which tells what the buckets are
+            like.
     """
 
-    def __init__(self, tree: SummationTree, shards: Sequence[int], rows: Sequence[PartialSumRow]) -> None:
-        self._turns = list(zip(shards, tree.merges(shards), strict=True))
+    def __init__(self, turns: Sequence[Turn], rows: Sequence[PartialSumRow]) -> None:
+        self._turns = turns
         self._free = list(rows)
         self._held: dict[Node, PartialSumRow] = {}
         self._open: Sequence[PartialSumRow] = ()
         self._node: Node | None = None  # what the open shard makes whole
-        self._coming: list[tuple[int, tuple[Node, ...]]] = []
+        self._coming: list[Turn] = []
         self._adds = False
 
     def begin(self) -> None:
-        """Start over; this worker's shards follow, in their order."""
+        """Start over; this worker's turns follow, in their order."""
         self._free.extend(self._held.values())
         self._free.extend(self._open)
         self._held, self._open = {}, ()
         self._coming = list(reversed(self._turns))
 
     def open(self) -> None:
-        """The next shard begins: every one of its tensors is put once, in any order."""
-        shard, siblings = self._coming.pop()
-        self._adds = bool(siblings)
-        self._open = [self._held.pop(node) for node in siblings] or [self._free.pop()]
-        self._node = Node(
-            min((shard, *(node.start for node in siblings))), max((shard + 1, *(node.stop for node in siblings)))
-        )
+        """The next turn begins: every one of its tensors is put once, in any order."""
+        turn = self._coming.pop()
+        self._adds = bool(turn.siblings)
+        self._open = [self._held.pop(node) for node in turn.siblings] or [self._free.pop()]
+        together = (turn.node, *turn.siblings)
+        self._node = Node(min(node.start for node in together), max(node.stop for node in together))
 
     def put(self, number: int, tensor: Tensor | None, tally: Tally | None = None) -> None:
         """Take one tensor of the shard, and add the siblings that this makes whole.
@@ -195,7 +193,7 @@ class PartialSums:
     def _left(self) -> list[PartialSumRow]:
         if not self._turns:
             return self._free
-        assert not self._coming, f"{len(self._coming)} more shards are to come"
+        assert not self._coming, f"{len(self._coming)} more turns are to come"
         # Asked while the last shard is open, it is about to make its row whole.
         now = self._held if self._node is None else {**self._held, self._node: self._open[-1]}
         return [now[node] for node in sorted(now)]

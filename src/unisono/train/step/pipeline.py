@@ -126,9 +126,9 @@ class Passes:
             self._spans.add("backward", begun, perf_counter(), self._shards[place].number)
 
     def backward_done(self, block: int, place: int, weight: float) -> None:
-        """The backward pass of a block is done, for one shard of a weight."""
+        """The backward pass of a block is done, for one shard of a weight; there was none without weight."""
         self._weights[place] = weight
-        self._gradients.take(block, place, counts=weight > 0)
+        self._gradients.take(block, place)
         self._tick()
 
 
