@@ -282,6 +282,11 @@ def test_neighbouring_processes_are_the_devices_of_one_worker() -> None:
     [
         (process(0), 4, "devices_per_worker=4: the job has 6 processes, which are no whole number of workers"),
         (process(0, local_size=3), 2, "host a has 3 processes, which are no whole number of workers"),
+        (
+            process(1, local_rank=0, size=2, local_size=1),
+            2,
+            "start a multiple of 2 processes on each host, or take fewer",
+        ),
         (process(3, local_rank=0, local_size=2), 2, "rank 3 is number 0 of host a"),
     ],
 )

@@ -69,8 +69,9 @@ class Environment:
             if count % devices:
                 raise JobError(
                     f"devices_per_worker={devices}: {what} has {count} processes, which are no whole number of workers "
-                    f"of {devices} devices each. All devices of a worker are on one host: start a multiple of "
-                    f"{devices} processes on each"
+                    f"of {devices} devices each. All devices of a worker are on one host, since what they tell each "
+                    f"other is not encrypted: start a multiple of {devices} processes on each host, or take fewer "
+                    f"devices per worker"
                 )
         if self.local_rank % devices != self.rank % devices:
             raise JobError(
