@@ -83,8 +83,9 @@ class SummationTree:
         found: list[Turn] = []
         for turn in self.turns(shards):
             if found and not found[-1].siblings and turn.siblings[:1] == (found[-1].node,):
-                turn = Turn((*found.pop().shards, *turn.shards), turn.siblings[1:])
-            found.append(turn)
+                found.append(Turn((*found.pop().shards, *turn.shards), turn.siblings[1:]))
+            else:
+                found.append(turn)
         return found
 
     def merges(self, shards: Sequence[int]) -> tuple[tuple[Node, ...], ...]:
