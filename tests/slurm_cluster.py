@@ -22,7 +22,7 @@ LOGIN = "login"
 ADDRESSES = {name: f"10.79.0.{number}" for number, name in enumerate((*NODES, LOGIN), 1)}
 
 START_S = 30.0
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 INSIDE = f"""
 mount --bind hosts /etc/hosts && hostname {LOGIN} && ip link set lo up || exit 1

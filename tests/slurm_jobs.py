@@ -5,11 +5,15 @@ import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from slurm_cluster import Cluster
 from training import Trained, whole_lines
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "small_training.py"
+
+LONG: Any = {"EPOCHS": "40"}
+"""Of a job that ends when it is told to hurry, and not before."""
 
 HOSTILE = 'it\'s a $(touch pwned) `touch pwned` \\ "q" # *\n#SBATCH --nodes=9\n-x'
 """A name of a folder, a script and an argument."""

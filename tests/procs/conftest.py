@@ -11,6 +11,7 @@ from launches import Launches, launches
 from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
 from slurm_cluster import Cluster, NoCluster, slurm_cluster
+from slurm_jobs import LONG
 from slurm_jobs import SCRIPT as SMALL
 from training import EARLY, SCRIPT, SETTINGS, Trained, Training
 from unisono.testing import warm_jobs
@@ -61,6 +62,12 @@ def serial(serial_runs: SerialRuns) -> Trained:
 def small_serial(serial_runs: SerialRuns) -> str:
     """The digest of the script that jobs of Slurm and Ray train."""
     return serial_runs(SMALL).end()
+
+
+@pytest.fixture(scope="session")
+def long_serial(serial_runs: SerialRuns) -> Trained:
+    """The same script for longer."""
+    return serial_runs(SMALL, **LONG)
 
 
 @pytest.fixture(scope="session")

@@ -10,21 +10,10 @@ import psutil
 import pytest
 
 from ray_cluster import NoCluster, RayNodes, ray_nodes, wait_for
-from serial_runs import SerialRuns
-from slurm_jobs import SCRIPT
+from slurm_jobs import LONG, SCRIPT
 from training import Trained, whole_lines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
-
-LONG = {"EPOCHS": "40"}
-"""Of a job that ends when it is told to hurry, and not before."""
-
-
-@pytest.fixture(scope="session")
-def long_serial(serial_runs: SerialRuns) -> Trained:
-    """The undisturbed run of one worker."""
-    return serial_runs(SCRIPT, **LONG)
-
 
 @pytest.fixture
 def start() -> Iterator[Callable[[int], RayNodes]]:

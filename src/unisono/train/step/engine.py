@@ -152,11 +152,10 @@ class StepEngine:
         self._buffers.rewind()
 
     def close(self) -> None:
-        """Let go of the model's parameters and of the thread."""
+        """Let go of the model's parameters, of memory that workers share, and of the thread."""
         self.update.close()
         self._reducer.close()
-        for gradients in self._gradients.values():
-            gradients.remove()
+        self._forget_gradients()
 
     @property
     def _split(self) -> Split:
@@ -165,11 +164,14 @@ class StepEngine:
     def _resplit(self, split: Split) -> None:
         """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
         self._prepared.clear_gradients()
+        self._forget_gradients()
+        self._workers.transport.resplit(split)
+        self._buffers.resplit(self._split, self._workers.rank)
+
+    def _forget_gradients(self) -> None:
         for gradients in self._gradients.values():
             gradients.remove()
         self._gradients.clear()
-        self._workers.transport.resplit(split)
-        self._buffers.resplit(self._split, self._workers.rank)
 
     def _whole_attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
         """The first attempt that counts. All workers repeat the others alike."""
