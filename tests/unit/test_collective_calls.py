@@ -10,7 +10,8 @@ from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import NewGeneration, Ranks
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
-from unisono.train.group.collectives import Change, CollectiveCalls, Stateless
+from unisono.train.group.change import Change, Stateless
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.elastic import transfer_in
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers

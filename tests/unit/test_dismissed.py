@@ -26,7 +26,8 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.group.collectives import CollectiveCalls, Stateless
+from unisono.train.group.change import Stateless
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.workers import Workers
 

@@ -15,7 +15,7 @@ from unisono.checkpoint.store import Snapshot
 from unisono.errors import PREEMPTED, Dismissed, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.received import value_of
-from unisono.train.group.collectives import Recovers
+from unisono.train.group.change import Recovers
 from unisono.train.group.membership import Membership, StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.model.slices import forget_passes

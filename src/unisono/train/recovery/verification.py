@@ -10,7 +10,8 @@ from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch, MemoryFault
 from unisono.plan.audits import AuditResult
-from unisono.train.group.collectives import Change, CollectiveCalls
+from unisono.train.group.change import Change
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.majority import Verdict, healing, verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot, load_weights
 from unisono.errors import CheckpointError, UnisonoWarning
-from unisono.train.group.collectives import Change
+from unisono.train.group.change import Change
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import slice_of

@@ -17,7 +17,8 @@ from unisono.data.streams import generators_kept
 from unisono.errors import DataError, JobError, MemoryFault, PolicyError
 from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.collectives import Change, CollectiveCalls
+from unisono.train.group.change import Change
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.majority import Verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers

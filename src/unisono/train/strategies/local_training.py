@@ -13,7 +13,8 @@ from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.collectives import Change, CollectiveCalls
+from unisono.train.group.change import Change
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
