@@ -266,8 +266,8 @@ MUTANTS = (
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    silent, worker = worker, changed(worker, signs=changed(worker.signs, at=update.now))\n",
-        "    silent = worker\n",
+        "    update.speaker = name\n",
+        "",
     ),
     Mutant(
         "a member that goes on giving signs of life need never arrive",

@@ -113,7 +113,8 @@ def exclude_unconnected(update: StateUpdate, current: MintedGeneration, holders:
     Returns:
         who is excluded.
     """
-    out = [member for member in update.state.members if update.state.agents[member.agent].left_out]
+    agents = update.state.agents
+    out = [member for member in update.state.members if agents[member.agent].left_out] if agents.count("out") else []
     if _has_formed(update.state, current, holders):
         update.set(unformed=0)
     elif _is_whole(update.state, current):

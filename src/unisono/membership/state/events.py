@@ -44,6 +44,12 @@ from unisono.membership.state.status import find, main_worker, why_no_checkpoint
 
 def hear(update: StateUpdate, event: Event) -> None:
     """Let an event have its effect. Of a job that is over, only whoever connects is told so."""
+    if isinstance(event, Heard):  # first, since of thousands of workers each is heard
+        if isinstance(event.message, WorkerHello):
+            _greet(update, event.message)
+        elif update.state.over is None:
+            _hear(update, event.worker, event.message)
+        return
     match event:
         case Bundle(events):
             with update.in_bulk():
@@ -51,14 +57,10 @@ def hear(update: StateUpdate, event: Event) -> None:
                     hear(update, each)
         case Restarted():
             _restart(update)
-        case Heard(_, WorkerHello() as hello):
-            _greet(update, hello)
         case AgentHeard(_, AgentHello() as hello):
             _enlist(update, hello)
         case _ if update.state.over is not None:
             pass
-        case Heard(worker, message):
-            _hear(update, worker, message)
         case AgentHeard(agent, WorkerEnded() as ended):
             _ended(update, agent, ended)
         case AgentHeard(agent, AgentLeaving(reason=reason)):
@@ -149,7 +151,7 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
     writes = worker.farewell is not None and worker.farewell.preempted  # a checkpoint, which takes as long as it takes
     if worker.phase == "asked" or (worker.phase == "removed" and not writes):
         return
-    silent, worker = worker, changed(worker, signs=changed(worker.signs, at=update.now))
+    update.speaker = name
     match message:
         case Ready() if worker.phase in ("preparing", "ready"):
             _ready(update, worker, message)
@@ -171,8 +173,8 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
             _progress(update, worker, message)
         case ResizeRequest(workers=workers) if worker.phase in MEMBER:
             _resize(update, workers, worker.id)
-    if update.state.workers.get(name) is silent:
-        update.put(silent, signs=worker.signs)
+    if update.speaker:
+        update.put(worker)  # nothing has changed but that it was heard
 
 
 def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
@@ -185,7 +187,8 @@ def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
 
 
 def _arrived(update: StateUpdate, worker: Worker, message: Arrived) -> None:
-    not_reached(update, update.state.agents[worker.agent], message.unreached)
+    if message.unreached:
+        not_reached(update, update.state.agents[worker.agent], message.unreached)
     update.put(worker, phase="arrived", arrived=message)
     if update.state.arrival is None:
         update.set(arrival=update.now)
@@ -197,17 +200,16 @@ def _arrived(update: StateUpdate, worker: Worker, message: Arrived) -> None:
 def _formed(update: StateUpdate, worker: Worker, message: Formed) -> None:
     if worker.formed:
         return
-    seconds = dict(update.state.seconds)
-    for part, length in message.seconds.items():
-        seconds[part] = max(length, seconds.get(part, 0.0))
+    known = update.state.seconds
+    longer = {part: length for part, length in message.seconds.items() if length > known.get(part, -1.0)}
     update.put(worker, formed=True)
-    if seconds != update.state.seconds:
-        update.set(seconds=seconds)
+    if longer:
+        update.set(seconds={**known, **longer})
     if (agent := update.state.agents[worker.agent]).failed:
         update.put_agent(agent, failed=0)
     if not update.state.workers.count("forms"):
         update.set(formed=True)
-        update.note("formed", generation=update.state.generation, seconds=seconds)
+        update.note("formed", generation=update.state.generation, seconds=dict(update.state.seconds))
 
 
 def _leave(update: StateUpdate, worker: Worker) -> None:
@@ -239,8 +241,8 @@ def _replace(update: StateUpdate, message: Replace) -> None:
 
 
 def _progress(update: StateUpdate, worker: Worker, message: Progress) -> None:
-    signs = changed(worker.signs, step=message.step, samples_per_s=message.samples_per_s, pulse=message.pulse)
-    update.put(worker, signs=signs)
+    said = {"step": message.step, "samples_per_s": message.samples_per_s, "pulse": message.pulse}
+    update.put(worker, signs=changed(worker.signs, **said))
     known = update.state.loop
     if message.loop is not None and (known is None or message.loop > known):
         update.set(loop=message.loop)

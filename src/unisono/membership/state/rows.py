@@ -1,7 +1,7 @@
 """What the coordinator knows of each worker, agent and connection."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from unisono.membership.messages import Arrived, Pulse, Removed
 
@@ -10,9 +10,10 @@ T = TypeVar("T")
 
 def changed(value: T, **fields: Any) -> T:
     """The same with other fields. ``dataclasses.replace``, which calls ``__init__``, takes several times as long."""
-    new = object.__new__(type(value))
-    found = value.__dict__ | fields
-    assert len(found) == len(value.__dict__), f"no field of {type(value).__name__}: {', '.join(fields)}"
+    new, found = object.__new__(type(value)), value.__dict__.copy()
+    count = len(found)
+    found.update(fields)
+    assert len(found) == count, f"no field of {type(value).__name__}: {', '.join(fields)}"
     object.__setattr__(new, "__dict__", found)
     return new
 
@@ -60,6 +61,13 @@ CANDIDATE: tuple[Phase, ...] = ("asked", "preparing", "ready")
 MEMBER: tuple[Phase, ...] = ("working", "arrived")
 """Phases of those who train."""
 
+
+PART: dict[Phase, str] = {
+    **dict.fromkeys(get_args(Phase), "other"),
+    **dict.fromkeys(CANDIDATE, "candidate"),
+    **dict.fromkeys(MEMBER, "member"),
+}
+"""Of each phase, the part of an agent's workers that they are counted with."""
 
 SAID_AGAIN = {"signs", "arrived", "formed"}
 """Of a worker: what it says again when it connects to a coordinator that has forgotten it."""

@@ -9,7 +9,7 @@ from unisono.membership.agent_messages import End, ToAgent, TurnedAway
 from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
-from unisono.membership.state.rows import MEMBER, SAID_AGAIN, Agent, Excluded, Link, Worker, changed, kept_phase
+from unisono.membership.state.rows import MEMBER, PART, SAID_AGAIN, Agent, Excluded, Link, Worker, changed, kept_phase
 from unisono.membership.state.state import State
 from unisono.membership.state.tables import LinkTable, WorkerTable
 
@@ -34,8 +34,9 @@ class StateUpdate:
         state: The state, with all changes so far. Its time is that of the event once anything else has changed.
         now: the time of the event, in seconds.
         actions: the actions that follow, in order.
-        heard: the ids of workers whose signs of life have changed.
-        moved: the ids of agents that have changed, or whose workers are in another phase.
+        speaker: the id of the worker whose message has its effect now, until its row says that; else empty.
+        heard: the ids of workers whose pulse has changed.
+        moved: the ids of agents that have changed, or whose workers are in another part of the table or have formed.
         linked: the ids of connections that have changed, or are to be looked at.
         reached: the state for which hosts were last kept in reach of each other.
     """
@@ -45,6 +46,7 @@ class StateUpdate:
         self.state = state
         self.now = now
         self.actions: list[Action] = []
+        self.speaker = ""
         self.heard: set[str] = set()
         self.moved: set[str] = set()
         self.linked: set[str] = set()
@@ -59,12 +61,19 @@ class StateUpdate:
 
     def put(self, worker: Worker, **fields: Any) -> Worker:
         """Change fields of a worker."""
+        signs = fields.get("signs", worker.signs)
+        at, since = signs.at, signs.since
+        if worker.id == self.speaker:
+            at, self.speaker = self.now, ""
         if fields.get("phase", worker.phase) != worker.phase:
-            fields["signs"] = changed(fields.get("signs", worker.signs), since=self.now)
+            since = self.now
+        if at != signs.at or since != signs.since:
+            fields["signs"] = changed(signs, at=at, since=since)
         before, worker = worker, changed(worker, **fields)
-        if worker.phase != before.phase or worker.formed != before.formed:
+        if PART[worker.phase] != PART[before.phase] or worker.formed != before.formed:
             self.moved.add(worker.agent)
-        self.heard.add(worker.id)
+        if worker.signs.pulse is not before.signs.pulse:
+            self.heard.add(worker.id)
         if _is_to_keep(before, worker, fields.keys()):
             self._rows["workers"].add(worker.id)
         self._set_workers(self.state.workers.put(worker))

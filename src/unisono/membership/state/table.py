@@ -1,7 +1,7 @@
 """Rows by id, as a value that never changes, and the index beside them."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from pydantic import GetCoreSchemaHandler
@@ -96,7 +96,10 @@ class Table(Mapping[str, Row], Generic[Row]):
 
     def mapped(self, function: Callable[[Row], Row]) -> Self:
         """The table of what a function makes of each row."""
-        return type(self)(map(function, self._settled().values()))
+        table = self.opened()
+        for row in table._rows.values():
+            table.put(function(row))
+        return table.closed()
 
     # -- the index
 
@@ -119,11 +122,15 @@ class Table(Mapping[str, Row], Generic[Row]):
     # -- the rows
 
     def __getitem__(self, name: str) -> Row:
-        return self._taken[name] if self._taken and name in self._taken else self._rows[name]
+        if self._taken and (row := self._taken.get(name)) is not None:
+            return row
+        return self._rows[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The row of this id."""
-        return self._taken[name] if self._taken and name in self._taken else self._rows.get(name, default)
+        if self._taken and (row := self._taken.get(name)) is not None:
+            return row
+        return self._rows.get(name, default)
 
     def __contains__(self, name: object) -> bool:
         return bool(self._taken and name in self._taken) or name in self._rows
@@ -197,21 +204,17 @@ class Table(Mapping[str, Row], Generic[Row]):
         assert self._taken is not None
         left, now = () if before is None else self.marks(before), self.marks(after)
         self.weight += self.weigh(after) - (0 if before is None else self.weigh(before))
-        self._taken[after.id] = after
-        if left == now:
+        name = after.id
+        self._taken[name] = after
+        if left is now:
             return
-        for mark in left:
-            if mark not in now:
-                self._move(mark, after.id, comes=False)
-        for mark in now:
-            if mark not in left:
-                self._move(mark, after.id, comes=True)
-
-    def _move(self, mark: Hashable, name: str, comes: bool) -> None:
-        moved = self._came.setdefault(mark, {})
-        if moved.pop(name, comes) == comes:  # else it is where it was
-            moved[name] = comes
-        self._more[mark] = self._more.get(mark, 0) + (1 if comes else -1)
+        for mark, comes in _differences(left, now):
+            moved = self._came.get(mark)
+            if moved is None:
+                moved = self._came[mark] = {}
+            if moved.pop(name, comes) == comes:  # else it is where it was
+                moved[name] = comes
+            self._more[mark] = self._more.get(mark, 0) + (1 if comes else -1)
 
     def _settled(self) -> "HashTrieMap[str, Row]":
         self._settle()
@@ -228,6 +231,13 @@ class Table(Mapping[str, Row], Generic[Row]):
             names = _NOBODY if len(gone) == len(names) else reduce(HashTrieSet.remove, gone, names)
             self._marked = self._marked.insert(mark, names) if names else self._marked.discard(mark)
         self._open()
+
+
+@lru_cache(2**16)
+def _differences(left: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> tuple[tuple[Hashable, bool], ...]:
+    """The marks that a row has lost, and those that it has got: each with whether it comes."""
+    lost, got = [mark for mark in left if mark not in now], [mark for mark in now if mark not in left]
+    return (*((mark, False) for mark in lost), *((mark, True) for mark in got))
 
 
 _NOBODY: "HashTrieSet[str]" = HashTrieSet()

@@ -1,10 +1,10 @@
 """The workers, the agents and the connections, each with its index."""
 
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Link, Phase, Worker
+from unisono.membership.state.rows import MEMBER, PART, Agent, Link, Phase, Worker
 from unisono.membership.state.table import Table
 
 
@@ -22,13 +22,9 @@ class WorkerTable(Table[Worker]):
     @classmethod
     def marks(cls, row: Worker) -> tuple[Hashable, ...]:
         """As in the description of this class."""
-        part = "member" if row.phase in MEMBER else "candidate" if row.phase in CANDIDATE else "other"
-        marks: list[Hashable] = [(row.phase, row.leaving, row.signs.connected), (row.agent, part)]
-        if part == "member" and row.signs.pulse.doing == "wait":
-            marks.append("waits")
-        if part == "member" and not row.formed:
-            marks.append("forms")
-        return tuple(marks)
+        is_member, signs = row.phase in MEMBER, row.signs
+        waits, forms = is_member and signs.pulse.doing == "wait", is_member and not row.formed
+        return _marks_of(row.phase, row.leaving, signs.connected, row.agent, waits, forms)
 
     @classmethod
     def place(cls, row: Worker) -> tuple[int, str]:
@@ -52,6 +48,15 @@ class WorkerTable(Table[Worker]):
     ) -> list[Worker]:
         """The workers themselves."""
         return self.marked(*_stands(phases, leaving, connected))
+
+
+@lru_cache(2**16)
+def _marks_of(
+    phase: Phase, leaving: bool, connected: bool, agent: str, waits: bool, forms: bool
+) -> tuple[Hashable, ...]:
+    """One and the same tuple for all workers that are alike: most that change keep their marks, or all change alike."""
+    flags = (("waits", waits), ("forms", forms))
+    return ((phase, leaving, connected), (agent, PART[phase]), *(mark for mark, holds in flags if holds))
 
 
 @cache

@@ -224,7 +224,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
             worker = before.workers[name]
             pulse = worker.signs.pulse
             pulse = pulse.model_copy(update={"still_s": 0.0}) if pulse.still_s else pulse
-            signs = changed(worker.signs, at=update.now, pulse=pulse)
+            signs = changed(worker.signs, at=update.now, since=update.now, pulse=pulse)
             update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
     candidates = {worker.id for worker in before.candidates} if before.lost else ()
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)

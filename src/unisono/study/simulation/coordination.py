@@ -216,12 +216,10 @@ class Coordination:
         is_due = is_lost = False
         for action in actions:
             match action:
-                case machine.Tell(_, RegroupDue()):
-                    is_due = True
-                case machine.Tell(_, Lost()):
-                    is_lost = True
-                case machine.Tell(worker, Removed() as farewell):
-                    self._part(worker, farewell)
+                case machine.Tell(worker, message):
+                    is_due, is_lost = is_due or isinstance(message, RegroupDue), is_lost or isinstance(message, Lost)
+                    if isinstance(message, Removed):
+                        self._part(worker, message)
                 case machine.TellAgent(agent, Start() as order):
                     self._start(agent, order)
                 case machine.TellAgent(agent, End() as order):
