@@ -287,7 +287,7 @@ def test_each_kind_of_host_has_its_command_and_what_the_commands_lack_is_told() 
     join = ["unisono", "join", "https://HOST:7777", "-n", "1", "--token-file", "token"]
     join += ["--certificate", "certificate.pem", *alike]
     assert (steady.hosts, steady.words.split()) == ("each of 3 other steady hosts", [*join, "train.py"])
-    assert (spot.hosts, spot.words.split()) == ("each of 4 other spot hosts", [*join, "--notices", "auto", "train.py"])
+    assert (spot.hosts, spot.words.split()) == ("each of 4 spot hosts", [*join, "--notices", "auto", "train.py"])
     lacks = " ".join(left_out(replace(SCENARIO, job=job)))
     assert all(words in lacks for words in ("comes back", "unisono resize 3", "no policy spot"))
     assert "no coordinator" not in lacks

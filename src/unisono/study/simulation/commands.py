@@ -32,8 +32,12 @@ def commands(scenario: Scenario) -> list[HostCommand]:
     if not kinds:
         return []
     first, *others = kinds
-    more = [(first, first.count - 1), *((kind, kind.count) for kind in others)]
-    joins = [HostCommand(_each(kind, count), _join(scenario, kind)) for kind, count in more if count]
+    more = [(first, first.count - 1, " other"), *((kind, kind.count, "") for kind in others)]
+    joins = [
+        HostCommand(f"each of {count}{word} {kind.name} hosts", _join(scenario, kind))
+        for kind, count, word in more
+        if count
+    ]
     return [HostCommand(f"one {first.name} host", _run(scenario, first, alone=not joins)), *joins]
 
 
@@ -54,10 +58,6 @@ def left_out(scenario: Scenario) -> list[str]:
     if "spot" in scenario.job.policies:
         found.append("The commands have no policy spot: unisono.SpotPolicy needs a market, which the script gives it.")
     return found
-
-
-def _each(kind: HostKind, count: int) -> str:
-    return f"another {kind.name} host" if count == 1 else f"each of {count} other {kind.name} hosts"
 
 
 def _run(scenario: Scenario, kind: HostKind, *, alone: bool) -> str:
