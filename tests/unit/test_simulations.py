@@ -299,6 +299,11 @@ def test_one_host_alone_has_no_coordinator_for_others_and_hosts_that_may_all_go_
     )
     assert "--coordinator" not in only.words
     assert left_out(replace(SCENARIO, hosts=[SLOW])) == []
+    two = [SLOW.model_copy(update={"count": 2}), SPOT.model_copy(update={"count": 1})]
+    assert [one.hosts for one in commands(replace(SCENARIO, hosts=two))][1:] == [
+        "the other steady host",
+        "the spot host",
+    ]
     assert "loses no coordinator" in " ".join(left_out(replace(SCENARIO, hosts=[SPOT])))
 
 

@@ -32,12 +32,8 @@ def commands(scenario: Scenario) -> list[HostCommand]:
     if not kinds:
         return []
     first, *others = kinds
-    more = [(first, first.count - 1, " other"), *((kind, kind.count, "") for kind in others)]
-    joins = [
-        HostCommand(f"each of {count}{word} {kind.name} hosts", _join(scenario, kind))
-        for kind, count, word in more
-        if count
-    ]
+    more = [(first, first.count - 1, "other "), *((kind, kind.count, "") for kind in others)]
+    joins = [HostCommand(_hosts(kind, count, word), _join(scenario, kind)) for kind, count, word in more if count]
     return [HostCommand(f"one {first.name} host", _run(scenario, first, alone=not joins)), *joins]
 
 
@@ -58,6 +54,10 @@ def left_out(scenario: Scenario) -> list[str]:
     if "spot" in scenario.job.policies:
         found.append("The commands have no policy spot: unisono.SpotPolicy needs a market, which the script gives it.")
     return found
+
+
+def _hosts(kind: HostKind, count: int, word: str) -> str:
+    return f"the {word}{kind.name} host" if count == 1 else f"each of {count} {word}{kind.name} hosts"
 
 
 def _run(scenario: Scenario, kind: HostKind, *, alone: bool) -> str:

@@ -13,10 +13,10 @@ from unisono.study.simulation.scenario import Scenario
 
 Aim = Literal["cost", "time"]
 
-FEW_SEEDS = 8
+FEW_SEEDS = 6
 """Of candidates in the first rounds."""
 
-KEPT = 4
+KEPT = 3
 """Candidates that go on into the next round."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
