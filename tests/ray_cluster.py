@@ -35,6 +35,8 @@ VARIABLES = {
     "RAY_AUTH_MODE": "disabled",  # or a file with a token is made in the person's home folder
     "RAY_DEDUP_LOGS": "0",
     "RAY_raylet_start_wait_time_s": "120",
+    "RAY_agent_register_timeout_ms": "120000",
+    "RAY_metrics_report_interval_ms": "1000",
 }
 
 
@@ -46,19 +48,19 @@ class RayNodes:
     """A cluster that runs. Its nodes have addresses of their own, so that the coordinator speaks TLS.
 
     Args:
-        folder: its files.
+        folder: its files, among them the temporary ones of all nodes.
         process: starts and ends nodes.
     """
 
     def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
-        self._folder, self._process = folder, process
+        self.folder, self._process = folder, process
         self.address = str(self._answer()["address"])
         (inside,) = psutil.Process(process.pid).children()
         self._pid = inside.pid
 
-    def add(self, cpus: int = 1) -> str:
-        """Add a node; its id."""
-        return str(self._answer(do="add", cpus=cpus)["node"])
+    def add(self, cpus: int = 1, cloud: str = "") -> str:
+        """Add a node, of a cloud if one is named; its id."""
+        return str(self._answer(do="add", cpus=cpus, cloud=cloud)["node"])
 
     def kill(self, node: str) -> None:
         """A node dies."""
@@ -68,24 +70,32 @@ class RayNodes:
         """A node is to be taken away in a while, as a spot market says."""
         self._answer(do="drain", node=node)
 
+    def take_away(self, node: str) -> None:
+        """The cloud of a node says that it takes it away."""
+        self._answer(do="take away", node=node)
+
+    def metrics(self) -> str:
+        """What the head's node tells Prometheus."""
+        return str(self._answer(do="metrics")["metrics"])
+
     def requested(self) -> int:
         """How many bundles the autoscaler is asked for."""
         return int(self._answer(do="requested")["requested"])
 
+    def running(self) -> list[psutil.Process]:
+        """All processes in its namespaces."""
+        return list(psutil.Process(self._pid).children(recursive=True))
+
     def processes(self) -> list[str]:
-        """The command lines of all processes in its namespaces."""
-        found = []
-        for process in psutil.Process(self._pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                found.append(" ".join(process.cmdline()))
-        return found
+        """Their command lines."""
+        return [" ".join(words_of(process)) for process in self.running()]
 
     def start(self, *words: str, folder: Path, **variables: str) -> "subprocess.Popen[str]":
         """Start a command on the head's node."""
         enter = ["nsenter", f"--target={self._pid}", "--net", "--mount", "--uts", "--pid", f"--wd={folder}", "--"]
         with (folder / "output").open("a") as output:
             return subprocess.Popen(
-                [*enter, *words], env=_environment(self._folder) | {"RAY_ADDRESS": self.address} | variables,
+                [*enter, *words], env=_environment(self.folder) | {"RAY_ADDRESS": self.address} | variables,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
 
@@ -96,10 +106,17 @@ class RayNodes:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, (self._folder / "nodes.log").read_text()[-3000:]
+        assert line, (self.folder / "nodes.log").read_text()[-3000:]
         found = json.loads(line)
         assert isinstance(found, dict)
         return found
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """The command line of a process; empty if it has just ended."""
+    with suppress(psutil.NoSuchProcess):
+        return list(process.cmdline())
+    return []
 
 
 def wait_for(is_so: Callable[[], bool], words: Callable[[], str]) -> None:

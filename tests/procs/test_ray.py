@@ -1,19 +1,27 @@
 """Jobs on the nodes of a real Ray cluster: what happens to nodes there changes no bit."""
 
+import os
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from ray_cluster import NoCluster, RayNodes, ray_nodes, wait_for
+from pages import printed
+from ray_cluster import NoCluster, RayNodes, ray_nodes, wait_for, words_of
 from slurm_jobs import LONG, SCRIPT
 from training import Trained, whole_lines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
+
 
 @pytest.fixture
 def start() -> Iterator[Callable[[int], RayNodes]]:
@@ -72,6 +80,14 @@ class OnRay(Trained):
 
         wait_for(looked, lambda: f"{words}\n{self.sizes}\n{self.text}")
 
+    def agents(self) -> list[psutil.Process]:
+        """The processes of the agents."""
+        return [each for each in self.cluster.running() if "unisono.cli.by_order" in words_of(each)]
+
+    def copies_of_the_token(self) -> set[Path]:
+        """The agents' own."""
+        return set(self.cluster.folder.glob("unisono-*/token"))
+
     def hurry(self) -> None:
         """From now on it trains as fast as it can."""
         (self.folder / "hurry").touch()
@@ -109,6 +125,101 @@ def test_a_job_on_ray_ends_with_the_weights_of_the_serial_run_and_leaves_nothing
     assert "https://10.80.0.1:" in job.text
     token = (job.run_dir / "token").read_text()
     assert not [line for line in job.cluster.processes() if token in line]
+    assert not job.copies_of_the_token()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("opencensus") is None, reason="NO METRICS OF RAY: they need pip install 'ray[default]==2.60.0'"
+)
+def test_rays_own_metrics_have_the_figures_of_the_job_under_the_names_of_the_coordinators(
+    start: Callable[[int], RayNodes], tmp_path: Path
+) -> None:
+    job = OnRay(start(2), tmp_path)
+    job.begin("-n", "2", pace_s=1.0, **LONG)
+    job.until(2)
+    found: dict[str, Sample] = {}
+
+    def told() -> bool:
+        found.clear()
+        for family in text_string_to_metric_families(job.cluster.metrics()):
+            found.update({one.name: one for one in family.samples if one.labels.get("run") == "run"})
+        return {"ray_unisono_step", "ray_unisono_loss"} <= found.keys() and found["ray_unisono_step"].value >= 3
+
+    job.wait_for(told, "figures")
+    assert found["ray_unisono_workers"].value == 2
+    assert found["ray_unisono_workers"].labels["phase"] == "working"
+    losses = [line.get("loss") for line in whole_lines(job.run_dir / "metrics.jsonl")]
+    assert found["ray_unisono_loss"].value in losses
+    job.agents()[0].kill()
+    job.wait_for(lambda: told() and found["ray_unisono_departures_total"].value == 1, "a departure")
+    job.hurry()
+    assert job.code() == 0, job.text
+
+
+@pytest.mark.slow
+@pytest.mark.hosts("Ray", "drain")
+def test_a_node_that_its_cloud_takes_away_is_left_and_another_one_taken(
+    start: Callable[[int], RayNodes], tmp_path: Path, long_serial: Trained
+) -> None:
+    cluster = start(1)
+    taken = cluster.add(cloud="aws")
+    job = OnRay(cluster, tmp_path)
+    job.begin("-n", "1:2", "--notices", "aws", pace_s=1.0, **LONG)
+    job.until(2)
+    cluster.take_away(taken)
+    job.until(1)
+    assert "AWS takes this machine away (terminate)" in job.text
+    cluster.add()
+    cluster.kill(taken)
+    job.until(2)
+    job.hurry()
+    assert job.code() == 0, job.text
+    assert job.end() == long_serial.end()
+    assert job.steps == long_serial.steps
+    assert not job.copies_of_the_token()
+
+
+@pytest.mark.slow
+def test_the_pages_script_trains_the_weights_of_the_serial_run(
+    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+) -> None:
+    (tmp_path / "submit.py").write_text(printed("ray.md", "submit.py"))
+    shutil.copy(SCRIPT, tmp_path / "train.py")
+    job = OnRay(start(2), tmp_path)
+    job.driver = job.cluster.start(sys.executable, "submit.py", folder=tmp_path)
+    assert job.code() == 0, job.text
+    assert job.text.splitlines()[-1] == f"0 {small_serial}"
+    assert job.end() == small_serial
+    assert set(job.sizes) == {2}
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed_leaves_no_copy_of_the_token(
+    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+) -> None:
+    """Neither one whose group is killed with it, nor one of a node that dies."""
+    cluster = start(1)
+    dies = cluster.add()
+    job = OnRay(cluster, tmp_path)
+    job.begin("-n", "1:2", pace_s=1.0)
+    job.until(2)
+    before = job.copies_of_the_token()
+    assert len(before) == 2
+    cluster.kill(dies)
+    job.until(1)
+    job.wait_for(lambda: len(job.copies_of_the_token()) == 1, "the end of the copy of the node that died")
+    (agent,) = job.agents()
+    actor = agent.parent()
+    assert actor is not None
+    os.killpg(agent.pid, signal.SIGKILL)
+    actor.kill()
+    job.wait_for(lambda: job.copies_of_the_token().isdisjoint(before), "the end of the copy of the actor that died")
+    job.until(1)
+    job.hurry()
+    assert job.code() == 0, job.text
+    assert job.end() == small_serial
+    assert not job.copies_of_the_token()
 
 
 @pytest.mark.slow

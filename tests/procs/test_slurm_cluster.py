@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pages import GUIDE, printed
 from slurm_cluster import Cluster
 from slurm_jobs import HOSTILE, SCRIPT, Queued
 from training import Trained
@@ -31,21 +32,14 @@ run.finish(model)
 """
 """It is asked to leave in its third step."""
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "slurm.md"
+PAGE = "slurm.md"
 
 THREE = ("--nodes", "3", "--workers-per-node", "1")
 
 
-def printed(name: str) -> str:
-    """A script of the guide's page, by the name that stands before it."""
-    found = re.search(rf"`{name}`:\n\n```\w+\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert found, name
-    return found[1]
-
-
 def batch(cluster: Cluster, folder: Path, name: str, *options: str, pace_s: float = 1.0) -> str:
     """Submit a script of the guide's page; the number of its Slurm job."""
-    (folder / name).write_text(printed(name))
+    (folder / name).write_text(printed(PAGE, name))
     shutil.copy(SCRIPT, folder / "train.py")
     command = ("sbatch", "--parsable", "--time=10", *options, name)
     return cluster.run(*command, folder=folder, **variables(folder, pace_s)).strip()
@@ -206,7 +200,7 @@ def test_elements_of_an_array_come_to_an_elastic_job_and_go(
 def test_a_function_that_submitit_starts_trains_and_is_started_again_from_its_newest_step(
     cluster: Cluster, tmp_path: Path, small_serial: str
 ) -> None:
-    (tmp_path / "submit.py").write_text(printed("submit.py"))
+    (tmp_path / "submit.py").write_text(printed(PAGE, "submit.py"))
     shutil.copy(SCRIPT, tmp_path / "train.py")
     told = {**variables(tmp_path, 1.0), "UNISONO_RUN_DIR": "run"}
     job = cluster.run(sys.executable, "submit.py", folder=tmp_path, **told).strip()
@@ -229,7 +223,7 @@ def test_a_study_as_an_array_makes_one_report(cluster: Cluster, tmp_path: Path) 
     job = cluster.run(*command, folder=tmp_path, **variables(tmp_path, 0)).split()[-1]
     for element in range(2):
         assert cluster.until(f"{job}_{element}", "COMPLETED")["ExitCode"] == "0:0"
-    found = re.search(r"^    (awk .*)$", PAGE.read_text(), re.MULTILINE)
+    found = re.search(r"^    (awk .*)$", (GUIDE / PAGE).read_text(), re.MULTILINE)
     assert found
     merged = found[1].replace("JOBID", job)
     cluster.run("sh", "-c", merged, folder=tmp_path, **variables(tmp_path, 0))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -217,15 +218,26 @@ def test_an_event_of_another_form_is_no_notice(service: Metadata, event: Any) ->
     assert (ear.heard, len(ear.said)) == ([], 1)
 
 
-def test_a_service_that_never_answers_is_not_waited_for() -> None:
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    """An answer that always goes on, and never ends."""
+    writer.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_service_that_never_answers_or_never_to_the_end_is_not_waited_for(drips: bool) -> None:
     async def go() -> None:
         hold = asyncio.Event()
 
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await hold.wait()
+        async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                await (_drip(writer) if drips else hold.wait())
             writer.close()
 
-        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(TimeoutError):
                 await ask(Endpoint("127.0.0.1", port), Query("/", answers_s=0.05))

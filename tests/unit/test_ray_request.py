@@ -56,18 +56,17 @@ def test_variables_of_unisono_hold_on_all_nodes_but_for_those_of_a_single_worker
     assert told.variables == {"UNISONO_TRANSPORT": "sockets", "A": "1"}
 
 
-def test_the_coordinator_has_no_worker_and_the_agents_get_what_all_workers_have_in_common(tmp_path: Path) -> None:
+def test_the_coordinator_has_no_worker_and_the_agents_get_what_all_workers_have_in_common() -> None:
     words = request().coordinator("::1", Path("/runs/a"))
     assert words[:9] == ["run", "-n", "2:8", "--here", "0", "--coordinator", "[::1]:0", "--run-dir", "/runs/a"]
     common = ["--shards", "8", "--checkpoint-every", "5", "--failure-timeout-s", "20", __file__, "--lr", "0.1"]
     assert words[-len(common) :] == common
-    (tmp_path / "certificate.pem").touch()
-    joins = request().agent("https://10.0.0.1:7", tmp_path, None)
-    assert joins[:4] == ["join", "https://10.0.0.1:7", "--token-file", str(tmp_path / "token")]
+    joins = request().agent(None)
+    assert "--run-dir" not in joins
     assert joins[-len(common) :] == common
     assert "--no-tuning" not in joins
     off = replace(LAUNCH, tuning=Tuning.of_this_process(wanted=False), warm_start=False)
-    assert {"--no-tuning", "--no-warm-start"} < set(request(off).agent("", tmp_path, None))
+    assert {"--no-tuning", "--no-warm-start"} < set(request(off).agent(None))
 
 
 def test_an_agent_uses_the_jobs_folder_only_if_the_token_of_this_start_lies_there(tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_an_agent_uses_the_jobs_folder_only_if_the_token_of_this_start_lies_ther
     assert access.shared_folder is None
     (tmp_path / "token").write_text("a" * 43)
     assert access.shared_folder == tmp_path
-    assert request().agent(access.url, tmp_path, tmp_path)[:3] == ["join", "--run-dir", str(tmp_path)]
+    assert request().agent(tmp_path)[:2] == ["--run-dir", str(tmp_path)]
     assert access.token not in repr(access)
 
 

@@ -23,22 +23,31 @@ class CommandProcess:
         variables: environment variables besides the program's.
         folder: the working folder.
         output: the file for what it prints; None for where the program's own output goes.
+        module: the module that is run.
+        told: what it reads on its standard input, which is open until it is closed here.
 
     Raises:
         OSError: it cannot be started: the folder is not there, say.
     """
 
     def __init__(
-        self, words: Sequence[str], variables: Mapping[str, str], folder: str, output: IO[bytes] | None = None
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        folder: str,
+        output: IO[bytes] | None = None,
+        *,
+        module: str = "unisono",
+        told: bytes | None = None,
     ) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in PER_WORKER}
         self._guard = Guard()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unisono", *words],
+                [sys.executable, "-P", "-m", module, *words],
                 cwd=folder,
                 env=inherited | dict(variables),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if told is None else subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -47,6 +56,10 @@ class CommandProcess:
             self._guard.close()
             raise
         self._guard.watch(self._process.pid)
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # its end tells more
+                self._process.stdin.write(told or b"")
+                self._process.stdin.flush()
 
     @property
     def code(self) -> int | None:
@@ -70,4 +83,6 @@ class CommandProcess:
         if self._process.poll() is None:
             kill_group(self._process.pid)
             self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         self._guard.close()

@@ -175,7 +175,7 @@ LARGEST_ANSWER = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The requests that a person can make to a coordinator. Each returns the job's status after it.
+    """The requests that a person can make to a coordinator. Most return the job's status after it.
 
     Attributes:
         address: the coordinator's address.
@@ -219,7 +219,14 @@ class Control:
             first: the number of the first byte.
             most: the largest number of bytes; fewer are the file's end, or that there is none.
         """
-        status, data = self._answer("GET", f"/record/{name}?first={first}&most={most}")
+        return self._read(f"/record/{name}?first={first}&most={most}")
+
+    def metrics(self) -> str:
+        """The figures of the job, as Prometheus scrapes them."""
+        return self._read("/metrics").decode()
+
+    def _read(self, path: str) -> bytes:
+        status, data = self._answer("GET", path)
         if status != http.client.OK:
             raise JobError(_refusal(status, _object(status, data)))
         return data

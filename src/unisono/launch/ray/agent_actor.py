@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.launch.command_process import CommandProcess
-from unisono.launch.elastic.entrance import certificate_file
+from unisono.launch.elastic.agent import new_agent
+from unisono.launch.hosts.order import HostOrder
 from unisono.launch.ray.request import RayRequest
 from unisono.membership.token import token_file
+
+PROGRAM = "unisono.cli.by_order"
+"""What an agent is started as. It hears all on its standard input, and its own guard removes its copy of the token: Ray
+kills children of an actor with it, but not their children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +64,22 @@ class AgentActor:
         Raises:
             OSError: the working folder is not on this node.
         """
-        with tempfile.TemporaryDirectory(prefix="unisono-") as name:  # nobody else looks into it
-            files = Path(name)
-            _write(token_file(files), access.token)
-            if access.certificate:
-                _write(certificate_file(files), access.certificate)
-            words = self._request.agent(access.url, files, access.shared_folder)
-            self._process = CommandProcess(words, self._request.variables, working_folder(self._request))
-            try:
-                if self._leaves:
-                    self._process.leave()
-                code = self._process.wait()
-            finally:
-                self._process.close()
+        order = HostOrder(
+            url=access.url,
+            is_seen_from_there=False,
+            token=access.token,
+            certificate=access.certificate,
+            folder=working_folder(self._request),
+            agent=new_agent(),
+            words=tuple(self._request.agent(access.shared_folder)),
+        )
+        self._process = CommandProcess((), self._request.variables, order.folder, module=PROGRAM, told=order.to_line())
+        try:
+            if self._leaves:
+                self._process.leave()
+            code = self._process.wait()
+        finally:
+            self._process.close()
         assert code is not None
         return code
 
@@ -90,8 +96,3 @@ def working_folder(request: RayRequest) -> str:
 
     unpacked = ray.get_runtime_context().runtime_env.get("working_dir")
     return str(Path.cwd()) if unpacked else request.folder
-
-
-def _write(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-        file.write(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from unisono.errors import PREEMPTED
+from unisono.errors import FIRST_SIGNAL, PREEMPTED
 from unisono.launch.ray.agent_actor import AgentAccess, AgentActor
 from unisono.launch.ray.cluster import Bundles, draining_nodes
 from unisono.launch.ray.request import RayRequest
@@ -109,19 +110,24 @@ class Agents:
         try:
             code = ray.get(place.ended)
         except RayActorError as error:
-            self._say(
-                f"an agent is lost with its node or its process, and its bundle is asked for again: {_line(error)}"
-            )
-            soon = time.monotonic() - place.began < SETTLED_S
-            place.failures = place.failures + 1 if soon else 0
-            place.is_over = place.failures >= MOST_FAILURES
-            self.last_words = _line(error)
+            self._lost(place, _line(error))
         except RayTaskError as error:
             place.is_over, self.last_words = True, f"it could not be started on node {node[:12]}: {_line(error.cause)}"
             self._say(f"an agent has ended: {self.last_words}")
         else:
-            place.is_over = code != PREEMPTED or not place.left
+            if code == FIRST_SIGNAL + signal.SIGKILL:
+                self._lost(place, f"it was killed on node {node[:12]}")
+                return
+            if code == PREEMPTED:  # with a drained node, or on a cloud's notice: Ray finds another one for the bundle
+                place.left = place.left or node
+            place.is_over = code != PREEMPTED
             self.last_words = f"exit code {code}, on node {node[:12]}"
+
+    def _lost(self, place: _Place, why: str) -> None:
+        self._say(f"an agent is lost with its node or its process, and its bundle is asked for again: {why}")
+        soon = time.monotonic() - place.began < SETTLED_S
+        place.failures = place.failures + 1 if soon else 0
+        place.is_over, self.last_words = place.failures >= MOST_FAILURES, why
 
     def _tell(self, nodes: Any) -> None:
         placed, least = sum(map(bool, nodes)), self._request.settings.workers.smallest

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ray.util import get_node_ip_address
-from ray.util.metrics import Gauge
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
-from unisono.errors import JobError, LaunchError
+from unisono.errors import LaunchError
 from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.address import Address, Control, address_of
 from unisono.launch.ending.result import RUNS
 from unisono.launch.ray.agent_actor import AgentAccess, working_folder
 from unisono.launch.ray.agents import Agents
+from unisono.launch.ray.metrics import RayMetrics
 from unisono.launch.ray.request import RayEnd, RayRequest
 
 LOOK_S = 0.5
@@ -75,12 +75,12 @@ class CoordinatorActor:
             return ""
         certificate = "" if address.certificate is None else address.certificate.read_text(encoding="ascii")
         agents = Agents(self._request, AgentAccess(address.url, address.token, certificate, str(run_dir)), _say)
-        gauges = Gauges(run_dir.name)
+        metrics = RayMetrics(run_dir.name, _say)
         why = ""
         try:
             while process.wait(LOOK_S) is None:
                 agents.look()
-                gauges.show(Control(address))
+                metrics.show(Control(address))
                 if agents.are_over and not why and process.wait(FAREWELL_S) is None:
                     why = f"no agent is left; the last one: {agents.last_words}"
                     process.leave()
@@ -88,39 +88,6 @@ class CoordinatorActor:
         finally:
             agents.close()
         return why
-
-
-class Gauges:
-    """What Ray's own metrics say of the job.
-
-    Args:
-        job: the value of their tag: the name of the run folder.
-    """
-
-    def __init__(self, job: str) -> None:
-        made = {
-            "workers": Gauge("unisono_workers", "workers that train", tag_keys=("job",)),
-            "step": Gauge("unisono_step", "optimizer steps so far", tag_keys=("job",)),
-            "samples_per_s": Gauge("unisono_samples_per_s", "samples of the whole job in a second", tag_keys=("job",)),
-        }
-        for gauge in made.values():
-            gauge.set_default_tags({"job": job})
-        self._gauges = made
-
-    def show(self, control: Control) -> None:
-        """Ask the coordinator, and pass it on; a coordinator that does not answer just now is asked again later."""
-        try:
-            members = control.status()["members"]
-        except (JobError, LaunchError):
-            return
-        found = {
-            "workers": len(members),
-            "step": max((one["step"] or 0 for one in members), default=None),
-            "samples_per_s": max((one["samples_per_s"] or 0 for one in members), default=0),
-        }
-        for name, value in found.items():
-            if value is not None:
-                self._gauges[name].set(value)
 
 
 def _address(process: CommandProcess, run_dir: Path) -> Address | None:

@@ -108,24 +108,15 @@ class RayRequest:
             *job_words(settings),
         ]
 
-    def agent(self, url: str, files: Path, run_dir: Path | None) -> list[str]:
-        """The words of the command that runs a worker.
+    def agent(self, run_dir: Path | None) -> list[str]:
+        """What ``unisono join`` gets for a worker, but for the URL and what is trusted.
 
         Args:
-            url: the coordinator's URL.
-            files: a folder with copies of the job's token and certificate.
-            run_dir: the job's run folder, if it is to be seen here; else a new one is made.
+            run_dir: the job's run folder, if it is to be seen there; else a new one is made.
         """
-        certificate = files / "certificate.pem"
-        if run_dir is not None:
-            where = ["--run-dir", str(run_dir)]
-        else:
-            where = [url, "--token-file", str(files / "token")]
-            where += ["--certificate", str(certificate)] if certificate.exists() else []
         devices = self.settings.launch.devices_per_worker
         return [
-            "join",
-            *where,
+            *([] if run_dir is None else ["--run-dir", str(run_dir)]),
             *([] if devices is None else ["--devices-per-worker", str(devices)]),
             *job_words(self.settings),
         ]
