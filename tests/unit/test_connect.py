@@ -1,7 +1,10 @@
 """How workers are to be connected is refused before any of them waits for another."""
 
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from unisono.errors import JobError
 from unisono.job import Job
@@ -9,13 +12,20 @@ from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.train.config.run_config import Communication, RunConfig
-from unisono.train.group.connect import connect
+from unisono.train.group.connect import connect, mesh_of
 from unisono.train.group.network import topology_over
 from unisono.train.group.rendezvous import FixedRendezvous
 
 pytestmark = pytest.mark.unit
 
 THREE = Environment("unisono", 1, 3, 1, 3, "here")
+
+
+class Alone(FixedRendezvous):
+    """The rendezvous of a device that nobody else has to find."""
+
+    def store(self) -> dist.Store:
+        return dist.HashStore()
 
 
 def refusal(transport: str = "auto", topology: str = "auto", reduction: str = "exact") -> str:
@@ -49,3 +59,15 @@ def test_nccl_goes_the_direct_way_only() -> None:
     with pytest.raises(JobError, match="topology='star' needs CPUs"):
         topology_over("nccl", job, "star")
     assert topology_over("nccl", job, "direct") is None
+
+
+def test_a_mesh_of_devices_leaves_errors_as_python_prints_them() -> None:
+    """torch would begin each line with a rank, once more for every group that a run has had."""
+    config = RunConfig(Job.create(batch_size=64), torch.device("cpu"), Communication(timeout_s=10.0))
+    mesh, before = mesh_of(config, Alone(Environment("unisono", 0, 1, 0, 1, "here"), 10.0)), sys.excepthook
+    try:
+        assert mesh.mesh.size() == 1
+        assert sys.excepthook is before
+    finally:
+        mesh.close()
+        sys.excepthook = before

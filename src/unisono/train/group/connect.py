@@ -184,6 +184,7 @@ def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
             "devices_per_worker needs torch's default process group for the devices of each worker, and the script has "
             "made one: leave torch.distributed.init_process_group out"
         )
+    hook = sys.excepthook
     with _on_loopback():
         dist.init_process_group(
             backend_for(config.device, process),
@@ -192,6 +193,7 @@ def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
             world_size=here.world_size,
             timeout=timedelta(seconds=config.communication.timeout_s),
         )
+    sys.excepthook = hook  # torch's writes a rank before each line, once more for every group that there was
     return init_device_mesh(config.device.type, (here.world_size,))
 
 

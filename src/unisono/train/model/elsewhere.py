@@ -62,7 +62,7 @@ class Elsewhere:
         name = getattr(func, "__name__", "")
         writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if (writes and isinstance(arguments[0], Tensor)) or isinstance(named.get("out"), Tensor):
-            cls._refuse("its numbers, to write them into a tensor,")
+            cls._refuse("the numbers, to write them into a tensor,")
         return cls()
 
     def __getattr__(self, name: str) -> Any:
@@ -77,26 +77,26 @@ class Elsewhere:
         return _Method()
 
     def __bool__(self) -> bool:
-        return bool(self.value) if self.value is not _NOT_HERE else self._refuse("its truth")
+        return bool(self.value) if self.value is not _NOT_HERE else self._refuse("the truth (if, while, and, or)")
 
     def __len__(self) -> int:
-        return len(self.value) if self.value is not _NOT_HERE else self._refuse("its length")
+        return len(self.value) if self.value is not _NOT_HERE else self._refuse("the length")
 
     def __iter__(self) -> Any:
         if self.value is not _NOT_HERE:
             return iter(self.value)
         wanted = _unpacked(sys._getframe(1))
-        return iter([Elsewhere() for _ in range(wanted)]) if wanted else self._refuse("its parts")
+        return iter([Elsewhere() for _ in range(wanted)]) if wanted else self._refuse("the parts")
 
     def __float__(self) -> float:
-        return float(self.value) if self.value is not _NOT_HERE else self._refuse("its number")
+        return float(self.value) if self.value is not _NOT_HERE else self._refuse("the number")
 
     def __int__(self) -> int:
-        return int(self.value) if self.value is not _NOT_HERE else self._refuse("its number")
+        return int(self.value) if self.value is not _NOT_HERE else self._refuse("the number")
 
     def __setitem__(self, place: Any, value: Any) -> None:
         if self.value is _NOT_HERE:
-            self._refuse("its parts, to write there")
+            self._refuse("the parts, to write there,")
         self.value[place] = value
 
     def __hash__(self) -> int:
@@ -105,8 +105,8 @@ class Elsewhere:
     @staticmethod
     def _refuse(what: str) -> NoReturn:
         raise ModelError(
-            f"the forward pass asks for {what} of a value that another stage computes, in code that stands between the "
-            f"stages: a model in stages is a chain. Put that code into a module, in the stage that it belongs to"
+            f"the forward pass asks for {what} of a value that another stage computes, in code between the modules: "
+            f"here that value is not known. Put that code into a module; it then runs in that module's stage alone"
         )
 
 
