@@ -169,7 +169,8 @@ class Page:
         except Unreadable as error:
             return _refused(400, error)
         if entered is None:
-            return _refused(401, JobError("this link has been used, or belongs to another page: start one again"))
+            why = "this link has been used, or is of another page: unisono page with the run folder gives a new one"
+            return _refused(401, JobError(why))
         cookie, session = entered
         answer = JSONResponse({"page": session.page, "may": session.may})
         answer.set_cookie(self._cookie, cookie, httponly=True, samesite="strict", secure=self._is_secure)

@@ -12,7 +12,7 @@ input.addEventListener("keydown", (event) => event.key === "Enter" && yes.click(
 
 const WORDS = {
   resize: () => ["Resize the job", "It goes on with another number of workers, from the next step on that it can. The weights stay the same, bit for bit.", "Resize"],
-  leave: (who) => [`Have ${who} leave`, "It leaves after the step that is under way, and nobody takes its place.", "Have it leave"],
+  leave: (who) => [`Have ${who} leave`, "It leaves after the step that is under way. Its place stays empty; where the hosts have other places free, a new worker starts. To have fewer workers, resize the job.", "Have it leave"],
   replace: (who) => [`Replace ${who}`, "It leaves after the step that is under way, and another worker is started in its place.", "Replace it"],
   checkpoint: () => ["Write a checkpoint", "All workers write one at the end of the step that is under way.", "Write it"],
   stop: () => ["Stop the job", "All workers leave with a checkpoint, and the job ends. Start it again to go on.", "Stop the job"],
