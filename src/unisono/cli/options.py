@@ -160,7 +160,7 @@ DevicesPerWorker = Annotated[
     int | None,
     typer.Option(
         envvar="UNISONO_DEVICES_PER_WORKER",
-        help="The devices of each worker, each with a process, unless the script sets them: for models in slices.",
+        help="The devices of each worker, each with a process, unless the script sets them: for too large models.",
     ),
 ]
 Threads = Annotated[
