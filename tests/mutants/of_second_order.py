@@ -14,6 +14,7 @@ PROBE = "train/step/curvature_probe.py"
 MATRICES = ("tests/unit/test_owned_update.py",)
 FACTORS = ("tests/unit/test_kfac_factors.py", "tests/unit/test_kfac.py")
 UPDATES = ("tests/unit/test_kfac.py",)
+WRITES = ("tests/unit/test_struck_own_updates.py",)
 CURVATURE = ("tests/unit/test_curvature.py", "tests/unit/test_struck_measurements.py")
 
 MUTANTS = (
@@ -36,6 +37,13 @@ MUTANTS = (
         PIECES,
         "return self._wanted is True or sum(costs) >= LEAST",
         "return False",
+        UPDATES,
+    ),
+    Mutant(
+        "the factors of K-FAC keep what all workers have sent in memory",
+        PIECES,
+        "next(tensors).clone()",
+        "next(tensors)",
         UPDATES,
     ),
     Mutant(
@@ -93,5 +101,12 @@ MUTANTS = (
         "stream_seed(self._seed, Stream.CURVATURE, self._call.step, number)",
         "stream_seed(self._seed, Stream.CURVATURE, 0, 0)",
         CURVATURE,
+    ),
+    Mutant(
+        "what a loop's body changes behind a measurement of curvature is not seen",
+        PROBE,
+        "        self._calls.end()\n",
+        "",
+        WRITES,
     ),
 )

@@ -198,6 +198,19 @@ def test_each_factor_is_decomposed_by_one_worker(tmp_path: Path) -> None:
     assert sorted(Counted.seen) == sorted([*range(6)] * 3)  # in three of five steps
 
 
+def test_a_worker_keeps_no_more_memory_than_its_factors_take(tmp_path: Path) -> None:
+    def script(run: Run) -> list[int]:
+        model = Net()
+        run.prepare(model, optimizer := kfac(model))
+        for step in run.steps(samples(10), epochs=1):
+            step.run(loss_fn)
+        kept = [one for state in optimizer.state.values() for one in state.values()]
+        return [one.untyped_storage().nbytes() - one.nbytes for one in kept]
+
+    unused = train(Trade(JOB, 3, tmp_path / "run", SHARED), script)
+    assert [set(one) for one in unused] == [{0}] * 3
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_checkpoint_is_gone_on_from_with_another_number_of_workers(every: int, tmp_path: Path) -> None:
     def script(run: Run) -> tuple[str, str]:

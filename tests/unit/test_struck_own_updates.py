@@ -191,8 +191,9 @@ def halving(
     told: Callable[[Run, Step], None],
     make: Callable[[Any], torch.optim.Optimizer] = momentum,
     first_step: int = 0,
+    measured_step: int = -1,
 ) -> str:
-    """Changes weights, a buffer and what the optimizer keeps in the loop's body, from a step on."""
+    """Changes weights, a buffer and what the optimizer keeps in the loop's body, from a step on; measures before one."""
     model, bodies = network(), torch.zeros(())
     model.register_buffer("bodies", bodies)
     optimizer = make(model.parameters())
@@ -201,6 +202,8 @@ def halving(
     first, *_, last = model.parameters()
     for step in run.steps(samples_of(run), epochs=1 + first_step, shuffle=False, max_steps=first_step + 4):
         step.run(loss)
+        if step.number == measured_step:
+            run.curvature(loss, critical=False, vectors=1)
         if step.number >= first_step and not run.inside.trained.is_doubted:
             bodies += 1
             first.data.mul_(0.5)
@@ -224,7 +227,7 @@ def test_a_first_change_that_nobody_could_expect_ends_the_job_rather_than_in_oth
     whole = act_out(pool, play)
     (serial,) = set(whole.digests.values())
     passed = whole.world.points["a"]
-    updates = [point for point, name in enumerate(passed) if name == "act worked out"][-6:]
+    updates = [point for point, name in enumerate(passed) if name == "act worked out"][-7:]
     errors = set()
     for through in ("b", "bc"):
         for point in updates:
@@ -234,3 +237,20 @@ def test_a_first_change_that_nobody_could_expect_ends_the_job_rather_than_in_oth
                 errors.add(str(struck.error).partition(": ")[2])
     (error,) = errors
     assert error.startswith("the loop's body has changed weights, and a worker that lacks the update before that")
+
+
+def test_a_change_behind_a_measurement_is_seen_and_the_measurement_is_none(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    first = FIRST + 1
+    play = Play(4, tmp_path, PLAIN, 0, script=partial(halving, first_step=first, measured_step=first))
+    whole = act_out(pool, play)
+    (serial,) = set(whole.digests.values())
+    passed = whole.world.points["a"]
+    before, _, behind, *others = [point for point, name in enumerate(passed) if name == "act worked out"][-7:]
+    assert len(others) == 4  # two updates, and the end in two acts
+    for update in (before, behind):
+        struck = act_out(pool, play, Blow("a", update, frozenset("b")))
+        assert struck.error is None, update
+        assert set(struck.digests.values()) == {serial}, update
+        assert set(struck.digests) == set("bcd")

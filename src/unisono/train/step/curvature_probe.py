@@ -61,6 +61,7 @@ class CurvatureProbe:
             LossError: the loss function goes backward by itself, or its loss is not finite.
             ModelError: an operation of the model has no second derivative.
         """
+        self._calls.begin()  # or what the passes do to buffers would look as if the script had done it
         found = self._critical(question.start) if question.critical else Curvature(self._calls.mean_loss(self._call))
         if question.iterations:
             start = self._drawn(0, torch.randn)

@@ -26,7 +26,7 @@ class MeasuredCalls:
     def __init__(self, engine: StepEngine, prepared: Prepared) -> None:
         self._engine, self._prepared = engine, prepared
         self.figures = engine.passes.figures
-        self.end = engine.update.watch.measured
+        self.begin, self.end = engine.update.watch.call_begins, engine.update.watch.measured
 
     @torch.no_grad()
     def mean_gradient(self, call: Call) -> tuple[float, list[Tensor]]:

@@ -60,5 +60,5 @@ class SharedPieces:
                 continue
             tensors = iter(tensors_in(rows[each], [form for listed in forms[each] for form in listed]))
             for piece, listed in zip(owned[each], forms[each], strict=True):
-                found[piece] = [next(tensors).clone() for _ in listed]  # of their own: a row is used again
+                found[piece] = [next(tensors).clone() for _ in listed]  # or each would keep all rows in memory
         return found
