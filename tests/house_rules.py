@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership", "loggers"),
     ("plan",),
     ("job",),
-    ("jsonl",),
+    ("jsonl", "arguments"),
     ("received", "host", "words", "spans", "telemetry"),
     ("errors", "failpoints"),
 )

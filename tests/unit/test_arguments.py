@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
 from unisono.received import short
-from unisono.train.config.arguments import require_kinds, require_known
 from unisono.train.step.call import Clip
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]

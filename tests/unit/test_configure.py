@@ -16,6 +16,7 @@ import unisono
 from unisono.adapt.batch_size_policies import BatchSizeSchedule
 from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.norms import Monitoring
+from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.received import short
 from unisono.sync.averaging import DiLoCo, LocalSGD
@@ -232,6 +233,10 @@ def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_n
     assert configured(fourth).device == torch.device("cpu")
 
 
+class Often(Policy):
+    curvature_every = "often"  # type: ignore[assignment]  # what a user may write
+
+
 @pytest.mark.parametrize(
     ("environ", "said", "words"),
     [
@@ -245,6 +250,7 @@ def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_n
         ({}, {"audit": 1.5}, "audit=1.5: use a share between 0 and 1, such as 0.01"),
         ({}, {"audit": math.nan}, "audit=nan: use a share between 0 and 1"),
         ({}, {"monitor": -1}, "monitor=-1: use a number of steps, or 0 to watch none"),
+        ({}, {"policies": [Often()]}, "curvature_every='often': needs a whole number"),
         (
             {},
             {"monitor": Monitoring(curvature_every=9, curvature={"vector": 2})},

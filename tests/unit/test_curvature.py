@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import unisono
 from benchmarks.thread_crew import Trade, train
 from unisono.adapt.curvature import Curvature, critical_step, largest_eigenvalue, trace_of
+from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.view import View
@@ -287,6 +289,29 @@ def test_the_edge_of_stability_falls_at_once_and_rises_slowly() -> None:
     assert decided(policy, 0.1, critical_sharpness=math.inf) == decided(policy, 0.1) == []
     with pytest.raises(JobError, match="growth above 1"):
         EdgeOfStability(growth=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        (Monitoring, {"curvature_every": "x"}, "curvature_every='x': needs a whole number"),
+        (Monitoring, {"every": 2.5}, "every=2.5: needs a whole number"),
+        (Monitoring, {"curvature": "vectors"}, "curvature='vectors': needs a dict"),
+        (Monitoring, {"curvature_every": -1}, "curvature_every=-1.: use a number of steps, or 0 for never"),
+        (CurvatureQuestion, {"vectors": "four"}, "vectors='four': needs a whole number"),
+        (CurvatureQuestion, {"critical": 1}, "critical=1: needs True or False"),
+        (CurvatureQuestion, {"start": math.nan}, "above 0 for start"),
+        (EdgeOfStability, {"share": "half"}, "share='half': needs a number"),
+        (EdgeOfStability, {"every": 2.5}, "every=2.5: needs a whole number"),
+        (EdgeOfStability, {"share": math.inf}, "share=inf, .*: share above 0"),
+        (unisono.whole_matrix, {"kind": torch.optim.SGD, "cost": "mine"}, "cost='mine': needs a function"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_their_value(
+    make: Callable[..., Any], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(JobError, match=words):
+        make(**settings)
 
 
 def test_lanczos_finds_the_largest_of_many_eigenvalues() -> None:

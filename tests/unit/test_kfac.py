@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import pickle
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -289,6 +292,8 @@ def test_tied_weights_are_refused_with_the_cure() -> None:
         ({"factors_every": 3}, r"KFAC\(inverses_every=10\): .* a multiple of factors_every"),
         ({"skip": ["lst"]}, "no module 'lst'"),
         ({"lr": math.inf}, r"KFAC\(lr=inf\)"),
+        ({"damping": math.inf}, r"KFAC\(damping=inf\)"),
+        ({"kl_clip": math.nan}, r"KFAC\(kl_clip=nan\)"),
         ({"fallback": lambda parameters: None}, r"fallback=…\): it has made None"),
     ],
 )
@@ -302,12 +307,51 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
     [
         ({"lr": "high"}, "lr='high': needs a number"),
         ({"factors_every": 2.5}, "factors_every=2.5: needs a whole number"),
+        ({"fallback": "adamw"}, "fallback='adamw': needs a function"),
         ({"skip": "last"}, "skip='last': needs a list, each text"),
     ],
 )
 def test_settings_of_another_type_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         unisono.KFAC(Net(), **settings)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    found: nn.Module = copy.deepcopy(model)
+    return found
+
+
+def saved(model: nn.Module) -> nn.Module:
+    torch.save(model, data := io.BytesIO())
+    data.seek(0)
+    found: nn.Module = torch.load(data, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("twin_of", [copied, saved])
+def test_a_model_is_copied_and_saved_whole_and_the_copy_trains_by_itself(
+    twin_of: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = Net()
+    optimizer = kfac(model)
+    twin = twin_of(model)
+    loss_fn(twin, samples(10)[:]).backward()
+    assert {one.grad is None for one in optimizer.statistics.values()} == {True}  # no sum is made of the copy's passes
+    ends = []
+    for one in (model, twin):
+        one.zero_grad()
+        made = optimizer if one is model else kfac(one)
+        one.load_state_dict(Net().state_dict())
+        loss_fn(one, samples(10)[:]).backward()
+        made.step()
+        ends.append((unisono.digest(one), state_of(made)))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_the_optimizer_itself_is_neither_copied_nor_pickled(act: Callable[[Any], Any]) -> None:
+    with pytest.raises(ModelError, match=r"copy the model, make unisono.KFAC\(copy\), .*load_state_dict"):
+        act(kfac(Net()))
 
 
 def test_it_takes_the_model_and_not_its_parameters() -> None:

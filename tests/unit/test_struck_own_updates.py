@@ -193,7 +193,7 @@ def halving(
     first_step: int = 0,
     measured_step: int = -1,
 ) -> str:
-    """Changes weights, a buffer and what the optimizer keeps in the loop's body, from a step on; measures before one."""
+    """Changes weights, a buffer and what the optimizer keeps in the loop's body, from a step on; may measure before."""
     model, bodies = network(), torch.zeros(())
     model.register_buffer("bodies", bodies)
     optimizer = make(model.parameters())

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.adapt.curvature_question import CONFIDENCE, FIGURES
 from unisono.adapt.norms import GradientNorms
-from unisono.errors import JobError
 
 Vector = list[Tensor]
 """A tensor like each trained parameter."""
@@ -22,39 +22,9 @@ Product = Callable[[Vector], Vector]
 TOLERANCE = 1e-3
 """Of the largest eigenvalue, relative: what another product still changes. Twice in a row, and it is found."""
 
-FIGURES = ("critical_step", "critical_sharpness", "largest_eigenvalue", "hessian_trace")
-CONFIDENCE = "confidence/"
-"""What comes before the name of a layer."""
-
 MOST_PASSES = 20
 FINEST = 1.1
 """The interval in which the critical step lies, as a ratio of its ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class CurvatureQuestion:
-    """What is to be measured.
-
-    Attributes:
-        iterations: the most products with the Hessian for its largest eigenvalue; 0 leaves it out. 50 are plenty.
-        vectors: the number of drawn vectors for its trace; 0 leaves it out.
-        critical: whether to measure the critical step and sharpness, by one gradient and about 6 forward passes.
-        start: the first guess of the critical step, such as the one that was found before, which saves passes.
-        confidence: whether to measure how sure each layer's gradient is, by two gradients.
-
-    Raises:
-        JobError: a number is out of range.
-    """
-
-    iterations: int = 0
-    vectors: int = 0
-    critical: bool = True
-    start: float = 1.0
-    confidence: bool = False
-
-    def __post_init__(self) -> None:
-        if self.iterations < 0 or self.vectors < 0 or not 0 < self.start < math.inf:
-            raise JobError(f"run.curvature: {self} needs numbers from 0 on, and above 0 for start")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
 
 
@@ -25,11 +26,12 @@ class EdgeOfStability(Policy):
             them to the script.
 
     Raises:
-        JobError: a number is out of range.
+        JobError: a setting is of another type, or out of range.
     """
 
     def __init__(self, share: float = 0.5, growth: float = 2.0, every: int = 10) -> None:
-        if not share > 0 or not growth > 1 or every < 0:
+        require_kinds(EdgeOfStability.__init__, locals())
+        if not 0 < share < math.inf or not 1 < growth < math.inf or every < 0:
             raise JobError(
                 f"EdgeOfStability(share={share}, growth={growth}, every={every}): share above 0, growth above 1, every "
                 f"from 0 on"

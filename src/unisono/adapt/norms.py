@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
 from unisono.received import short
 
@@ -170,11 +171,12 @@ class Monitoring:
         links_every: steps from one after which latency and bandwidth between the workers are measured to the next; 0
             for none.
         curvature_every: steps from one before whose update curvature is measured to the next; 0 for none.
-        curvature: what is measured then, by the names of :class:`~unisono.adapt.curvature.CurvatureQuestion`; the
-            critical sharpness alone, if nothing is said.
+        curvature: what is measured then, by the names of
+            :class:`~unisono.adapt.curvature_question.CurvatureQuestion`; the critical sharpness alone, if nothing is
+            said.
 
     Raises:
-        JobError: a number is below 0.
+        JobError: a setting is of another type, or below 0.
     """
 
     every: int = 0
@@ -184,12 +186,11 @@ class Monitoring:
     curvature: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_kinds(Monitoring, {name: getattr(self, name) for name in Monitoring.__slots__})
         if self.curvature_every < 0:
             raise JobError(
                 f"Monitoring(curvature_every={short(self.curvature_every)}): use a number of steps, or 0 for never"
             )
-        if not isinstance(self.curvature, Mapping):
-            raise JobError(f"Monitoring(curvature={short(self.curvature)}): use a dict, such as {{'vectors': 4}}")
         if self.every < 0:
             raise JobError(f"monitor={short(self.every)}: use a number of steps, or 0 to watch none")
         if self.links_every < 0:

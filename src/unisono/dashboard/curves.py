@@ -3,11 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from unisono.adapt.curvature_question import CONFIDENCE, FIGURES
 from unisono.dashboard.thinned import Mark, Thinned
-
-CURVATURE = ("critical_sharpness", "critical_step", "largest_eigenvalue", "hessian_trace")
-CONFIDENCE = "confidence/"
-"""Of layers, one field each."""
 
 OWN = frozenset(
     (
@@ -15,12 +12,12 @@ OWN = frozenset(
         *("batch_size", "shards", "ends_epoch", "learning_rate", "lr_factor", "workers", "links", "setting", "norms"),
         *("strategy", "round", "time", "shard_s", "gradient_norm", "gradient_variance", "gradient_signal"),
         *("noise_scale", "ada_scale_gain", "loss_variance"),
-        *CURVATURE,
+        *FIGURES,
     )
 )
 """Fields of a line that no script has logged."""
 
-DRAWN = ("loss", "samples_per_s", "batch_size", "noise_scale", "gradient_norm", *CURVATURE)
+DRAWN = ("loss", "samples_per_s", "batch_size", "noise_scale", "gradient_norm", *FIGURES)
 PARTS = ("data", "compute", "exposed_communication", "update", "total")
 """Of ``seconds``."""
 

@@ -142,7 +142,7 @@ class Run(RunOnDevices):
 
         Args:
             loss_fn: the loss function, as for ``step.run``.
-            question: what to measure, see :class:`~unisono.adapt.curvature.CurvatureQuestion`.
+            question: what to measure, see :class:`~unisono.adapt.curvature_question.CurvatureQuestion`.
 
         Raises:
             JobError: no step is under way, a setting is wrong, or workers have no whole weights.

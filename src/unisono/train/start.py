@@ -17,6 +17,7 @@ import torch
 
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
+from unisono.arguments import require_kinds
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
@@ -36,7 +37,6 @@ from unisono.sync.strategy import Strategy
 from unisono.telemetry import configure as configure_spans
 from unisono.telemetry import flush as flush_spans
 from unisono.train.assembly import Opened, assemble
-from unisono.train.config.arguments import require_kinds
 from unisono.train.config.bits import bits_of
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest

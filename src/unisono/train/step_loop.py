@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from unisono.adapt.curvature import Curvature
+from unisono.adapt.curvature_question import question_of
 from unisono.adapt.view import BatchShape
+from unisono.arguments import require_kinds
 from unisono.checkpoint.folder import ASKED, FOUND
 from unisono.data.feed import Asked, Feed, Shuffle
 from unisono.data.loop_feeds import LoopFeeds
@@ -26,7 +28,6 @@ from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import read_object
-from unisono.train.config.arguments import question_of, require_kinds
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
-from unisono.train.config.arguments import require_kinds, require_known
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run

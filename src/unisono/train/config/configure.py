@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.adapt.ada_scale import LinearScaling
+from unisono.adapt.curvature_question import question_of
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
@@ -23,7 +24,6 @@ from unisono.membership.variables import Variables
 from unisono.received import LONGEST_S, short, whole_number
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
-from unisono.train.config.arguments import question_of
 from unisono.train.config.numerics import choose_device
 from unisono.train.config.run_config import (
     CHECKS,

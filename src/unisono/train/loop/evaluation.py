@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from unisono.arguments import require_kinds
 from unisono.checkpoint.layout import empty_as, form_of
 from unisono.data.batch_feed import BatchFeed
 from unisono.data.feed import Asked, Feed
@@ -25,7 +26,6 @@ from unisono.errors import DataError
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node, SummationTree
-from unisono.train.config.arguments import require_kinds
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.loop.batch_blocks import BatchBlocks

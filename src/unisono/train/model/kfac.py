@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from unisono.arguments import require_kinds
 from unisono.errors import ModelError, NonFiniteLoss, UnisonoWarning
 from unisono.received import short
-from unisono.train.config.arguments import require_kinds
 from unisono.train.model.kfac_layers import KnownLayer, known_layers
 from unisono.train.model.shared_work import Piece, SharingOptimizer
 
@@ -81,7 +81,7 @@ class KFAC(SharingOptimizer):
             "factors_every": factors_every,
             "inverses_every": inverses_every,
         }
-        require_kinds(KFAC.__init__, {**settings, "skip": skip})
+        require_kinds(KFAC.__init__, {**settings, "fallback": fallback, "skip": skip})
         _check(settings)
         self._layers, others = known_layers(model, skip)
         if not self._layers:
@@ -182,6 +182,17 @@ class KFAC(SharingOptimizer):
             self._fallback.step()
         self.state[self._layers[0].module.weight]["step"] = self._own.get("step", torch.tensor(0.0)) + 1
         return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: it knows the layers of its model, and a copy would know those of no model.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "KFAC cannot be copied or pickled, since it listens to the layers of its model: copy the model, make "
+            "unisono.KFAC(copy), and give it the state by load_state_dict(optimizer.state_dict())"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is made: a parameter alone does not say what goes into its layer.
@@ -286,8 +297,8 @@ def _check(settings: Mapping[str, Any]) -> None:
     ranges = {
         "lr": 0 <= settings["lr"] < math.inf,
         "momentum": 0 <= settings["momentum"] < 1,
-        "weight_decay": settings["weight_decay"] >= 0,
-        "damping": settings["damping"] > 0,
+        "weight_decay": 0 <= settings["weight_decay"] < math.inf,
+        "damping": 0 < settings["damping"] < math.inf,
         "kl_clip": settings["kl_clip"] is None or settings["kl_clip"] > 0,
         "decay": 0 <= settings["decay"] < 1,
         "factors_every": settings["factors_every"] >= 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,17 +106,7 @@ class KnownLayer:
 
     def listen(self, is_due: Callable[[], bool]) -> Any:
         """Have each backward pass add to the sums. Returns the handle of the hook."""
-        reference, asks = weakref.ref(self), weakref.WeakMethod(is_due)
-
-        def hook(module: nn.Module, args: Sequence[Any], options: Any, output: Tensor) -> Tensor | None:  # a function:
-            layer, due = reference(), asks()  # a copy of the model has the same one, and copies nothing of it
-            if layer is None or due is None or layer.module is not module or not torch.is_grad_enabled() or not due():
-                return None
-            given = args[0] if args else options["input"]
-            found: Tensor = _Tap.apply(output, given, *layer.sums.values(), layer)  # type: ignore[no-untyped-call]
-            return found
-
-        return self.module.register_forward_hook(hook, with_kwargs=True)
+        return self.module.register_forward_hook(_Listener(self, is_due), with_kwargs=True)
 
     @torch.no_grad()
     def sums_of(self, found: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,6 +145,27 @@ class KnownLayer:
         if isinstance(self.module, nn.Conv2d):
             found = (found if found.dim() == 4 else found[None]).flatten(2).transpose(1, 2)
         return found.reshape(-1, found.shape[-1]).to(self.outputs.dtype)
+
+
+class _Listener:
+    """The hook of a layer. On a copy of the model, pickled or not, it does nothing."""
+
+    def __init__(self, layer: KnownLayer, is_due: Callable[[], bool]) -> None:
+        self._layer, self._is_due = weakref.ref(layer), weakref.WeakMethod(is_due)
+
+    def __call__(self, module: nn.Module, args: Sequence[Any], options: Any, output: Tensor) -> Tensor | None:
+        layer, due = self._layer(), self._is_due()
+        if layer is None or due is None or layer.module is not module or not torch.is_grad_enabled() or not due():
+            return None
+        given = args[0] if args else options["input"]
+        found: Tensor = _Tap.apply(output, given, *layer.sums.values(), layer)  # type: ignore[no-untyped-call]
+        return found
+
+    def __deepcopy__(self, known: dict[int, Any]) -> _Listener:
+        return self
+
+    def __reduce__(self) -> Any:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is read without unisono, too
 
 
 class _Tap(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import optim
 from torch.optim import Optimizer
 
+from unisono.arguments import require_kinds
 from unisono.errors import ModelError
 
 O = TypeVar("O", bound=type[Optimizer])  # noqa: E741  a class of optimizers
@@ -49,9 +50,11 @@ def whole_matrix(kind: O, cost: Cost = products) -> O:
 
     Raises:
         ModelError: it is no class of optimizers.
+        JobError: the cost is no function.
     """
     if not issubclass(type(kind), type) or not issubclass(kind, Optimizer):
         raise ModelError(f"unisono.whole_matrix({kind!r}): give it a class of optimizers, such as torch.optim.Muon")
+    require_kinds(whole_matrix, {"cost": cost})
     _costs[kind] = cost
     return kind
 

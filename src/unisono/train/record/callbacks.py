@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
 from unisono.received import imported, short
-from unisono.train.config.arguments import require_kinds
 from unisono.train.step.listeners import Listener
 from unisono.train.step.step import Step
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.adapt.curvature import CONFIDENCE, FIGURES
+from unisono.adapt.curvature_question import CONFIDENCE, FIGURES
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.order import Order
 from unisono.errors import JobError

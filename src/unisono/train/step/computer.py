@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from unisono.adapt.curvature import Curvature, CurvatureQuestion
+from unisono.adapt.curvature import Curvature
+from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.data.shards import Source
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers

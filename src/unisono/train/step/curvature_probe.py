@@ -16,7 +16,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from unisono.adapt.curvature import (
     Curvature,
-    CurvatureQuestion,
     Vector,
     confidence_of,
     critical_step,
@@ -24,6 +23,7 @@ from unisono.adapt.curvature import (
     largest_eigenvalue,
     trace_of,
 )
+from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.adapt.norms import GradientNorms
 from unisono.errors import JobError, LossError, ModelError
 from unisono.plan.order import Stream, stream_seed

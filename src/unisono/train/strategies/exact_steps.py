@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unisono.adapt.curvature import Curvature, CurvatureQuestion
+from unisono.adapt.curvature import Curvature
+from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.adapt.view import Setting
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from unisono.adapt.curvature import Curvature, CurvatureQuestion
+from unisono.adapt.curvature import Curvature
+from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, WorkerLost

@@ -9,7 +9,6 @@ from numbers import Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from unisono.adapt.curvature import CurvatureQuestion
 from unisono.errors import JobError
 from unisono.received import short
 
@@ -20,6 +19,7 @@ PLAIN: Mapping[Any, str] = {
     str: "text",
     NoneType: "None",
     os.PathLike: "a path",
+    Mapping: "a dict",
 }
 """The types that have a plain name."""
 
@@ -51,17 +51,6 @@ def require_known(function: Callable[..., Any], said: Mapping[str, Any]) -> None
             near = get_close_matches(name, known, 3)
             meant = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
             raise JobError(f"{name}={short(said[name])}: there is no such argument; {meant}")
-
-
-def question_of(said: Mapping[str, Any]) -> CurvatureQuestion:
-    """What is to be measured of curvature, in a script's words.
-
-    Raises:
-        JobError: there is no such setting, or it is of another type or out of range.
-    """
-    require_known(CurvatureQuestion, said)
-    require_kinds(CurvatureQuestion, said)
-    return CurvatureQuestion(**said)
 
 
 @cache
