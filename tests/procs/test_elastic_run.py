@@ -265,3 +265,15 @@ def test_a_script_that_chooses_its_exit_code_ends_the_job_with_it_and_is_not_sta
     journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     assert len([line for line in journal if line["event"] == "starting"]) <= 2
     assert "its script called sys.exit" in json.dumps(journal)
+
+
+def test_the_help_of_a_script_is_printed_and_the_job_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse\nargparse.ArgumentParser(description='how it trains').parse_args()\nimport torch\n"
+    )
+    run = "run", "-n", "1:3", "--no-warm-start", "--run-dir", tmp_path / "run", script, "--help"
+    found = completed(*run, timeout=PATIENCE_S, is_merged=True)
+    assert found.returncode == 0, found.stdout
+    assert "how it trains" in found.stdout
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["exit_code"] == 0

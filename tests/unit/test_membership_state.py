@@ -697,6 +697,31 @@ def test_an_exception_can_be_allowed_to_restart() -> None:
     assert job.heard(Start) == ["a"]
 
 
+def test_scripts_that_all_end_well_before_they_train_end_the_job_well() -> None:
+    job = Job(2).enlist(3).connect("w2")
+    job.end("w1", 0)
+    assert job.state.over is None  # the others may say more
+    over = job.end("w2", 0).end("w3", 0).state.over
+    assert over is not None
+    assert (over.reason, over.digest) == ("", "")
+    assert job.notes[-1].fields["outcome"] == "done"
+
+
+@pytest.mark.parametrize("ready_first", [True, False])
+def test_a_script_that_ends_well_where_others_would_train_ends_the_job(ready_first: bool) -> None:
+    job = Job(2).enlist(3).connect("w2")
+    job = job.ready("w2").end("w1", 0) if ready_first else job.end("w1", 0).ready("w2")
+    over = job.state.over
+    assert over is not None
+    assert "w1 on host host-a: its script ended before the others'" in over.reason
+
+
+def test_a_script_that_fails_where_others_have_ended_before_they_train_is_to_blame() -> None:
+    over = Job(2).enlist(2).end("w1", 0).end("w2", 1, "ValueError: wrong").state.over
+    assert over is not None
+    assert "w2 on host host-a: it ended with code 1: ValueError: wrong" in over.reason
+
+
 def test_a_script_that_ends_before_the_others_ends_the_job() -> None:
     over = training(2, max_restarts=5).end("w2", 0).state.over
     assert over is not None

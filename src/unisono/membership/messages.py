@@ -388,7 +388,7 @@ class JobOver(Message):
     """The job is done, has failed, or was preempted.
 
     Attributes:
-        digest: the weights' digest; empty if the job is not done.
+        digest: the weights' digest; empty if the job is not done, or nobody has trained.
         main: the worker of rank 0, if the job is done. The worker may be gone by now.
         finished: the workers that have the complete result, if the job is done.
         worker: the worker whose script has ended the job, if it failed for that.
@@ -403,6 +403,11 @@ class JobOver(Message):
     worker: str = ""
     reason: Text = ""
     preempted: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the job is done: trained to its end, or all scripts have ended well before they trained."""
+        return bool(self.digest or self.finished)
 
 
 class StoreReply(Message):

@@ -304,7 +304,7 @@ class ElasticAgent:
         if self._others is not None:
             self._others.job_is_over()
         self._workers.end_unstarted()
-        if not over.digest and not over.preempted:
+        if not over.is_done and not over.preempted:
             self._workers.end_quickly()
         self._finish_if_done()
 
@@ -373,11 +373,11 @@ class ElasticAgent:
         over, conclusion = self._over, None if self._over is None else conclusion_of(self._over)
         if conclusion is not None and conclusion.exit_code == 1 and self._others is not None:
             conclusion = replace(conclusion, exit_code=self._others.exit_code)
-        has_failed = over is not None and not over.digest and not over.preempted
+        has_failed = over is not None and not over.is_done and not over.preempted
         if self._turned_away and self._joined is not None and not has_failed:  # those that failed here, it goes without
             exits = telling(self._workers.exits, over, self._interrupted)
             over, conclusion = None, JobConclusion(1, f"the job goes on without {self._turned_away}")
-        elif over is not None and over.digest:
+        elif over is not None and over.is_done:
             exits = at_the_end(self._workers.exits, over)
             self._tell_of_those_not_missed([each for each in self._workers.exits if each not in exits], over)
         elif over is not None and over.preempted and not self._broken_off:

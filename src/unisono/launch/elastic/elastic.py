@@ -117,7 +117,7 @@ class ElasticSettings:
 
 def conclusion_of(over: JobOver) -> JobConclusion:
     """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
-    if over.digest:
+    if over.is_done:
         return JobConclusion(0, over.reason)
     return JobConclusion(PREEMPTED if over.preempted else 1, over.reason)
 

@@ -297,7 +297,9 @@ def _ended(update: StateUpdate, agent: str, ended: WorkerEnded) -> None:
         update.drop(worker)
         return
     why, is_error = _why_ended(update.state, worker, ended)
-    if is_error and not worker.leaving and _has_yet_to_join(update.state, worker):
+    if ended.code == 0 and update.state.minted is None and not worker.leaving:
+        update.put(worker, phase="finished")  # all scripts may end so, as with --help
+    elif is_error and not worker.leaving and _has_yet_to_join(update.state, worker):
         update.fail_to_join(worker, why)
     elif is_error and not update.state.settings.restart_on_error:
         update.fail(update.blame(worker, why), worker.id)

@@ -75,7 +75,10 @@ def _finish(update: StateUpdate) -> None:
     if not update.state.workers.number(("finished",)) or update.state.workers.number(MEMBER):
         return
     finished = update.state.finished
-    if len({worker.digest for worker in finished}) > 1:
+    if update.state.minted is None and update.state.workers.number(CANDIDATE):  # nobody has trained
+        if update.state.workers.number(("ready",)):
+            update.fail(update.blame(finished[0], "its script ended before the others'"))
+    elif len({worker.digest for worker in finished}) > 1:
         found = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
         update.fail(f"the workers have finished with different weights: {found}")
     else:
