@@ -12,8 +12,9 @@ from unisono.host.guard import kill_group
 from unisono.launch.elastic.address import Address, Control
 from unisono.launch.elastic.agent import new_agent, this_host
 from unisono.launch.elastic.coordinator_line import CoordinatorLine
+from unisono.launch.elastic.host_order import HostOrder
 from unisono.launch.hosts.hostfile import HostSlots
-from unisono.launch.hosts.order import HostHello, HostOrder
+from unisono.launch.hosts.order import HostHello
 from unisono.launch.hosts.ssh import FAILED, Ssh, explained
 from unisono.launch.terminal.output import LineSplitter
 from unisono.launch.terminal.terminal import Stream, Terminal

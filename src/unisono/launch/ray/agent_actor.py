@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.agent import new_agent
-from unisono.launch.hosts.order import HostOrder
+from unisono.launch.elastic.host_order import HostOrder
 from unisono.launch.ray.request import RayRequest
 from unisono.membership.token import token_file
 
