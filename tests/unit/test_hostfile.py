@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from unisono.cli.hosts import HostOptions
 from unisono.errors import JobError
-from unisono.launch.hosts.hostfile import HostPlan, HostSlots, parse_hostfile, read_hosts
 from unisono.launch.elastic.host_order import HostOrder
+from unisono.launch.hosts.hostfile import HostPlan, HostSlots, parse_hostfile, read_hosts
 from unisono.launch.hosts.order import HostHello, handed_on, version
 from unisono.launch.hosts.ssh import Ssh, explained, is_here
 
