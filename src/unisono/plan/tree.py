@@ -15,7 +15,7 @@ class Node(NamedTuple):
     stop: int
 
 
-class Turn(NamedTuple):
+class Summand(NamedTuple):
     """Shards that a worker adds up one after the other, before anything else is added to them.
 
     Attributes:
@@ -74,16 +74,16 @@ class SummationTree:
         """The largest number of partial sums that a worker with these shards keeps at a time, in their order."""
         return most_kept(self.turns(shards))
 
-    def turns(self, shards: Sequence[int]) -> list["Turn"]:
+    def turns(self, shards: Sequence[int]) -> list["Summand"]:
         """The shards of a worker one by one, in the order in which they come."""
-        return [Turn((shard,), merged) for shard, merged in zip(shards, self.merges(shards), strict=True)]
+        return [Summand((shard,), merged) for shard, merged in zip(shards, self.merges(shards), strict=True)]
 
-    def runs(self, shards: Sequence[int]) -> list["Turn"]:
+    def runs(self, shards: Sequence[int]) -> list["Summand"]:
         """The same, but shards together of which each is added onto the sum of those just before it."""
-        found: list[Turn] = []
+        found: list[Summand] = []
         for turn in self.turns(shards):
             if found and not found[-1].siblings and turn.siblings[:1] == (found[-1].node,):
-                found.append(Turn((*found.pop().shards, *turn.shards), turn.siblings[1:]))
+                found.append(Summand((*found.pop().shards, *turn.shards), turn.siblings[1:]))
             else:
                 found.append(turn)
         return found
@@ -98,7 +98,7 @@ class SummationTree:
         return _merges(self.shards, tuple(shards))
 
 
-def most_kept(turns: Sequence[Turn]) -> int:
+def most_kept(turns: Sequence[Summand]) -> int:
     """The largest number of partial sums that are kept at a time."""
     kept = most = 0
     for turn in turns:

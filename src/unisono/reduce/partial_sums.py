@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from unisono.plan.tree import Node, Turn
+from unisono.plan.tree import Node, Summand
 from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry
 from unisono.reduce.tally import Tally
 from unisono.words import Words
@@ -94,13 +94,13 @@ class PartialSums:
             like.
     """
 
-    def __init__(self, turns: Sequence[Turn], rows: Sequence[PartialSumRow]) -> None:
+    def __init__(self, turns: Sequence[Summand], rows: Sequence[PartialSumRow]) -> None:
         self._turns = turns
         self._free = list(rows)
         self._held: dict[Node, PartialSumRow] = {}
         self._open: Sequence[PartialSumRow] = ()
         self._node: Node | None = None  # what the open shard makes whole
-        self._coming: list[Turn] = []
+        self._coming: list[Summand] = []
         self._adds = False
 
     def begin(self) -> None:

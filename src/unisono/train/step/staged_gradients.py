@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.adapt.squared_norms import SquaredNorms
-from unisono.plan.tree import Turn, most_kept
+from unisono.plan.tree import Summand, most_kept
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSumRow, PartialSums
 from unisono.reduce.reducer import Reducer
@@ -123,7 +123,7 @@ class StagedGradients(Gradients):
     def _hooked(self) -> list[torch.utils.hooks.RemovableHandle]:
         return []  # some schedules compute gradients of weights past them
 
-    def _turns(self) -> Sequence[Turn]:
+    def _turns(self) -> Sequence[Summand]:
         transport = self._reducer.transport
         mine = transport.split.of(transport.rank)
         shards = [mine[place] for place in self._order]
