@@ -348,8 +348,8 @@ MUTANTS = (
     Mutant(
         "workers may finish with different weights",
         TRANSITIONS,
-        "    if len({worker.digest for worker in finished}) > 1:\n",
-        "    if len({worker.digest for worker in finished}) > 2:\n",
+        "    elif len({worker.digest for worker in finished}) > 1:\n",
+        "    elif len({worker.digest for worker in finished}) > 2:\n",
     ),
     Mutant(
         "the job is done while members are still on the way",
