@@ -148,6 +148,8 @@ def value_of(kind: Any, found: Any, what: str = "it") -> Any:
     """
     if kind is Any:
         return found
+    if type(kind) is type and kind in _PLAIN:  # in each step, of each shard
+        return _plain(kind, found, what)
     if isinstance(kind, Mapping) or is_dataclass(kind):
         return _fields_of(kind, found, what)
     match get_origin(kind):
@@ -162,9 +164,15 @@ def value_of(kind: Any, found: Any, what: str = "it") -> Any:
                 value_of(key, name, f"a name in {what}"): value_of(value, each, f"{what}.{short(name)}")
                 for name, each in found.items()
             }
-    plain = NoneType if kind is None else kind
-    is_one = isinstance(found, (int, float) if plain is float else plain)
-    _require(is_one and (plain is bool or type(found) is not bool), plain.__name__, found, what)
+    return _plain(NoneType if kind is None else kind, found, what)
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _plain(kind: type, found: Any, what: str) -> Any:
+    is_one = isinstance(found, (int, float) if kind is float else kind)
+    _require(is_one and (kind is bool or type(found) is not bool), kind.__name__, found, what)
     _require(not isinstance(found, int) or abs(found) < 2**64, "number of 64 bits", found, what)
     return found
 

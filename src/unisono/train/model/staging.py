@@ -281,9 +281,10 @@ class _Cover:
         if self._within is not None:
             if not self._staging.within(self._name, self._within):
                 return Elsewhere()
-            args, kwargs = resolved(args), resolved(kwargs)
-            if holds_elsewhere((args, kwargs)):
-                raise ModelError(self._staging.skipped(self._name))
+            if all_elsewhere((args, kwargs)):
+                args, kwargs = resolved(args), resolved(kwargs)
+                if holds_elsewhere((args, kwargs)):
+                    raise ModelError(self._staging.skipped(self._name))
         return self._forward(*args, **kwargs)
 
 

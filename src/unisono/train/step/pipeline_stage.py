@@ -200,12 +200,10 @@ class BlockStage(PipelineStage):
         return self._devices.exchange if forward else self._devices.back
 
     def _arrived(self, chunk: int, hop: int, *, forward: bool) -> StageMessage:
-        channel, buffer, rest = self._channels[hop, forward], self._coming.pop((chunk, forward)), None
-        if more := channel.announced(buffer):
-            rest = torch.empty(more, dtype=torch.uint8, device=self.device)
-            peer, tag = self._place(hop, forward=forward)
-            self._way(forward=forward).receive(rest, peer, tag + 1).wait()
-        return channel.opened(buffer, rest)
+        peer, tag = self._place(hop, forward=forward)
+        way = self._way(forward=forward)
+        buffer = self._coming.pop((chunk, forward))
+        return self._channels[hop, forward].opened(buffer, lambda rest: way.receive(rest, peer, tag + 1).wait())
 
     # What is computed.
 

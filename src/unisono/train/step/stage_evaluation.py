@@ -70,13 +70,9 @@ class StagedEvaluation:
 
     def _received(self, block: int) -> Received:
         channel, source = self._channel(block - 1), self._staging.placement.device(block - 1)
-        first, rest = channel.buffer(), None
-        exchange = self._devices.exchange
-        exchange.receive(first, source, _FIRST_TAG + 2 * block).wait()
-        if more := channel.announced(first):
-            rest = torch.empty(more, dtype=torch.uint8, device=self._device)
-            exchange.receive(rest, source, _FIRST_TAG + 2 * block + 1).wait()
-        message = channel.opened(first, rest)
+        first, tag, exchange = channel.buffer(), _FIRST_TAG + 2 * block, self._devices.exchange
+        exchange.receive(first, source, tag).wait()
+        message = channel.opened(first, lambda rest: exchange.receive(rest, source, tag + 1).wait())
         generators = [part.tensor.cpu() for part in message.parts[:GENERATORS]]
         tensors = [part.tensor for part in message.parts[GENERATORS:]]
         return Received(message.numbers, tensors, partial(Generators.set_tensors, generators))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -104,24 +104,22 @@ class Channel:
             offset += _padded(span * base.itemsize)
         return [first] if fits else [first, rest]
 
-    def announced(self, buffer: Tensor) -> int:
-        """The bytes that follow a buffer that has come, by themselves; 0 if nothing does."""
-        size = _Header(buffer, self._name).size
-        self._largest = max(self._largest, size)
-        return size if size > self._capacity else 0
-
-    def opened(self, buffer: Tensor, rest: Tensor | None = None) -> StageMessage:
+    def opened(self, buffer: Tensor, follows: Callable[[Tensor], object]) -> StageMessage:
         """The message in a buffer.
 
         Args:
             buffer: the buffer that has come.
-            rest: what followed it.
+            follows: a function that fills its argument with what follows a buffer by itself.
 
         Raises:
             Unreadable: it is none.
         """
         header = _Header(buffer, self._name)
-        memory = buffer[8 * HEADER :] if rest is None else rest
+        self._largest = max(self._largest, header.size)
+        memory = buffer[8 * HEADER :]
+        if header.size > self._capacity:
+            memory = torch.empty(header.size, dtype=torch.uint8, device=self._device)
+            follows(memory)
         parts, offset = list[Part](), 0
         for dtype, marked, shape, stride in header.forms:
             kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
@@ -138,11 +136,11 @@ class _Header:
     """The numbers in front of a message, checked."""
 
     def __init__(self, buffer: Tensor, name: str) -> None:
-        self._name, self._values = name, buffer[: 8 * HEADER].view(torch.int64).tolist()
-        self._at = 0
-        self.numbers = [self._next() for _ in range(self._count())]
+        self._name, self._at = name, 0
+        self._values: list[int] = buffer[: 8 * HEADER].view(torch.int64).tolist()
+        self.numbers = self._several(self._count())
         count = self._count()
-        self.size = self._next()
+        (self.size,) = self._several(1)
         self.forms = [self._form() for _ in range(count)]
         if self.size < 0:
             raise self.refusal(f"{self.size} bytes")
@@ -151,20 +149,21 @@ class _Header:
         """An error for a header that cannot be."""
         return Unreadable(f"{self._name} has sent {what}, which is no message between stages")
 
-    def _next(self) -> int:
-        if self._at >= HEADER:
+    def _several(self, count: int) -> list[int]:
+        if self._at + count > HEADER:
             raise self.refusal("a header without end")
-        self._at += 1
-        return int(self._values[self._at - 1])
+        self._at += count
+        return self._values[self._at - count : self._at]
 
     def _count(self, most: int = HEADER) -> int:
-        if not 0 <= (count := self._next()) <= most:
+        (count,) = self._several(1)
+        if not 0 <= count <= most:
             raise self.refusal(f"a count of {count}")
         return count
 
     def _form(self) -> tuple[torch.dtype, bool, list[int], list[int]]:
-        code, marked, dimensions = self._count(len(_DTYPES) - 1), self._next(), self._count(_MOST_DIMENSIONS)
-        shape, stride = ([self._next() for _ in range(dimensions)] for _ in range(2))
+        code, (marked,), dimensions = self._count(len(_DTYPES) - 1), self._several(1), self._count(_MOST_DIMENSIONS)
+        shape, stride = self._several(dimensions), self._several(dimensions)
         if min((*shape, *stride), default=0) < 0:
             raise self.refusal(f"a tensor of the shape {shape}")
         return _DTYPES[code], bool(marked), shape, stride
