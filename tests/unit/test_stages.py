@@ -157,7 +157,7 @@ def test_what_is_made_of_something_elsewhere_is_elsewhere_until_it_is_received()
     ],
 )
 def test_code_that_looks_at_something_elsewhere_is_refused_with_the_cure(look: Any) -> None:
-    with pytest.raises(ModelError, match="Put that code into a module, in the stage that it belongs to"):
+    with pytest.raises(ModelError, match="Put that code into a module; it then runs in that module's stage alone"):
         look(Elsewhere())
 
 
