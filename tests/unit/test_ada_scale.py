@@ -134,5 +134,6 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been() -> None:
 
 @pytest.mark.parametrize("wrong", [{"base": 0}, {"until": 0}, {"rule": "cubic"}])
 def test_words_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match="AdaScale"):
+    ((name, value),) = wrong.items()
+    with pytest.raises(JobError, match=f"{name}={value!r}"):
         AdaScale(**wrong)

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -6,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.adapt.ada_scale import LinearScaling
+from unisono.adapt.ada_scale import AdaScale, LinearScaling
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
+from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.named import NAMED, policies_named
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
+from unisono.adapt.scaling_policy import ScalingPolicy
+from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import BatchShape, Decision, Timings, View, decisions_digest, shards_for
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
@@ -243,6 +247,26 @@ def test_a_schedule_with_a_limit_for_a_shard_cuts_larger_batches_finer() -> None
 def test_words_that_make_no_sense_are_refused(wrong: Any) -> None:
     with pytest.raises(JobError):
         wrong()
+
+
+@pytest.mark.parametrize(
+    ("policy", "said", "needed"),
+    [
+        (ScalingPolicy, {"price": "high"}, "price='high': needs a number"),
+        (GoodputPolicy, {"largest": "512"}, "largest='512': needs a whole number"),
+        (BatchSizeSchedule, {"factors": 5}, "factors=5: needs a dict"),
+        (NoiseScalePolicy, {"largest": 9, "rule": "cubic"}, "rule='cubic': needs 'linear' or 'sqrt' or 'none'"),
+        (SpotPolicy, {"market": "prices.csv"}, "market='prices.csv': needs a function"),
+        (StragglerPolicy, {"patience": 1.5}, "patience=1.5: needs a whole number"),
+        (TopologyPolicy, {"share": None}, "share=None: needs a number"),
+        (StrategyPolicy, {"workers": "all"}, "workers='all': needs a dict or None"),
+        (LinearScaling, {"factor": "2", "samples": 9}, "factor='2': needs a number"),
+        (AdaScale, {"schedule": 0.1}, "schedule=0.1: needs a function"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(policy: type[Policy], said: dict[str, Any], needed: str) -> None:
+    with pytest.raises(JobError, match=f"^{re.escape(needed)}$"):
+        policy(**said)
 
 
 # -- at work

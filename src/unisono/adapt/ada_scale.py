@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from unisono.adapt.norms import GradientNorms, NoiseAverage
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
+from unisono.arguments import require_kinds
 from unisono.errors import JobError, Unreadable
 from unisono.received import short, value_of
 
@@ -28,6 +29,7 @@ class LinearScaling(Policy):
     """
 
     def __init__(self, factor: float, samples: int) -> None:
+        require_kinds(LinearScaling.__init__, locals())
         if not factor > 0 or samples < 1:
             raise JobError(f"LinearScaling(factor={factor}, samples={samples}): both need to be above 0")
         self._factor, self._samples = factor, samples
@@ -86,10 +88,9 @@ class AdaScale(Policy):
         schedule: Callable[[int], float] = lambda tau: 1.0,
         until: float | None = None,
     ) -> None:
+        require_kinds(AdaScale.__init__, locals())
         if (base is not None and base < 1) or (until is not None and not until > 0):
             raise JobError(f"AdaScale(base={base}, until={until}): both need to be above 0")
-        if rule not in ("linear", "sqrt"):
-            raise JobError(f"AdaScale(rule={short(rule)}): use 'linear' or 'sqrt'")
         self._base, self._power, self._schedule, self._until = base, 0.5 if rule == "sqrt" else 1.0, schedule, until
         self._seen = NoiseAverage.of(0.0)
         self.tau, self.gain, self.factor = 0.0, 1.0, 1.0

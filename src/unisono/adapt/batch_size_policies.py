@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View, shards_for
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
-from unisono.received import short, value_of
+from unisono.received import value_of
 
 # What a worker's memory allows.
 
@@ -85,6 +86,7 @@ class BatchSizeSchedule(Policy):
     """
 
     def __init__(self, factors: Mapping[int, float] = {30: 5, 60: 5, 90: 5}, largest_shard: int | None = None) -> None:
+        require_kinds(BatchSizeSchedule.__init__, locals())
         if any(epoch < 1 or not factor > 0 for epoch, factor in factors.items()):
             raise JobError(f"BatchSizeSchedule({dict(factors)}): epochs from 1 on, and factors above 0")
         self._factors, self._limit = dict(factors), ShardLimit(largest_shard)
@@ -141,11 +143,10 @@ class NoiseScalePolicy(Policy):
         share: float = 1.0,
         largest_shard: int | None = None,
     ) -> None:
+        require_kinds(NoiseScalePolicy.__init__, locals())
         if largest < 1 or every < 1 or ramp < 1 or not share > 0:
             given = f"largest={largest}, every={every}, ramp={ramp}, share={share}"
             raise JobError(f"NoiseScalePolicy({given}): all need to be above 0")
-        if rule not in ("linear", "sqrt", "none"):
-            raise JobError(f"NoiseScalePolicy(rule={short(rule)}): use 'linear', 'sqrt' or 'none'")
         self._largest, self._rule, self._every, self._ramp, self._share = largest, rule, every, ramp, share
         self._limit = ShardLimit(largest_shard)
         self._follows = Ramp()

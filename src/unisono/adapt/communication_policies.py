@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from unisono.adapt.policy import Policy, ReadStrategy
 from unisono.adapt.view import Figure, View
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
 
 # What to do about a worker that is slower than the others.
@@ -35,6 +36,7 @@ class StragglerPolicy(Policy):
     _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "slow": dict[str, list[float]], "balanced": list[float]}
 
     def __init__(self, factor: float = 1.5, replace_at: float = 3.0, patience: int = 10) -> None:
+        require_kinds(StragglerPolicy.__init__, locals())
         if not 1 < factor <= replace_at or patience < 1:
             raise JobError(
                 f"StragglerPolicy(factor={factor}, replace_at={replace_at}, patience={patience}): the factors need to "
@@ -104,6 +106,7 @@ class TopologyPolicy(Policy):
     _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "first": list[float], "above": list[float]}
 
     def __init__(self, factor: float = 1.5, patience: int = 5, share: float = 0.05) -> None:
+        require_kinds(TopologyPolicy.__init__, locals())
         if not factor > 1 or patience < 1 or not 0 <= share < 1:
             raise JobError(
                 f"TopologyPolicy(factor={factor}, patience={patience}, share={share}): the factor needs to be above 1, "
@@ -175,6 +178,7 @@ class StrategyPolicy(Policy):
         noise: Mapping[float, object] | None = None,
         look_every: int = 1000,
     ) -> None:
+        require_kinds(StrategyPolicy.__init__, locals())
         if (workers is None) == (noise is None):
             raise JobError("StrategyPolicy: give workers={number: strategy} or noise={ratio: strategy}, one of them")
         given: dict[float, object] = {float(bound): strategy for bound, strategy in (workers or noise or {}).items()}

@@ -11,8 +11,9 @@ from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of
 from unisono.adapt.policy import Policy
 from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
 from unisono.adapt.view import Figure, View
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
-from unisono.received import short, value_of
+from unisono.received import value_of
 
 RateRule = Literal["gain", "linear", "sqrt", "none"]
 
@@ -68,13 +69,12 @@ class GoodputPolicy(Policy):
         margin: float = 0.03,
         again_s: float = 1800.0,
     ) -> None:
+        require_kinds(GoodputPolicy.__init__, locals())
         given = f"GoodputPolicy(largest={largest}, fewest={fewest}, most={most}, ramp={ramp}, patience={patience})"
         if min(largest, fewest, ramp, patience) < 1 or (most is not None and most < fewest):
             raise JobError(f"{given}: all need to be above 0, and most no less than fewest")
         if not 0 <= margin < 1 or not again_s > 0:
             raise JobError(f"GoodputPolicy(margin={margin}, again_s={again_s}): 0 up to 1, and above 0")
-        if rule not in ("gain", "linear", "sqrt", "none"):
-            raise JobError(f"GoodputPolicy(rule={short(rule)}): use 'gain', 'linear', 'sqrt' or 'none'")
         self._largest, self._fewest, self._most, self._rule = largest, fewest, most, rule
         self._steps, self._patience, self._margin, self._again_s = ramp, patience, margin, again_s
         self._trials, self._ramp, self._decided_at = LayoutTrials(), Ramp(), 0

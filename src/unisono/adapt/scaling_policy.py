@@ -9,6 +9,7 @@ from typing import Any
 from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of, useful_sizes
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
 
 
@@ -49,6 +50,7 @@ class ScalingPolicy(Policy):
         margin: float = 0.05,
         again_s: float = 900.0,
     ) -> None:
+        require_kinds(ScalingPolicy.__init__, locals())
         given = f"ScalingPolicy(price={price}, fewest={fewest}, most={most}, patience={patience}, margin={margin})"
         if not price >= 0 or not 0 <= margin < 1 or patience < 1 or not again_s > 0:
             raise JobError(f"{given}: price from 0, margin from 0 and below 1, patience from 1, again_s above 0")

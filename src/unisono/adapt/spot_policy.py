@@ -9,6 +9,7 @@ from typing import Any
 from unisono.adapt.layout_trials import useful_sizes
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import Figure, View
+from unisono.arguments import require_kinds
 from unisono.errors import JobError
 
 # How often to write a checkpoint.
@@ -93,6 +94,7 @@ class SpotPolicy(Policy):
         prior_s: float = 6 * 3600.0,
         checkpoint_s: float = 1.0,
     ) -> None:
+        require_kinds(SpotPolicy.__init__, locals())
         given = f"SpotPolicy(budget={budget}, fewest={fewest}, most={most}, every={every}, margin={margin})"
         if (budget is not None and not budget > 0) or every < 1 or not margin >= 0:
             raise JobError(f"{given}: budget above 0, every from 1, margin from 0")
