@@ -19,6 +19,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GUIDE = [f"docs/{page}" for page in re.findall(r"(?:guide/[\w-]+|second-order)\.md", (ROOT / "mkdocs.yml").read_text())]
 """Its pages, in the order in which the site shows them."""
 
+PATIENCE_S = 280
+"""All of the guide's code in one process: half a minute of a processor, beside other tests."""
+
 
 def text_of(pages: list[str]) -> str:
     """The text of some pages."""
@@ -59,7 +62,7 @@ def digests(scripts: list[list[str]], workers: int, folder: Path) -> list[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -72,6 +75,7 @@ def test_the_readme_and_its_script_are_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 6000
 
 
+@pytest.mark.timeout(2 * PATIENCE_S + 20)
 def test_everything_in_the_readme_and_in_the_guide_runs_and_ends_in_the_same_weights_on_one_worker_and_on_two(
     warm: None, tmp_path: Path
 ) -> None:

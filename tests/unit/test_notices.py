@@ -230,18 +230,22 @@ async def _drip(writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize("drips", [False, True])
 def test_a_service_that_never_answers_or_never_to_the_end_is_not_waited_for(drips: bool) -> None:
     async def go() -> None:
-        hold = asyncio.Event()
+        hold, is_closed = asyncio.Event(), asyncio.Event()
 
         async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(ConnectionError):
                 await (_drip(writer) if drips else hold.wait())
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            is_closed.set()
 
         async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(TimeoutError):
                 await ask(Endpoint("127.0.0.1", port), Query("/", answers_s=0.05))
             hold.set()
+            await is_closed.wait()
 
     asyncio.run(go())
 
