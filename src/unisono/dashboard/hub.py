@@ -15,7 +15,7 @@ from unisono.received import parse_object, why_of
 METRICS_S = 1.0
 """How often the metrics are looked at, in seconds: each step costs the same, and each look besides."""
 
-STATUS_S = 3.0
+STATUS_S = 5.0
 PACE_S = 0.2
 """Seconds between two messages to one viewer, at least."""
 

@@ -63,7 +63,7 @@ class FolderSource:
     @property
     def poll_s(self) -> float:
         """Looking at a file that has not changed is cheap."""
-        return 0.2
+        return 0.3
 
     def stamp(self, name: str) -> object:
         """The file's number, length and time of change."""
