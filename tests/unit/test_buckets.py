@@ -20,7 +20,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def partial_sums(bucket: Bucket, tree: SummationTree) -> PartialSums:
     rows = [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(tree.most_kept(range(tree.shards)))]
-    return PartialSums(tree.turns(range(tree.shards)), rows)
+    return PartialSums(tree.summands(range(tree.shards)), rows)
 
 
 def add(sums: PartialSums, bucket: Bucket, shard: Sequence[Tensor | None]) -> None:
@@ -159,7 +159,7 @@ def test_compressed_leaves_and_nodes_are_rounded_on_any_split(shards: int) -> No
     for start, stop in itertools.combinations(range(shards + 1), 2):
         for order in (range(start, stop), range(start, stop)[::-1]):
             rows = [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(tree.most_kept(order))]
-            sums = PartialSums(tree.turns(order), rows)
+            sums = PartialSums(tree.summands(order), rows)
             sums.begin()
             for shard in order:
                 add(sums, bucket, [values[shard]])

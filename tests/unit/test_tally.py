@@ -104,7 +104,7 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
         tally = None if seen_of is None else Tally(*seen_of)  # the last one sees a part of two pieces
         found.append([])
         for bucket in buckets:
-            sums = PartialSums(tree.turns(range(5)), [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(3)])
+            sums = PartialSums(tree.summands(range(5)), [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(3)])
             sums.begin()
             for shard in shards:
                 sums.open()

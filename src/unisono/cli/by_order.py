@@ -24,9 +24,8 @@ ENDS_S = 10.0
 def main() -> None:
     """Hear what is to be done, and do it."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the second word to the agent, below; before it listens the first does
+    # The second word to the agent, below; before it listens the first does.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (line := _read_line()):
         sys.exit(1)
     try:

@@ -72,20 +72,20 @@ class SummationTree:
 
     def most_kept(self, shards: Sequence[int]) -> int:
         """The largest number of partial sums that a worker with these shards keeps at a time, in their order."""
-        return most_kept(self.turns(shards))
+        return most_kept(self.summands(shards))
 
-    def turns(self, shards: Sequence[int]) -> list["Summand"]:
+    def summands(self, shards: Sequence[int]) -> list["Summand"]:
         """The shards of a worker one by one, in the order in which they come."""
         return [Summand((shard,), merged) for shard, merged in zip(shards, self.merges(shards), strict=True)]
 
-    def runs(self, shards: Sequence[int]) -> list["Summand"]:
+    def longest_summands(self, shards: Sequence[int]) -> list["Summand"]:
         """The same, but shards together of which each is added onto the sum of those just before it."""
         found: list[Summand] = []
-        for turn in self.turns(shards):
-            if found and not found[-1].siblings and turn.siblings[:1] == (found[-1].node,):
-                found.append(Summand((*found.pop().shards, *turn.shards), turn.siblings[1:]))
+        for one in self.summands(shards):
+            if found and not found[-1].siblings and one.siblings[:1] == (found[-1].node,):
+                found.append(Summand((*found.pop().shards, *one.shards), one.siblings[1:]))
             else:
-                found.append(turn)
+                found.append(one)
         return found
 
     def merges(self, shards: Sequence[int]) -> tuple[tuple[Node, ...], ...]:
@@ -98,11 +98,11 @@ class SummationTree:
         return _merges(self.shards, tuple(shards))
 
 
-def most_kept(turns: Sequence[Summand]) -> int:
+def most_kept(summands: Sequence[Summand]) -> int:
     """The largest number of partial sums that are kept at a time."""
     kept = most = 0
-    for turn in turns:
-        kept += 1 - len(turn.siblings)
+    for one in summands:
+        kept += 1 - len(one.siblings)
         most = max(most, kept)
     return most
 

@@ -89,13 +89,13 @@ class PartialSums:
     of two of shards (up to 512) at most log2(shards)+1 of them.
 
     Args:
-        turns: what comes of this worker's shards, one turn after the other; of several shards in a turn the sum.
-        rows: the rows: as many as ``most_kept`` of these turns; one without shards, which tells what the buckets are
+        summands: what this worker adds, one after the other: a shard, or the sum of several.
+        rows: the rows: as many as ``most_kept`` of these summands; one without shards, which tells what the buckets are
             like.
     """
 
-    def __init__(self, turns: Sequence[Summand], rows: Sequence[PartialSumRow]) -> None:
-        self._turns = turns
+    def __init__(self, summands: Sequence[Summand], rows: Sequence[PartialSumRow]) -> None:
+        self._summands = summands
         self._free = list(rows)
         self._held: dict[Node, PartialSumRow] = {}
         self._open: Sequence[PartialSumRow] = ()
@@ -104,18 +104,18 @@ class PartialSums:
         self._adds = False
 
     def begin(self) -> None:
-        """Start over; this worker's turns follow, in their order."""
+        """Start over; this worker's summands follow, in their order."""
         self._free.extend(self._held.values())
         self._free.extend(self._open)
         self._held, self._open = {}, ()
-        self._coming = list(reversed(self._turns))
+        self._coming = list(reversed(self._summands))
 
     def open(self) -> None:
-        """The next turn begins: every one of its tensors is put once, in any order."""
-        turn = self._coming.pop()
-        self._adds = bool(turn.siblings)
-        self._open = [self._held.pop(node) for node in turn.siblings] or [self._free.pop()]
-        together = (turn.node, *turn.siblings)
+        """The next summand begins: every one of its tensors is put once, in any order."""
+        summand = self._coming.pop()
+        self._adds = bool(summand.siblings)
+        self._open = [self._held.pop(node) for node in summand.siblings] or [self._free.pop()]
+        together = (summand.node, *summand.siblings)
         self._node = Node(min(node.start for node in together), max(node.stop for node in together))
 
     def put(self, number: int, tensor: Tensor | None, tally: Tally | None = None) -> None:
@@ -191,9 +191,9 @@ class PartialSums:
         return tuple(self._left())
 
     def _left(self) -> list[PartialSumRow]:
-        if not self._turns:
+        if not self._summands:
             return self._free
-        assert not self._coming, f"{len(self._coming)} more turns are to come"
+        assert not self._coming, f"{len(self._coming)} more summands are to come"
         # Asked while the last shard is open, it is about to make its row whole.
         now = self._held if self._node is None else {**self._held, self._node: self._open[-1]}
         return [now[node] for node in sorted(now)]

@@ -368,6 +368,6 @@ class Gradients:
         count = max(1, transport.tree.most_kept(mine))
         rows = [] if self._single else transport.allocate(self._buckets, count)
         return [
-            PartialSums(transport.tree.turns(mine), [PartialSumRow.of(bucket, flats[number]) for flats in rows])
+            PartialSums(transport.tree.summands(mine), [PartialSumRow.of(bucket, flats[number]) for flats in rows])
             for number, bucket in enumerate(self._buckets)
         ]

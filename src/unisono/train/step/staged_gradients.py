@@ -59,7 +59,7 @@ class StagedGradients(Gradients):
     def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the shards of this worker follow."""
         super().begin(step)
-        ends = [shard == turn.shards[-1] for turn in self._turns() for shard in turn.shards]
+        ends = [shard == summand.shards[-1] for summand in self._summands() for shard in summand.shards]
         self._remaining = {block: list(zip(self._order, ends, strict=True))[::-1] for block in self._blocks}
         self._sums_so_far = {}
 
@@ -78,13 +78,13 @@ class StagedGradients(Gradients):
         """
         if block not in self._remaining:
             return  # nothing in it is trained
-        expected, ends_turn = self._remaining[block].pop()
+        expected, ends_summand = self._remaining[block].pop()
         assert expected == place, "shards come in the order of the schedule"
         for number, (bucket, sums, tally) in enumerate(zip(self._buckets, self._sums, self._tallies, strict=True)):
             if self._blocks[number] == block:
                 for entry in bucket.entries:
-                    self._see(entry.index, ends_turn=ends_turn)
-                if ends_turn:
+                    self._see(entry.index, ends_summand=ends_summand)
+                if ends_summand:
                     own = [self.parameters[entry.index] for entry in bucket.entries]
                     sums.open()
                     sums.put_all([parameter.grad for parameter in own], tally)
@@ -92,7 +92,7 @@ class StagedGradients(Gradients):
                     for parameter in own:
                         parameter.grad = None
 
-    def _see(self, number: int, *, ends_turn: bool) -> None:
+    def _see(self, number: int, *, ends_summand: bool) -> None:
         """Look whether a parameter's gradient is what one addition has made of it, if any."""
         parameter, before = self.parameters[number], self._sums_so_far.pop(number, None)
         if (gradient := parameter.grad) is None:
@@ -100,7 +100,7 @@ class StagedGradients(Gradients):
         self._note(number, gradient)
         if before is not None:
             self.came_twice |= gradient is not before[0] or gradient._version > before[1] + 1
-        if not ends_turn:
+        if not ends_summand:
             self.came_twice |= bool(parameter._post_accumulate_grad_hooks) or gradient.dtype != parameter.dtype
             self._sums_so_far[number] = gradient, gradient._version
 
@@ -123,16 +123,16 @@ class StagedGradients(Gradients):
     def _hooked(self) -> list[torch.utils.hooks.RemovableHandle]:
         return []  # some schedules compute gradients of weights past them
 
-    def _turns(self) -> Sequence[Summand]:
+    def _summands(self) -> Sequence[Summand]:
         transport = self._reducer.transport
         mine = transport.split.of(transport.rank)
         shards = [mine[place] for place in self._order]
-        return transport.tree.runs(shards) if self._adds_up else transport.tree.turns(shards)
+        return transport.tree.longest_summands(shards) if self._adds_up else transport.tree.summands(shards)
 
     def _allocated_sums(self) -> list[PartialSums]:
-        turns = self._turns()
-        rows = self._reducer.transport.allocate(self._buckets, max(1, most_kept(turns)))
+        summands = self._summands()
+        rows = self._reducer.transport.allocate(self._buckets, max(1, most_kept(summands)))
         return [
-            PartialSums(turns, [PartialSumRow.of(bucket, flats[number]) for flats in rows])
+            PartialSums(summands, [PartialSumRow.of(bucket, flats[number]) for flats in rows])
             for number, bucket in enumerate(self._buckets)
         ]
