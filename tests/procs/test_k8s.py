@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from pods_played import NoPods, PlayedJobSet, network
-from slurm_jobs import SCRIPT
+from slurm_jobs import LONG, SCRIPT
 from training import Trained, whole_lines
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
@@ -65,7 +65,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., OnPods]]:
                 net = opened.enter_context(network(folder, f"{NAME}-coordinator-0-0.{NAME}"))
             except NoPods as error:
                 pytest.skip(f"NO PODS: {error}")
-            variables = {"PACE_S": str(pace_s), "HURRY": str(folder / "hurry")}
+            variables = {"PACE_S": str(pace_s), "HURRY": str(folder / "hurry"), **LONG}
             secret = yaml.safe_load(keys.read_text())["stringData"]
             played = PlayedJobSet(NAME, _spec(manifest), secret, net, folder, variables)
             opened.callback(played.close)
@@ -83,7 +83,7 @@ def _spec(manifest: Path) -> dict[str, Any]:
 
 @pytest.mark.hosts("Kubernetes", "kill", "join", "drain")
 def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes(
-    start: Callable[..., OnPods], small_serial: str
+    start: Callable[..., OnPods], long_serial: Trained
 ) -> None:
     job = start("-n", "1:2", pace_s=1)
     job.until(2)
@@ -100,8 +100,8 @@ def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes
     job.until(1)
     job.until(2)
     assert job.until_over() == "Completed", job.played.text
-    assert job.end() == small_serial
-    assert job.steps == list(range(40))
+    assert job.end() == long_serial.end()
+    assert job.steps == long_serial.steps
     assert sorted(end for end in job.played.ended if end[1]) == [("node", 75), ("node", 137)]
     assert job.played.failures == {"node": 1}, "an evicted pod is no failure"
     assert job.played.restarts == 0
@@ -111,7 +111,7 @@ def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes
 @pytest.mark.hosts("Kubernetes", "requeue")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_job_whose_coordinator_is_lost_is_started_again_and_goes_on(
-    start: Callable[..., OnPods], small_serial: str, number: signal.Signals
+    start: Callable[..., OnPods], long_serial: Trained, number: signal.Signals
 ) -> None:
     job = start("-n", "2", "--checkpoint-every", "2", "--kubeflow")
     job.until(2)
@@ -120,7 +120,7 @@ def test_a_job_whose_coordinator_is_lost_is_started_again_and_goes_on(
     coordinator.evict() if number == signal.SIGTERM else coordinator.kill()
     job.played.until(lambda: job.played.restarts == 1, "another start")
     assert job.until_over() == "Completed", job.played.text
-    assert job.end() == small_serial
+    assert job.end() == long_serial.end()
     assert job.played.restarts == 1
     assert ("coordinator", 75 if number == signal.SIGTERM else 137) in job.played.ended
 
@@ -128,7 +128,7 @@ def test_a_job_whose_coordinator_is_lost_is_started_again_and_goes_on(
 @pytest.mark.slow
 @pytest.mark.hosts("Kubernetes", "requeue")
 def test_a_job_that_is_suspended_leaves_with_a_checkpoint_and_goes_on(
-    start: Callable[..., OnPods], small_serial: str
+    start: Callable[..., OnPods], long_serial: Trained
 ) -> None:
     job = start("-n", "1:2", pace_s=1)
     job.until(2)
@@ -136,11 +136,11 @@ def test_a_job_that_is_suspended_leaves_with_a_checkpoint_and_goes_on(
     pods = job.played.pods
     job.played.close()  # all are told at once
     assert {pod.wait() for pod in pods} == {75}, job.played.text
-    assert len(job.steps) < 40
+    assert len(job.steps) < len(long_serial.steps)
     job.played.start()
     assert job.until_over() == "Completed", job.played.text
-    assert job.end() == small_serial
-    assert job.steps == list(range(40)), "it has not begun anew"
+    assert job.end() == long_serial.end()
+    assert job.steps == long_serial.steps, "it has not begun anew"
 
 
 @pytest.mark.slow

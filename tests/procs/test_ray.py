@@ -196,13 +196,13 @@ def test_the_pages_script_trains_the_weights_of_the_serial_run(
 
 @pytest.mark.slow
 def test_an_actor_that_is_killed_leaves_no_copy_of_the_token(
-    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+    start: Callable[[int], RayNodes], tmp_path: Path, long_serial: Trained
 ) -> None:
     """Neither one whose group is killed with it, nor one of a node that dies."""
     cluster = start(1)
     dies = cluster.add()
     job = OnRay(cluster, tmp_path)
-    job.begin("-n", "1:2", pace_s=1.0)
+    job.begin("-n", "1:2", pace_s=1.0, **LONG)
     job.until(2)
     before = job.copies_of_the_token()
     assert len(before) == 2
@@ -218,7 +218,7 @@ def test_an_actor_that_is_killed_leaves_no_copy_of_the_token(
     job.until(1)
     job.hurry()
     assert job.code() == 0, job.text
-    assert job.end() == small_serial
+    assert job.end() == long_serial.end()
     assert not job.copies_of_the_token()
 
 
