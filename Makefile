@@ -10,6 +10,7 @@ NEWEST := .venv-newest
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.ready
 CURVLINOPS := .curvlinops
+RAY_DEFAULT := .ray-default
 TENSORFLOW := .venv-tensorflow
 TENSORFLOW_READY := $(TENSORFLOW)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
@@ -32,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -250,6 +251,11 @@ with-curvlinops: $(READY)  ## curvature beside curvlinops, without torchvision, 
 	@$(BIN)/python -m pip install --quiet --no-deps --target $(CURVLINOPS) -r constraints-curvlinops.txt
 	@PYTHONPATH=$(CURVLINOPS) $(BIN)/python -m pytest tests/unit/test_curvature.py -k curvlinops $(OPTIONS)
 
+with-ray-default: $(READY)  ## the figures of a job in Ray's own metrics, which need what ray[default] brings; needs root
+	@rm -rf $(RAY_DEFAULT)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(RAY_DEFAULT) -r constraints-ray-default.txt
+	@PYTHONPATH=$(CURDIR)/$(RAY_DEFAULT) $(BIN)/python -m pytest tests/procs/test_ray.py -k metrics $(OPTIONS)
+
 nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through failures: most of a night; TARGETS="soak chaos" for some
 	@.ci/nightly $(TARGETS)
 
@@ -277,7 +283,7 @@ format: $(READY)  ## lay out the code and mend what ruff can mend
 
 clean:  ## remove .venv and all caches; what you trained stays
 	@echo "==> removing $(VENV) and the caches"
-	@rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TENSORFLOW) $(CURVLINOPS) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TENSORFLOW) $(CURVLINOPS) $(RAY_DEFAULT) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is pinned in the very command that installs everything, or pip would fetch the newest build there is. As

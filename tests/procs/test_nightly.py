@@ -59,6 +59,7 @@ def test_every_benchmark_that_can_be_made_is_made_at_night(tmp_path: Path) -> No
         "oldest-frameworks",
         "with-tensorflow",
         "with-curvlinops",
+        "with-ray-default",
         "soak",
         "chaos",
     } <= set(made)
