@@ -17,9 +17,10 @@ from benchmarks.report import Grid, Report
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime, fit
 from unisono.study.replay.record import Record
-from unisono.study.simulation.calibration import WARM_UP, measured
+from unisono.study.simulation.calibration import measured
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.market import MarketTrace
+from unisono.study.simulation.measured_events import WARM_UP
 from unisono.study.simulation.scenario import Scenario, read_scenario
 from unisono.study.simulation.simulated_run import simulate
 

@@ -344,6 +344,14 @@ def test_the_others_are_told_of_a_loss_and_go_on_and_somebody_new_is_asked_for()
     assert [note.fields["lost"] for note in job.notes if note.event == "minted"][-1] == ["w2"]
 
 
+def test_the_journal_says_how_long_each_joiner_took_until_it_was_ready() -> None:
+    job = training(2, largest=3)
+    job.enlist(1, "b")
+    job.wait(4.5).ready("w3", loop=0).wait(3.0).arrive("w1", "w2")
+    minted = [note.fields for note in job.notes if note.event == "minted"]
+    assert [(each["joined"], each["ready"]) for each in minted] == [(["w1", "w2"], [0.0, 0.0]), (["w3"], [4.5])]
+
+
 def test_the_first_of_the_newest_is_the_source() -> None:
     job = training(4).end("w4").arrive("w1", acts=5).arrive("w2", "w3", acts=6)
     assert job.new_generation().source == 1

@@ -207,6 +207,28 @@ def test_a_loss_costs_what_it_takes_to_notice_it() -> None:
     assert slow.lost["regroup"] - quick.lost["regroup"] == pytest.approx(4.0, abs=0.1)
 
 
+def test_a_loss_is_noticed_when_the_step_that_it_breaks_off_would_have_ended() -> None:
+    began_s = STEADY.boot_s + TOOK.start_s + TOOK.form_s
+    step_s = STEP.seconds(Layout(4, 8, 4))
+    seconds = TOOK.model_copy(update={"detect_s": 0.0})
+
+    def lost_s(share: float) -> float:
+        incident = Incident(at_s=began_s + (100 + share) * step_s, kill=1)
+        return played(replace(PLAIN, seconds=seconds, incidents=[incident])).lost["regroup"]
+
+    assert lost_s(0.1) - lost_s(0.9) == pytest.approx(0.8 * step_s, abs=1e-3)
+
+
+def test_workers_that_a_host_starts_together_are_ready_one_after_the_other() -> None:
+    apart, together = TOOK.model_copy(update={"start_each_s": 3.0}), TOOK
+    host = STEADY.model_copy(update={"count": 1, "workers": 4})
+    first = [played(replace(PLAIN, hosts=[host], seconds=took)).lost["start"] for took in (together, apart)]
+    assert first[1] - first[0] == pytest.approx(3 * 3.0, abs=1e-3)  # the first generation waits for all
+    grows = replace(PLAIN, hosts=[host], job=How(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)])
+    sizes = [[mark.workers for mark in played(replace(grows, seconds=took)).marks] for took in (together, apart)]
+    assert sizes == [[2, 4, 0], [2, 3, 4, 0]]  # later ones are taken in as they come
+
+
 def test_a_worker_on_a_host_that_has_started_some_before_comes_as_soon_as_that_takes() -> None:
     def back_s(found: SimulatedOutcome) -> float:
         return next(mark.seconds for mark in found.marks if mark.seconds > 101 and mark.workers == 4)

@@ -24,6 +24,7 @@ from unisono.study.simulation.scenario import (
     Durations,
     HostKind,
     How,
+    Incident,
     MeasuredFigures,
     Scenario,
     Workload,
@@ -48,6 +49,16 @@ def simulated(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
 # -- what was measured
 
 
+def minted(number: int, workers: list[str], joined: list[str], ready: list[float], **more: Any) -> dict[str, Any]:
+    names = {"workers": workers, "joined": joined, "ready": ready}
+    return {"event": "minted", "generation": number, **names, "lost": [], "seconds": 0.0, **more}
+
+
+def write_journal(folder: Path, events: Sequence[tuple[float, dict[str, Any]]]) -> None:
+    lines = [json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) for at, line in events]
+    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+
+
 def run_folder(path: Path, workers: int, step_s: float) -> Path:
     path.mkdir(parents=True)
     (path / "job.json").write_text(Job(batch_size=64, shards=8).model_dump_json())
@@ -59,12 +70,11 @@ def run_folder(path: Path, workers: int, step_s: float) -> Path:
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
     events: list[tuple[float, dict[str, Any]]] = [
         (0.0, {"event": "asked for", "workers": ["w1", "w2"]}),
-        (12.0, {"event": "minted", "generation": 1, "joined": ["w1", "w2"]}),
+        (12.0, minted(1, ["w1", "w2"], ["w1", "w2"], [11.5, 12.0])),
         (14.0, {"event": "formed", "generation": 1, "seconds": {"regroup": 0.2, "form": 0.3, "copy": 1.5}}),
         (20.0, {"event": "checkpoint", "step": 10, "seconds": 0.75}),
     ]
-    lines = [json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) for at, line in events]
-    (path / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    write_journal(path, events)
     return path
 
 
@@ -76,37 +86,86 @@ def test_times_are_taken_from_runs_without_their_first_steps(tmp_path: Path) -> 
     assert found.step.seconds(Layout(2, 64, 8)) == pytest.approx(0.41, rel=0.03)
     assert found.measured_to == 4
     assert found.seconds == {
-        "start_s": 12.0,
-        "form_s": 0.5,
-        "copy_s": 1.5,
+        "start_s": 11.5,
+        "start_each_s": 0.5,
+        "form_s": 0.0,
+        "form_each_s": 1.0,
         "checkpoint_s": 0.75,
         "stall_s": 0.0,
         "jitter": 0.0,
     }
 
 
-def test_later_workers_of_a_host_and_noticing_a_loss_have_times_of_their_own(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", 2, 0.4)
+def recorded_growth(folder: Path, until_s: float) -> Path:
+    """What a job of four workers has left that lost one and grew to eight: shards sleep for 40 ms, on two cores."""
+    run_folder(folder, 4, 0.18)
+    four, eight = ["w1", "w3", "w4", "w5"], ["w1", "w3", "w4", "w5", "w6", "w7", "w9", "w8"]
+    first = ["w1", "w2", "w3", "w4"]
     events: list[tuple[float, dict[str, Any]]] = [
-        (0.0, {"event": "agent joined", "host": "a"}),
-        (0.0, {"event": "asked for", "workers": ["w1", "w2"], "host": "a"}),
-        (12.0, {"event": "minted", "generation": 1, "joined": ["w1", "w2"]}),
-        (20.0, {"event": "lost", "worker": "w2", "host": "a"}),
-        (20.5, {"event": "asked for", "workers": ["w3"], "host": "a"}),
-        (21.0, {"event": "minted", "generation": 2, "joined": [], "lost": ["w2"]}),
-        (24.0, {"event": "minted", "generation": 3, "joined": ["w3"], "seconds": 0.5}),
-        (30.0, {"event": "agent joined", "host": "b"}),
-        (30.0, {"event": "asked for", "workers": ["w4"], "host": "b"}),
-        (44.0, {"event": "minted", "generation": 4, "joined": ["w4"]}),
+        (0.0, {"event": "agent joined", "host": "vm", "workers": 8}),
+        (0.0, {"event": "asked for", "workers": first, "host": "vm", "delay_s": 0.0}),
+        (5.933, minted(1, first, first, [5.88, 5.905, 5.92, 5.936])),
+        (7.917, {"event": "lost", "worker": "w2", "host": "vm", "rank": 1}),
+        (7.917, {"event": "asked for", "workers": ["w5"], "host": "vm", "delay_s": 0.0}),
+        (8.067, minted(2, ["w1", "w3", "w4"], [], [], lost=["w2"], seconds=0.149)),
+        (8.082, {"event": "formed", "generation": 2, "seconds": {"regroup": 0.008, "form": 0.004, "copy": 0.007}}),
+        (8.354, minted(3, four, ["w5"], [0.065], seconds=0.287)),
+        (8.396, {"event": "formed", "generation": 3, "seconds": {"regroup": 0.376, "form": 0.004, "copy": 0.03}}),
+        (15.477, {"event": "resized", "workers": 8, "before": 4}),
+        (15.477, {"event": "asked for", "workers": ["w6", "w7", "w8", "w9"], "host": "vm", "delay_s": 0.0}),
+        (15.672, minted(4, eight, ["w6", "w7", "w9", "w8"], [0.116, 0.147, 0.162, 0.171], seconds=0.078)),
+        (15.756, {"event": "formed", "generation": 4, "seconds": {"regroup": 0.084, "form": 0.011, "copy": 0.064}}),
     ]
-    lines = [json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) for at, line in events]
-    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    write_journal(folder, [event for event in events if event[0] <= until_s])
+    done: list[tuple[float, float, int, int]] = [(6.236 + 0.1834 * step, 0.183, 1, 4) for step in range(10)]
+    done += [(8.346, 0.459, 2, 3), (8.589, 0.242, 3, 4), *((8.772 + 0.1808 * n, 0.181, 3, 4) for n in range(39))]
+    done += [(15.887, 0.225, 4, 8), *((16.009 + 0.109 * n, 0.109, 4, 8) for n in range(40))]
+    steps = [
+        {"step": step, "loss": 1.0, "batch_size": 64, "world_size": workers, "generation": generation, "epoch": 0}
+        | {"time": START.timestamp() + at, "position": 64 * step, "lr": 0.1, "seconds": {"total": took}}
+        for step, (at, took, generation, workers) in enumerate(done)
+        if at <= until_s
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    return folder
+
+
+def test_growth_stands_still_as_long_as_a_recorded_job_did_by_what_it_measured_before(tmp_path: Path) -> None:
+    figures = measured([recorded_growth(tmp_path / "run", until_s=14.0)])
+    assert figures.step is not None
+    host = HostKind(name="vm", count=1, workers=8, boot_s=0.0)
+    work, took = Workload(samples=64 * 140, batch_size=64, shards=8), Durations.model_validate(dict(figures.seconds))
+    grown = Scenario(work, figures.step, took, [host], How(begin_with=4), [Incident(at_s=15.477, resize=8)])
+    outcome = simulate(grown, 0, 1000.0)
+    assert max(mark.workers for mark in outcome.marks) == 8
+    recorded_s = 15.756 - 15.660 + 3 * 0.006  # until it had formed, and what its first steps took longer
+    assert outcome.lost["regroup"] == pytest.approx(recorded_s, rel=0.5)
+
+
+def test_what_each_worker_adds_is_told_apart_where_generations_differ_enough(tmp_path: Path) -> None:
+    found = measured([recorded_growth(tmp_path / "run", until_s=30.0)]).seconds
+    taken = Durations.model_validate({"copy_s": found["copy_s"], "copy_each_s": found["copy_each_s"], "form_s": 0.0})
+    copies = {workers: taken.forming(workers, joined=True) for workers in (4, 8)}
+    assert 0.01 < copies[4] < copies[8] < 0.2
+    assert found["form_s"] == 0.0  # of one size only
+    assert found["form_each_s"] == pytest.approx(0.015 / 3, rel=0.01)
+
+
+def test_later_workers_of_a_host_and_noticing_a_loss_have_times_of_their_own(tmp_path: Path) -> None:
+    folder = recorded_growth(tmp_path / "run", until_s=14.0)
     found = measured([folder]).seconds
-    assert {name: found[name] for name in ("start_s", "later_start_s", "detect_s")} == {
-        "start_s": 13.0,
-        "later_start_s": 3.0,
-        "detect_s": 1.0,
-    }
+    assert found["start_s"] == 5.88
+    assert found["later_start_s"] == 0.065
+    assert found["start_each_s"] == pytest.approx(0.016, abs=0.001)
+    assert found["detect_s"] == pytest.approx(0.0, abs=0.01)  # it was the rest of a step
+    with (folder / "journal.jsonl").open("a") as file:
+        for at, line in (
+            (30.0, {"event": "agent joined", "host": "b"}),
+            (30.0, {"event": "asked for", "workers": ["w9"], "host": "b"}),
+            (44.0, minted(4, ["w1", "w9"], ["w9"], [13.0])),
+        ):
+            file.write(json.dumps({"time": (START + timedelta(seconds=at)).isoformat(), **line}) + "\n")
+    assert measured([folder]).seconds["start_s"] == pytest.approx((5.88 + 13.0) / 2)
 
 
 def test_what_the_file_says_goes_before_what_was_measured_and_all_figures_say_where_they_are_from(
@@ -119,8 +178,8 @@ def test_what_the_file_says_goes_before_what_was_measured_and_all_figures_say_wh
     )
     found = read_scenario(path, measured([run_folder(tmp_path / "run", 2, 0.4)]))
     assert found.seconds.start_s == 99.0
-    assert found.seconds.copy_s == 1.5
-    assert [found.sources[name] for name in ("start_s", "copy_s", "again_s", "a_c")] == [
+    assert found.seconds.form_each_s == 1.0
+    assert [found.sources[name] for name in ("start_s", "form_each_s", "again_s", "a_c")] == [
         "given",
         "measured",
         "default",
@@ -142,6 +201,8 @@ def test_lines_of_a_run_that_make_no_sense_are_no_figures(tmp_path: Path) -> Non
         {"event": "asked for", "workers": 3},
         {"event": "asked for", "workers": ["w3", ["w4"]]},
         {"event": "minted", "generation": 2, "joined": ["w3"], "time": "2020-01-01T00:00:00+00:00"},  # a clock put back
+        {"event": "minted", "generation": 2, "joined": ["w3"], "ready": [-1.0], "workers": 7},
+        {"event": "minted", "generation": 2, "joined": ["w3"], "ready": [1e300], "workers": ["w1", "w3"]},
         {"event": "minted", "generation": 2, "joined": 7, "time": "0001-01-01T00:00:00+23:59"},
         {"event": "formed", "seconds": {"regroup": 10**400, "form": -1.0, "copy": float("nan"), "detect": True}},
         {"event": "checkpoint", "seconds": float("inf")},

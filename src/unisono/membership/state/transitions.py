@@ -233,11 +233,13 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
     update.set(lost=(), broken=False, formed=False, seconds={})
+    joined = [before.workers[seat.worker] for seat in seats if seat.joins or before.minted is None]
     update.note(
         "minted",
         generation=number,
         workers=[seat.worker for seat in seats],
-        joined=[seat.worker for seat in seats if seat.joins or before.minted is None],
+        joined=[worker.id for worker in joined],
+        ready=[round(worker.signs.since - worker.signs.started, 3) for worker in joined],
         lost=[name for name in before.lost if name not in candidates],
         source=seats[source].worker,
         shards=[len(split.of(rank)) for rank in range(split.workers)],

@@ -241,11 +241,13 @@ class Coordination:
     def _start(self, agent: str, order: Start) -> None:
         took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
         self._warm.add(agent)
-        moment = self._agenda.now + order.delay_s + took_s
-        if moment not in self._starting:
-            self._starting[moment] = []
-            self._agenda.at(moment, partial(self._begin, moment))
-        self._starting[moment] += [(agent, name) for name in order.workers]
+        first_s = self._agenda.now + order.delay_s + took_s
+        for number, name in enumerate(order.workers):
+            moment = first_s + number * self._took.start_each_s
+            if moment not in self._starting:
+                self._starting[moment] = []
+                self._agenda.at(moment, partial(self._begin, moment))
+            self._starting[moment].append((agent, name))
 
     def _begin(self, moment: float) -> None:
         """Workers have connected, and are ready."""
@@ -311,8 +313,7 @@ class Coordination:
         if any(name not in self._where for name in names):
             new.frozen_at = self._agenda.now  # it has vanished meanwhile, and nobody knows yet
             return
-        seconds = self._took.form_s + (self._took.copy_s if joiners else 0.0)
-        self._agenda.later(seconds, partial(self._form, new))
+        self._agenda.later(self._took.forming(len(names), joined=bool(joiners)), partial(self._form, new))
 
     def _speed(self, name: str) -> float:
         host = self._where.get(name)
@@ -406,9 +407,17 @@ class Coordination:
         current = self._generation
         if current is None or current.over:
             return
+        noticed_at = self._agenda.now + self._took.detect_s + self._rest_of_step(current)
         self._leave_off()
         self._ledger.turn("regroup", self._agenda.now)
-        self._agenda.later(self._took.detect_s, partial(self._arrive, current))
+        self._agenda.at(noticed_at, partial(self._arrive, current))
+
+    def _rest_of_step(self, generation: SimulatedGeneration) -> float:
+        """Seconds of the broken step that are still computed: who is left misses others only when it sends."""
+        ends, now = generation.ends, self._agenda.now
+        broken_at = now if generation.frozen_at is None else generation.frozen_at
+        later = ends[np.searchsorted(ends, broken_at) :] if generation.formed else ends[:0]
+        return max(0.0, float(later[0]) - now) if len(later) else 0.0
 
     def _leave_off(self) -> float:
         """The generation's work ends where it stands, with all steps that are done; the moment at which it stopped."""

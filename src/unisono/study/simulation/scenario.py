@@ -99,11 +99,14 @@ class Durations(_Part):
     """What things take, in seconds.
 
     Attributes:
-        start_s: from the moment at which the first workers of a host are asked for until they are ready.
+        start_s: from the moment at which the first workers of a host are asked for until one of them is ready.
         later_start_s: the same of later workers, which are forked from a process that has loaded everything.
+        start_each_s: the seconds by which each further worker that a host starts at the same time is ready later.
         form_s: what it takes to form a generation, once all have arrived, and what its first steps take longer.
-        copy_s: what joiners' copy of the state takes besides.
-        detect_s: from the closing of a connection until all have noticed.
+        form_each_s: what each of its workers adds to that.
+        copy_s: what joiners add to that: the copy of the state.
+        copy_each_s: what each worker of the generation adds to the copy.
+        detect_s: from the end of the step that a loss breaks off until all have noticed.
         checkpoint_s: from the step at which a checkpoint is written until it is whole on disk.
         stall_s: what training stands still for a checkpoint.
         again_s: from the moment at which there is room again until a job that had ended is started again.
@@ -112,13 +115,26 @@ class Durations(_Part):
 
     start_s: Seconds = 30.0
     later_start_s: Seconds = 5.0
+    start_each_s: Seconds = 0.0
     form_s: Seconds = 0.5
+    form_each_s: Seconds = 0.0
     copy_s: Seconds = 1.0
+    copy_each_s: Seconds = 0.0
     detect_s: Seconds = 0.1
     checkpoint_s: Seconds = 2.0
     stall_s: Seconds = 0.1
     again_s: Seconds = 30.0
     jitter: Annotated[float, Field(ge=0, le=2)] = 0.03
+
+    def forming(self, workers: int, *, joined: bool = False) -> float:
+        """Seconds until a generation works.
+
+        Args:
+            workers: the number of its workers.
+            joined: whether some of them lack the state.
+        """
+        copy_s = self.copy_s + workers * self.copy_each_s if joined else 0.0
+        return self.form_s + workers * self.form_each_s + copy_s
 
 
 class How(_Part):

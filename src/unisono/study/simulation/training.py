@@ -163,7 +163,7 @@ class SimulatedTraining:
                 shard_s=busy_s / load.shards,
                 step_s=seconds,
                 exposed_s=max(0.0, seconds - busy_s),
-                formed_s=took.form_s,
+                formed_s=took.forming(len(crew.places)),
                 checkpoint_s=took.checkpoint_s,
             )
             if load.shards
