@@ -53,8 +53,10 @@ class Job:
         self.hung_up = []
         for action in actions:
             match action:
-                case Tell(name, message) | TellAgent(name, message):
-                    self.told.append((name, message))
+                case Tell(workers, message):
+                    self.told += [(worker, message) for worker in workers]
+                case TellAgent(agent, message):
+                    self.told.append((agent, message))
                 case Note():
                     self.notes.append(action)
                 case Forget(below):
@@ -75,7 +77,7 @@ class Job:
         assert self._kept == whole(self.state)
 
     def hear(self, worker: str, message: FromWorker) -> Self:
-        return self.happen(Heard(worker, message))
+        return self.happen(Heard((worker,), message))
 
     def agent(self, message: FromAgent, agent: str = "a") -> Self:
         return self.happen(AgentHeard(agent, message))

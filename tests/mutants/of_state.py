@@ -50,14 +50,14 @@ MUTANTS = (
     Mutant(
         "members that leave go in the middle of a step",
         ARRIVAL,
-        "len(places) == 1 and all(arrival(member).at_boundary for member in holders)",
+        "len(places) == 1 and all(each.at_boundary for each in found)",
         "len(places) == 1",
     ),
     Mutant(
         "members count as standing at one boundary although one is an act ahead",
         ARRIVAL,
-        "places = {(arrival(member).acts, arrival(member).loop) for member in holders}",
-        "places = {arrival(member).loop for member in holders}",
+        "places = {(each.acts, each.loop) for each in found}",
+        "places = {each.loop for each in found}",
     ),
     Mutant(
         "the state of the generation comes from the member that is the furthest behind",
@@ -68,19 +68,19 @@ MUTANTS = (
     Mutant(
         "a joiner that has not yet received the state counts as one that has it",
         ARRIVAL,
-        "return not seat.joins or max(1, current.roster[current.source].acts) <= arrival(member).acts",
+        "return not seat.joins or max(1, current.roster[current.source].acts) <= found.acts",
         "return True",
     ),
     Mutant(
         "the next generation is formed before all members have arrived",
         TRANSITIONS,
-        'if current is None or workers.number(("working",)) or workers.number(',
-        'if current is None or not workers.number(("arrived",)) or workers.number(',
+        "if current is None or workers.number(MEMBER) > len(arrivals) or",
+        "if current is None or not arrivals or",
     ),
     Mutant(
         "a generation is formed with a member that has no connection",
         TRANSITIONS,
-        ' or workers.number(("arrived",), connected=False):',
+        " or workers.number(MEMBER, connected=False):",
         ":",
     ),
     Mutant(
@@ -124,8 +124,8 @@ MUTANTS = (
     Mutant(
         "an arrival in an earlier generation counts in this one",
         EVENTS,
-        'case Arrived() if worker.phase == "working" and message.generation == update.state.generation:',
-        'case Arrived() if worker.phase == "working":',
+        "case Arrived(generation=generation) | Formed(generation=generation) if",
+        "case Formed(generation=generation) if",
     ),
     Mutant(
         "a worker may be in the generation after the newest",
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant(
         "members wait for one that has left before it had formed the generation",
         EVENTS,
-        "    if not message.at_boundary or not update.state.has_formed(worker):\n",
+        "    if not message.at_boundary or not all(map(state.has_formed, workers)):\n",
         "    if not message.at_boundary:\n",
     ),
     Mutant(
@@ -209,8 +209,8 @@ MUTANTS = (
     Mutant(
         "workers count as connected to a coordinator that has just started",
         EVENTS,
-        "lambda worker: changed(worker, signs=signs, unformed=0)",
-        "lambda worker: changed(worker, signs=changed(signs, connected=worker.signs.connected), unformed=0)",
+        "changed(worker, signs=signs, unformed=0) for worker",
+        "changed(worker, signs=changed(signs, connected=worker.signs.connected), unformed=0) for worker",
     ),
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",
@@ -266,20 +266,20 @@ MUTANTS = (
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    update.speaker = name\n",
+        "    update.hear_of(worker.id for worker in workers)\n",
         "",
     ),
     Mutant(
         "a member that goes on giving signs of life need never arrive",
         DEADLINE,
-        "return min(signs.at, signs.at if state.arrival is None else state.arrival) + timeout_s",
-        "return signs.at + timeout_s",
+        "return min(heard_at, heard_at if state.arrival is None else state.arrival) + timeout_s",
+        "return heard_at + timeout_s",
     ),
     Mutant(
         "those who are ready wait for ever for one that never comes, as they give signs of life",
         DEADLINE,
         "return min((worker.signs.since for worker in",
-        "return min((worker.signs.at for worker in",
+        "return min((state.heard_at[worker.id] for worker in",
     ),
     Mutant(
         "a coordinator that was held up takes everybody for lost",
@@ -290,8 +290,8 @@ MUTANTS = (
     Mutant(
         "a broken connection is a sign of life",
         EVENTS,
-        "return changed(signs, connected=False, at=max(signs.at, update.now - half))",
-        "return changed(signs, connected=False, at=update.now)",
+        "return max(heard_at, update.now - update.state.settings.failure_timeout_s / 2)",
+        "return update.now",
     ),
     Mutant(
         "a main thread that hangs in a collective call is never given up",
@@ -311,6 +311,24 @@ MUTANTS = (
         TRANSITIONS,
         "for worker in update.state.candidates[::-1][:surplus] if",
         "for worker in update.state.candidates[:surplus] if",
+    ),
+    Mutant(
+        "who is no member any more still counts as one that has arrived",
+        STATE_UPDATE,
+        "            self._let_go(worker)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a worker that is gone is heard of for ever",
+        STATE_UPDATE,
+        "        self.set(heard_at=self.state.heard_at.discard(worker.id))\n",
+        "",
+    ),
+    Mutant(
+        "of several that say the same, one alone is heard",
+        EVENTS,
+        "for name in names if (worker := _listened_to",
+        "for name in names[:1] if (worker := _listened_to",
     ),
     Mutant(
         "a worker that cannot be replaced for want of restarts is replaced",
@@ -426,8 +444,8 @@ MUTANTS = (
     Mutant(
         "a joiner is told of new hosts alone",
         ROSTER,
-        "and seat.worker in spoke and seat.worker in survivors:",
-        "and seat.worker not in spoke:",
+        "and speaker in spoke and speaker in survivors:",
+        "and speaker not in spoke:",
         ROSTERS,
     ),
     Mutant(

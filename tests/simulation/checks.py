@@ -25,8 +25,8 @@ def check(world: World, before: machine.State, after: machine.State) -> None:
     """What the coordinator has decided makes sense in this world."""
     assert after.generation >= before.generation
     check_indexes(after)
-    for member in after.members:
-        assert (member.phase == "arrived") == (member.arrived is not None)
+    assert {*after.arrivals, *after.formed_by} <= {member.id for member in after.members}
+    assert {*after.heard_at} == {*after.workers}
     for agent in after.agents.values():
         mine = [worker for worker in after.workers.values() if worker.agent == agent.id]
         assert len(mine) <= max(agent.workers, len([w for w in before.workers.values() if w.agent == agent.id]))

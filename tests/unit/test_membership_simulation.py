@@ -11,6 +11,7 @@ import pytest
 
 from simulation.world import World
 from unisono.membership.messages import JobOver
+from unisono.membership.state import State
 
 pytestmark = pytest.mark.cluster
 
@@ -43,11 +44,11 @@ def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_call_is_lost_or_rep
 
 
 def test_a_schedule_is_its_seed(tmp_path: Path) -> None:
-    def end(seed: int) -> str:
+    def end(seed: int) -> State:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         world = World(seed, folder)
         world.play()
-        return repr(world.service.state)
+        return world.service.state
 
     assert end(7) == end(7)
     assert end(7) != end(8)

@@ -125,15 +125,16 @@ def test_what_a_bundle_says_comes_to_the_same_as_its_messages_one_by_one() -> No
     def said(worker: str) -> list[Heard]:
         """Its worker has formed the generation, and stands at the next boundary."""
         arrived = Arrived(generation=1, acts=5, loop=0, at_boundary=True, step=5)
-        return [Heard(worker, message) for message in (Formed(generation=1, seconds={"form": 0.5}), arrived)]
+        return [Heard((worker,), message) for message in (Formed(generation=1, seconds={"form": 0.5}), arrived)]
 
-    one_by_one, bundled = with_joiner(3), with_joiner(3)
+    one_by_one, bundled, at_once = with_joiner(3), with_joiner(3), with_joiner(3)
     events = [event for worker in ("w1", "w2", "w3") for event in said(worker)]
     for event in events:
         one_by_one.happen(event)
     bundled.happen(Bundle(events))
+    at_once.happen(Bundle([Heard(("w1", "w2", "w3"), each.message) for each in said("w1")]))
     assert bundled.state.generation == 2
-    assert bundled.state == one_by_one.state
+    assert bundled.state == one_by_one.state == at_once.state
 
 
 def test_there_are_never_more_workers_than_shards() -> None:

@@ -11,8 +11,8 @@ from unisono.membership.state.tables import WorkerTable
 
 pytestmark = pytest.mark.unit
 
-PHASES: tuple[Phase, ...] = ("asked", "ready", "working", "arrived")
-MARKS = [*product(PHASES, (False, True), (False, True)), *product("ab", ("candidate", "member")), "waits", "forms"]
+PHASES: tuple[Phase, ...] = ("asked", "ready", "working", "finished")
+MARKS = [*product(PHASES, (False, True), (False, True)), *product("ab", ("candidate", "member", "other")), "waits"]
 
 
 def row(chance: random.Random) -> Worker:
@@ -21,7 +21,6 @@ def row(chance: random.Random) -> Worker:
         chance.choice("ab"),
         phase=chance.choice(PHASES),
         leaving=chance.random() < 0.3,
-        formed=chance.random() < 0.5,
         signs=Signs(connected=chance.random() < 0.5, pulse=Pulse(doing=chance.choice(("call", "wait")))),
     )
 

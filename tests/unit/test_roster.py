@@ -23,7 +23,7 @@ def generation(number: int, *seats: Seat, source: int = 0) -> MintedGeneration:
 def told(new: MintedGeneration, before: MintedGeneration | None = None) -> dict[str, NewGeneration]:
     """By worker; those who are in both come from the one before."""
     survivors = set() if before is None else {each.worker for each in before.roster if not each.joins}
-    return dict(new.messages(before, survivors))
+    return {worker: message for workers, message in new.messages(before, survivors) for worker in workers}
 
 
 def test_everybody_learns_the_shards_the_acts_and_the_joiners_of_all() -> None:

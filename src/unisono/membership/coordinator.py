@@ -169,7 +169,7 @@ class Coordinator:
             older.hang_up()
             self.values.drop(worker)
         self._workers[worker] = peer
-        self.handle(machine.Heard(worker, hello))
+        self.handle(machine.Heard((worker,), hello))
 
     def greet_agent(self, agent: str, peer: Peer, hello: AgentHello) -> None:
         """An agent has connected."""
@@ -199,8 +199,9 @@ class Coordinator:
 
     def _act(self, action: machine.Action, texts: dict[int, str]) -> None:
         match action:
-            case machine.Tell(worker, message):
-                self._send(self._workers.get(worker), message, texts)
+            case machine.Tell(workers, message):
+                for worker in workers:
+                    self._send(self._workers.get(worker), message, texts)
             case machine.TellAgent(agent, message):
                 self._send(self._agents.get(agent), message, texts)
             case machine.Hangup(worker):
@@ -293,7 +294,7 @@ def _is_said_again(state: machine.State, event: machine.Event) -> bool:
     A worker's first hello is kept: what it is told then, whether it joins, decides what it does from there on.
     """
     match event:
-        case machine.Heard(name, WorkerHello()):
+        case machine.Heard((name,), WorkerHello()):
             worker = state.workers.get(name)
             return worker is None or worker.phase != "asked"
         case machine.Heard(_, Ready() | Arrived() | Formed() | Progress()):
@@ -355,7 +356,7 @@ class WorkerSession(Session):
         if isinstance(message, StoreRequest):
             self._coordinator.store(self._name, message)
         else:
-            self._coordinator.handle(machine.Heard(self._name, message))
+            self._coordinator.handle(machine.Heard((self._name,), message))
 
     def close(self) -> None:
         """The worker is told nothing more."""

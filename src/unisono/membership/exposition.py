@@ -96,7 +96,7 @@ class _Families:
     def _of_workers(self) -> Iterator[Any]:
         from prometheus_client.core import GaugeMetricFamily
 
-        phases = Counter(worker.phase for worker in self._state.workers.values())
+        phases = Counter(map(self._state.phase_of, self._state.workers.values()))
         yield _gauges("unisono_workers", "Workers by what they do; those that train are working.", "phase", phases)
         about = "Seconds since a member's main thread made progress, by its own measure."
         still = GaugeMetricFamily("unisono_worker_still_seconds", about, labels=["worker", "host"])

@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from unisono.errors import JobError
-from unisono.membership.state.rows import SAID_AGAIN, Agent, Link, Worker, kept_phase
-from unisono.membership.state.state import State
+from unisono.membership.state.rows import Agent, Link, Worker
+from unisono.membership.state.state import SAID_AGAIN, State
 
 Plain = dict[str, Any]
 Rows = Mapping[str, Iterable[str]]
@@ -23,7 +23,7 @@ _ROWS: dict[str, TypeAdapter[Any]] = {
 }
 _TYPES = get_type_hints(State)
 _FIELDS: dict[str, TypeAdapter[Any]] = {
-    field.name: TypeAdapter(_TYPES[field.name]) for field in fields(State) if field.name not in _ROWS
+    field.name: TypeAdapter(_TYPES[field.name]) for field in fields(State) if field.name not in {*_ROWS, *SAID_AGAIN}
 }
 
 
@@ -88,6 +88,4 @@ def restored(known: Plain) -> State:
 
 
 def _plain(table: str, row: Any) -> Any:
-    if isinstance(row, Worker):
-        return _ROWS[table].dump_python(replace(row, phase=kept_phase(row.phase)), mode="json", exclude=SAID_AGAIN)
     return _ROWS[table].dump_python(row, mode="json", exclude={"signs"})

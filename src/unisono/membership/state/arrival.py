@@ -1,6 +1,6 @@
 """The end of a generation: who has come furthest, who is excluded, and how shards are split."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from statistics import median
 
 from unisono.membership.messages import Arrived
@@ -10,34 +10,31 @@ from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.plan.split import Split
 
-
-def arrival(member: Worker) -> Arrived:
-    """How this member has arrived."""
-    assert member.arrived is not None
-    return member.arrived
+Arrivals = Mapping[str, Arrived]
+"""By member, how it has arrived."""
 
 
-def holds_state(member: Worker, current: MintedGeneration, rank: int) -> bool:
-    """Whether it has a state to go on from: it is no joiner that was still to receive it."""
+def holds_state(found: Arrived, current: MintedGeneration, rank: int) -> bool:
+    """Whether who has arrived has a state to go on from: it is no joiner that was still to receive it."""
     seat = current.roster[rank]
-    return not seat.joins or max(1, current.roster[current.source].acts) <= arrival(member).acts
+    return not seat.joins or max(1, current.roster[current.source].acts) <= found.acts
 
 
-def are_steady(holders: Sequence[Worker]) -> bool:
+def are_steady(holders: Sequence[Worker], arrivals: Arrivals) -> bool:
     """Whether all stand at one and the same boundary."""
-    places = {(arrival(member).acts, arrival(member).loop) for member in holders}
-    return len(places) == 1 and all(arrival(member).at_boundary for member in holders)
+    found = [arrivals[member.id] for member in holders]
+    places = {(each.acts, each.loop) for each in found}
+    return len(places) == 1 and all(each.at_boundary for each in found)
 
 
-def newest(staying: Sequence[Worker], holding: Set[str]) -> int:
+def newest(staying: Sequence[Worker], holding: Set[str], arrivals: Arrivals) -> int:
     """The first rank, among those that stay, whose state is the newest."""
     ranks = [rank for rank, member in enumerate(staying) if member.id in holding]
-    return max(ranks, key=lambda rank: arrival(staying[rank]).acts)
+    return max(ranks, key=lambda rank: arrivals[staying[rank].id].acts)
 
 
-def survivor(member: Worker, agent: Agent, holds: bool) -> Seat:
-    """A member's place in the next roster."""
-    found = arrival(member)
+def survivor(member: Worker, agent: Agent, found: Arrived, holds: bool) -> Seat:
+    """The place of a member that has arrived in the next roster."""
     acts = found.acts if holds else 0
     return _seat(member, agent, found.address, acts=acts, joins=not holds)
 
@@ -130,7 +127,7 @@ def exclude_unconnected(update: StateUpdate, current: MintedGeneration, holders:
 
 def _has_formed(state: State, current: MintedGeneration, holders: Sequence[Worker]) -> bool:
     base = current.roster[current.source].acts
-    return state.formed or any(arrival(holder).acts > base for holder in holders)
+    return state.formed or any(state.arrivals[holder.id].acts > base for holder in holders)
 
 
 def _is_whole(state: State, current: MintedGeneration) -> bool:

@@ -1,6 +1,10 @@
 """The time for which each worker and each agent may be silent."""
 
-from unisono.membership.state.rows import Agent, Signs, Worker, changed
+from dataclasses import replace
+
+from rpds import HashTrieMap
+
+from unisono.membership.state.rows import Agent, Worker, changed
 from unisono.membership.state.state import State
 
 LONGER = 3.0
@@ -42,17 +46,17 @@ def worker_deadline(state: State, worker: Worker, waits: float | None) -> float 
         worker: the worker.
         waits: since when somebody has been ready, as :func:`waited_since` says.
     """
-    signs, timeout_s = worker.signs, state.settings.failure_timeout_s
+    heard_at, timeout_s = state.heard_at.get(worker.id, 0.0), state.settings.failure_timeout_s
     match worker.phase:
-        case "working":
+        case "working" if worker.id not in state.arrivals:
             # When others have arrived, it has to as well, and other signs of life count no more.
-            return min(signs.at, signs.at if state.arrival is None else state.arrival) + timeout_s
+            return min(heard_at, heard_at if state.arrival is None else state.arrival) + timeout_s
         case "asked" | "preparing" if state.minted is None and not worker.joins:
             return _first_deadline(state, worker, waits)
-        case "preparing" | "ready" | "arrived":
-            return None if signs.connected else signs.at + timeout_s
+        case "preparing" | "ready" | "working":
+            return None if worker.signs.connected else heard_at + timeout_s
         case "removed":
-            return signs.at + timeout_s
+            return heard_at + timeout_s
     return None
 
 
@@ -73,7 +77,7 @@ def hangs(state: State, worker: Worker) -> bool:
     may take as long as it takes, it hangs only if others wait for it.
     """
     pulse = worker.signs.pulse
-    if worker.phase != "working" or pulse.doing == "wait":
+    if not state.is_at_work(worker) or pulse.doing == "wait":
         return False
     if pulse.still_s <= max(state.settings.failure_timeout_s, LONGER * pulse.longest_s):
         return False
@@ -101,12 +105,16 @@ def excused(state: State, now: float) -> State:
     if gap <= state.settings.failure_timeout_s / 2:
         return state
 
-    def put_off(signs: Signs) -> Signs:
-        return changed(signs, at=signs.at + gap, since=signs.since + gap)
+    def waiting(worker: Worker) -> Worker:
+        return changed(worker, signs=changed(worker.signs, since=worker.signs.since + gap))
+
+    def away(agent: Agent) -> Agent:
+        return changed(agent, signs=replace(agent.signs, at=agent.signs.at + gap))
 
     return changed(
         state,
-        workers=state.workers.mapped(lambda worker: changed(worker, signs=put_off(worker.signs))),
-        agents=state.agents.mapped(lambda agent: changed(agent, signs=put_off(agent.signs))),
+        workers=state.workers.with_rows(map(waiting, state.candidates)),
+        heard_at=HashTrieMap({name: at + gap for name, at in state.heard_at.items()}),
+        agents=state.agents.with_rows(map(away, state.agents.values())),
         arrival=None if state.arrival is None else state.arrival + gap,
     )

@@ -12,9 +12,9 @@ from unisono.membership.messages import FromWorker, ToWorker
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send a message to a worker, if it is connected."""
+    """Send a message to workers, as far as they are connected."""
 
-    worker: str
+    workers: tuple[str, ...]
     message: ToWorker
 
 
@@ -63,9 +63,9 @@ Action = Tell | TellAgent | Hangup | Note | Forget | Changed
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A worker has said something. Its hello is what connects it."""
+    """A worker has said something, or several have said the same. Its hello is what connects it."""
 
-    worker: str
+    workers: tuple[str, ...]
     message: FromWorker
 
 

@@ -1,5 +1,9 @@
 """The effect of each event on the state, before the transitions that follow from it."""
 
+from collections.abc import Sequence
+
+from rpds import HashTrieMap
+
 from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, WorkerEnded
 from unisono.membership.messages import (
@@ -32,11 +36,10 @@ from unisono.membership.state.event import (
     Resized,
     Restarted,
     StopAsked,
-    Tell,
     Tick,
 )
 from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed, try_again
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Signs, Worker, changed, pair
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Signs, Worker, changed, pair
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.membership.state.status import find, main_worker, why_no_checkpoint, why_not_replaced
@@ -44,13 +47,9 @@ from unisono.membership.state.status import find, main_worker, why_no_checkpoint
 
 def hear(update: StateUpdate, event: Event) -> None:
     """Let an event have its effect. Of a job that is over, only whoever connects is told so."""
-    if isinstance(event, Heard):  # first, since of thousands of workers each is heard
-        if isinstance(event.message, WorkerHello):
-            _greet(update, event.message)
-        elif update.state.over is None:
-            _hear(update, event.worker, event.message)
-        return
     match event:
+        case Heard(_, WorkerHello() as hello):
+            _greet(update, hello)
         case Bundle(events):
             with update.in_bulk():
                 for each in events:
@@ -61,6 +60,8 @@ def hear(update: StateUpdate, event: Event) -> None:
             _enlist(update, hello)
         case _ if update.state.over is not None:
             pass
+        case Heard(workers, message):
+            _hear(update, workers, message)
         case AgentHeard(agent, WorkerEnded() as ended):
             _ended(update, agent, ended)
         case AgentHeard(agent, AgentLeaving(reason=reason)):
@@ -91,7 +92,7 @@ def hear(update: StateUpdate, event: Event) -> None:
 def _greet(update: StateUpdate, hello: WorkerHello) -> None:
     state, worker = update.state, update.state.workers.get(hello.worker)
     if state.over is not None:
-        update.actions.append(Tell(hello.worker, state.over))
+        update.tell_all((hello.worker,), state.over)
         return
     if worker is None or _refusal(state, worker, hello):
         reason = "no worker of this name is expected" if worker is None else _refusal(state, worker, hello)
@@ -105,13 +106,14 @@ def _greet(update: StateUpdate, hello: WorkerHello) -> None:
         pid=hello.pid,
         phase="preparing" if is_new else worker.phase,
         joins=state.minted is not None if is_new else worker.joins,
-        signs=changed(worker.signs, connected=True, at=update.now),
+        signs=changed(worker.signs, connected=True),
     )
+    update.hear_of([worker.id])
     if worker.farewell is not None:
         update.tell(worker, worker.farewell)
         return
     update.tell(worker, Welcome(joins=worker.joins))
-    if worker.phase == "working":
+    if state.is_at_work(worker):
         _remind(update, worker, hello.generation)
 
 
@@ -142,27 +144,41 @@ def _remind(update: StateUpdate, worker: Worker, generation: int) -> None:
         update.tell(worker, RegroupDue(generation=current.generation))
 
 
-def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
-    worker = update.state.workers.get(name)
+def _hear(update: StateUpdate, names: Sequence[str], message: FromWorker) -> None:
+    """Workers have said the same."""
+    workers = [worker for name in names if (worker := _listened_to(update, name)) is not None]
+    update.hear_of(worker.id for worker in workers)
+    match message:
+        case Arrived(generation=generation) | Formed(generation=generation) if generation != update.state.generation:
+            pass
+        case Arrived():
+            _arrived(update, [worker for worker in workers if update.state.is_at_work(worker)], message)
+        case Formed():
+            _formed(update, [worker for worker in workers if worker.phase in MEMBER], message)
+        case _:
+            for worker in workers:
+                _hear_one(update, worker, message)
+
+
+def _listened_to(update: StateUpdate, name: str) -> Worker | None:
+    """The worker of this name; None if what it says has no effect."""
+    worker: Worker | None = update.state.workers.get(name)
     if worker is None or worker.phase == "lost":
         reason = "no worker of this name is expected" if worker is None else f"{name} was given up: {worker.why}"
         update.refuse(name, reason)
-        return
+        return None
     writes = worker.farewell is not None and worker.farewell.preempted  # a checkpoint, which takes as long as it takes
-    if worker.phase == "asked" or (worker.phase == "removed" and not writes):
-        return
-    update.speaker = name
+    return None if worker.phase == "asked" or (worker.phase == "removed" and not writes) else worker
+
+
+def _hear_one(update: StateUpdate, worker: Worker, message: FromWorker) -> None:
     match message:
         case Ready() if worker.phase in ("preparing", "ready"):
             _ready(update, worker, message)
-        case Ready() if worker.phase == "working" and message.generation == update.state.generation:
+        case Ready() if update.state.is_at_work(worker) and message.generation == update.state.generation:
             not_reached(update, update.state.agents[worker.agent], message.unreached)
             _ready(update, worker, message)
             update.break_up(worker)
-        case Arrived() if worker.phase == "working" and message.generation == update.state.generation:
-            _arrived(update, worker, message)
-        case Formed() if worker.phase in MEMBER and message.generation == update.state.generation:
-            _formed(update, worker, message)
         case Leaving() if worker.phase in (*CANDIDATE, *MEMBER):
             _leave(update, worker)
         case Finished(digest=digest) if worker.phase in MEMBER:
@@ -173,8 +189,6 @@ def _hear(update: StateUpdate, name: str, message: FromWorker) -> None:
             _progress(update, worker, message)
         case ResizeRequest(workers=workers) if worker.phase in MEMBER:
             _resize(update, workers, worker.id)
-    if update.speaker:
-        update.put(worker)  # nothing has changed but that it was heard
 
 
 def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
@@ -186,28 +200,34 @@ def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
     update.put(worker, phase="ready", loop=message.loop, address=message.address)
 
 
-def _arrived(update: StateUpdate, worker: Worker, message: Arrived) -> None:
-    if message.unreached:
+def _arrived(update: StateUpdate, workers: Sequence[Worker], message: Arrived) -> None:
+    if not workers:
+        return
+    for worker in workers if message.unreached else ():
         not_reached(update, update.state.agents[worker.agent], message.unreached)
-    update.put(worker, phase="arrived", arrived=message)
-    if update.state.arrival is None:
-        update.set(arrival=update.now)
+    state = update.state
+    update.set(
+        arrivals=state.arrivals.update(dict.fromkeys([worker.id for worker in workers], message)),
+        arrival=update.now if state.arrival is None else state.arrival,
+    )
     update.call_members()
-    if not message.at_boundary or not update.state.has_formed(worker):
+    if not message.at_boundary or not all(map(state.has_formed, workers)):
         update.wake_members()  # they may wait for it, and it comes no more
 
 
-def _formed(update: StateUpdate, worker: Worker, message: Formed) -> None:
-    if worker.formed:
+def _formed(update: StateUpdate, workers: Sequence[Worker], message: Formed) -> None:
+    known, before = update.state.seconds, update.state.formed_by
+    names = [worker.id for worker in workers if worker.id not in before]
+    if not names:
         return
-    known = update.state.seconds
     longer = {part: length for part, length in message.seconds.items() if length > known.get(part, -1.0)}
-    update.put(worker, formed=True)
-    if longer:
-        update.set(seconds={**known, **longer})
-    if (agent := update.state.agents[worker.agent]).failed:
-        update.put_agent(agent, failed=0)
-    if not update.state.workers.count("forms"):
+    update.set(formed_by=before.update(names), seconds={**known, **longer} if longer else known)
+    agents = {worker.agent for worker in workers}
+    update.moved |= agents
+    for agent in map(update.state.agents.__getitem__, agents):
+        if agent.failed:
+            update.put_agent(agent, failed=0)
+    if len(update.state.formed_by) == update.state.workers.number(MEMBER):
         update.set(formed=True)
         update.note("formed", generation=update.state.generation, seconds=dict(update.state.seconds))
 
@@ -265,7 +285,7 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
     if agent.probes != hello.probes:
         forget_agent(update, agent.id)
     update.linked |= {pair(agent.id, other) for other in agent.probing}  # it has forgotten them, and is asked again
-    signs = Signs(connected=True, at=update.now)
+    signs = AgentSigns(connected=True, at=update.now)
     leaving = agent.leaving and not agent.left  # who has left, and is there again, was started again
     update.put_agent(
         agent, workers=hello.workers, leaving=leaving, left=False, probes=hello.probes, probing=(), signs=signs
@@ -391,22 +411,23 @@ def _stop(update: StateUpdate) -> None:
 
 def _disconnected(update: StateUpdate, worker: str | None, agent: str | None) -> None:
     if worker is not None and (known := update.state.workers.get(worker)) is not None:
-        update.put(known, signs=_cut_off(update, known.signs))
+        update.put(known, signs=changed(known.signs, connected=False))
+        update.hear_of([known.id], _cut_off(update, update.last_heard(known.id)))
     if agent is not None and (host := update.state.agents.get(agent)) is not None:
-        update.put_agent(host, signs=_cut_off(update, host.signs))
+        update.put_agent(host, signs=AgentSigns(connected=False, at=_cut_off(update, host.signs.at)))
 
 
-def _cut_off(update: StateUpdate, signs: Signs) -> Signs:
-    """Without a connection, which is no sign of life: whoever was silent for long has half the time left."""
-    half = update.state.settings.failure_timeout_s / 2
-    return changed(signs, connected=False, at=max(signs.at, update.now - half))
+def _cut_off(update: StateUpdate, heard_at: float) -> float:
+    """A broken connection is no sign of life: whoever was silent for long has half the time left."""
+    return max(heard_at, update.now - update.state.settings.failure_timeout_s / 2)
 
 
 def _restart(update: StateUpdate) -> None:
-    state, signs = update.state, Signs(at=update.now, started=update.now, since=update.now)
+    state, signs, agent_signs = update.state, Signs(started=update.now, since=update.now), AgentSigns(at=update.now)
     update.set(
-        workers=state.workers.mapped(lambda worker: changed(worker, signs=signs, unformed=0)),
-        agents=state.agents.mapped(lambda agent: changed(agent, signs=signs)),
+        workers=state.workers.with_rows(changed(worker, signs=signs, unformed=0) for worker in state.workers.values()),
+        heard_at=HashTrieMap(dict.fromkeys(state.workers, update.now)),
+        agents=state.agents.with_rows(changed(agent, signs=agent_signs) for agent in state.agents.values()),
         judged_at=update.now,
         due_since=None if state.due_since is None else update.now,
         arrival=None if state.arrival is None else update.now,

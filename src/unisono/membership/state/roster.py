@@ -1,6 +1,6 @@
 """A generation's roster, and what each of its workers is told of it."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -56,27 +56,28 @@ class MintedGeneration:
         hosts = self._hosts_but(seat.agent) if worker in self._speakers() else ()
         return self._to_all().model_copy(update={"here": self._neighbours()[seat.host], "hosts": hosts})
 
-    def messages(self, before: "MintedGeneration | None", survivors: Set[str]) -> Iterator[tuple[str, NewGeneration]]:
-        """What each worker is told, by rank. Workers of a host are told the same, but for who speaks for it.
+    def messages(
+        self, before: "MintedGeneration | None", survivors: Container[str]
+    ) -> Iterator[tuple[tuple[str, ...], NewGeneration]]:
+        """What workers are told. Those of a host are told the same, but for who speaks for it.
 
         Args:
             before: the generation before; None if there was none.
             survivors: the ids of those that come from it, and know it.
         """
         speakers, hosts, to_all = self._speakers(), self._hosts(), self._to_all()
-        to_most = {host: to_all.model_copy(update={"here": here}) for host, here in self._neighbours().items()}
-        knew, spoke = ({}, set()) if before is None else (before._hosts(), before._speakers())
+        knew, spoke = ({}, {}) if before is None else (before._hosts(), before._speakers())
         news = tuple(target for agent, target in hosts.items() if knew.get(agent) != target)
         gone = tuple(agent for agent in knew if agent not in hosts)
-        for seat in self.roster:
-            message = to_most[seat.host]
-            if seat.worker in speakers and before is not None and seat.worker in spoke and seat.worker in survivors:
-                update = {"hosts": news, "gone": gone, "hosts_since": before.generation}
-                yield seat.worker, message.model_copy(update=update)
-            elif seat.worker in speakers:
-                yield seat.worker, message.model_copy(update={"hosts": self._hosts_but(seat.agent)})
-            else:
-                yield seat.worker, message
+        for here in self._neighbours().values():
+            message, names = to_all.model_copy(update={"here": here}), [one.worker for one in here]
+            for speaker in filter(speakers.__contains__, names):
+                update: dict[str, object] = {"hosts": self._hosts_but(speakers[speaker])}
+                if before is not None and speaker in spoke and speaker in survivors:
+                    update = {"hosts": news, "gone": gone, "hosts_since": before.generation}
+                yield (speaker,), message.model_copy(update=update)
+            if others := tuple(name for name in names if name not in speakers):
+                yield others, message
 
     def _neighbours(self) -> dict[str, tuple[Neighbour, ...]]:
         """By host, the workers there, in the order of ranks."""
@@ -86,13 +87,13 @@ class MintedGeneration:
             here.setdefault(seat.host, []).append(neighbour)
         return {host: tuple(neighbours) for host, neighbours in here.items()}
 
-    def _speakers(self) -> Set[str]:
+    def _speakers(self) -> dict[str, str]:
         """Of each agent that answers probes, the worker of the lowest rank: for its host, it probes the others."""
         first: dict[str, str] = {}
         for seat in self.roster:
             if seat.agent and seat.probes:
                 first.setdefault(seat.agent, seat.worker)
-        return frozenset(first.values())
+        return {worker: agent for agent, worker in first.items()}
 
     def _hosts(self) -> dict[str, Target]:
         """By agent, the hosts that answer probes."""

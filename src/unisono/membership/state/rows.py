@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
-from unisono.membership.messages import Arrived, Pulse, Removed
+from unisono.membership.messages import Pulse, Removed
 
 T = TypeVar("T")
 
@@ -20,12 +20,10 @@ def changed(value: T, **fields: Any) -> T:
 
 @dataclass(frozen=True)
 class Signs:
-    """The newest signs of life of a worker or an agent.
+    """The newest signs of life of a worker, but for the time of the last one.
 
     Attributes:
         connected: whether it is.
-        at: the time of its last message, of the loss of its connection, or of the last order to it, whichever is
-            newest.
         started: the time at which its process was to start.
         since: the time at which its phase began.
         step: the number of its last committed step.
@@ -34,7 +32,6 @@ class Signs:
     """
 
     connected: bool = False
-    at: float = 0.0
     started: float = 0.0
     since: float = 0.0
     step: int = 0
@@ -42,14 +39,26 @@ class Signs:
     pulse: Pulse = field(default_factory=Pulse)
 
 
-Phase = Literal["asked", "preparing", "ready", "working", "arrived", "finished", "removed", "lost"]
+@dataclass(frozen=True, slots=True)
+class AgentSigns:
+    """The newest signs of life of an agent.
+
+    Attributes:
+        connected: whether it is.
+        at: the time of its last hello, or of the loss of its connection.
+    """
+
+    connected: bool = False
+    at: float = 0.0
+
+
+Phase = Literal["asked", "preparing", "ready", "working", "finished", "removed", "lost"]
 """What a worker does:
 
 asked      its agent was told to start it
 preparing  it is connected, and runs its script up to the place where it can be taken in
 ready      it waits there
 working    it is a member of the generation
-arrived    a member that has left the generation's work, and waits for the next one
 finished   its script has finished its run
 removed    it takes part no more, and is about to end
 lost       it is given up, and is about to be killed
@@ -58,7 +67,7 @@ lost       it is given up, and is about to be killed
 CANDIDATE: tuple[Phase, ...] = ("asked", "preparing", "ready")
 """Phases of those who are to be taken in."""
 
-MEMBER: tuple[Phase, ...] = ("working", "arrived")
+MEMBER: tuple[Phase, ...] = ("working",)
 """Phases of those who train."""
 
 
@@ -68,14 +77,6 @@ PART: dict[Phase, str] = {
     **dict.fromkeys(MEMBER, "member"),
 }
 """Of each phase, the part of an agent's workers that they are counted with."""
-
-SAID_AGAIN = {"signs", "arrived", "formed"}
-"""Of a worker: what it says again when it connects to a coordinator that has forgotten it."""
-
-
-def kept_phase(phase: Phase) -> Phase:
-    """The phase with which a worker begins again after the coordinator's end: that it has arrived it says again."""
-    return "working" if phase == "arrived" else phase
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,6 @@ class Worker:
         loop: the number of the loop for which it is ready; None while it is not.
         address: the address at which its peers reach it.
         turn: its place in the order in which workers became ready.
-        arrived: the message with which it arrived.
-        formed: whether it works in the generation that it is a member of.
         farewell: the message that told it to leave.
         unformed: the number of generations with it that did not form, though nobody was lost.
         digest: the digest of its final weights.
@@ -114,8 +113,6 @@ class Worker:
     loop: int | None = None
     address: str = ""
     turn: int = 0
-    arrived: Arrived | None = None
-    formed: bool = False
     farewell: Removed | None = None
     unformed: int = 0
     digest: str = ""
@@ -162,7 +159,7 @@ class Agent:
     probing_since: float = 0.0
     missing: int = 0
     left_out: str = ""
-    signs: Signs = Signs()
+    signs: AgentSigns = AgentSigns()
 
     @property
     def untried(self) -> bool:

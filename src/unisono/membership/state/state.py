@@ -2,12 +2,28 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
 
-from unisono.membership.messages import JobOver
+from pydantic import AfterValidator, PlainSerializer
+from rpds import HashTrieMap, HashTrieSet
+
+from unisono.membership.messages import Arrived, JobOver
 from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state.roster import MintedGeneration
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Excluded, Worker
 from unisono.membership.state.tables import AgentTable, LinkTable, WorkerTable
+
+if TYPE_CHECKING:
+    Times = HashTrieMap[str, float]
+    Arrivals = HashTrieMap[str, Arrived]
+    Names = HashTrieSet[str]
+else:  # as plain values they are what they are made of
+    Times = Annotated[Mapping[str, float], AfterValidator(HashTrieMap), PlainSerializer(dict)]
+    Arrivals = Annotated[Mapping[str, Arrived], AfterValidator(HashTrieMap), PlainSerializer(dict)]
+    Names = Annotated[list[str], AfterValidator(HashTrieSet), PlainSerializer(sorted)]
+
+SAID_AGAIN = frozenset({"heard_at", "arrivals", "formed_by"})
+"""Of a state: what workers say again when they connect to a coordinator that has forgotten it."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,8 @@ class State:
         now: the time of the last event.
         tick_at: the time at which a tick is needed at the latest; None while nothing is waited for.
         workers: the workers by id, in the order of their numbers.
+        heard_at: the time of each worker's last message, of the loss of its connection, or of the last order to it,
+            whichever is newest.
         agents: the agents by id, in the order in which they came.
         last_worker: the number of the newest worker.
         last_agent: the number of the newest agent.
@@ -30,6 +48,8 @@ class State:
         due_since: the time since which it has to end; None while it may go on.
         judged_at: the time at which its split was last judged.
         arrival: the time at which its first member arrived; None while none has.
+        arrivals: the message with which each member has arrived that waits for the next one.
+        formed_by: members that have worked in it.
         lost: its members that were lost.
         broken: whether its work cannot go on: a member was lost, or has left it in the middle.
         formed: whether all its members have worked in it.
@@ -53,6 +73,7 @@ class State:
     now: float = 0.0
     tick_at: float | None = None
     workers: WorkerTable = field(default_factory=WorkerTable)
+    heard_at: Times = field(default_factory=HashTrieMap)
     agents: AgentTable = field(default_factory=AgentTable)
     last_worker: int = 0
     last_agent: int = 0
@@ -64,6 +85,8 @@ class State:
     judged_at: float = 0.0
     due_since: float | None = None
     arrival: float | None = None
+    arrivals: Arrivals = field(default_factory=HashTrieMap)
+    formed_by: Names = field(default_factory=HashTrieSet)
     lost: tuple[str, ...] = ()
     broken: bool = False
     formed: bool = False
@@ -125,7 +148,15 @@ class State:
 
     def has_formed(self, worker: Worker) -> bool:
         """Whether a member works in its generation, as far as this was said to this coordinator or the one before."""
-        return worker.formed or self.formed
+        return self.formed or worker.id in self.formed_by
+
+    def is_at_work(self, worker: Worker) -> bool:
+        """Whether it is a member of the generation that has not left its work."""
+        return worker.phase in MEMBER and worker.id not in self.arrivals
+
+    def phase_of(self, worker: Worker) -> str:
+        """What it does, for people: of a member, whether it has ``"arrived"`` at the end of its generation."""
+        return "arrived" if worker.id in self.arrivals else worker.phase
 
     def within(self, workers: int) -> int:
         """A number of workers, brought between the fewest and the most."""

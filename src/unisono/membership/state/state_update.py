@@ -9,7 +9,7 @@ from unisono.membership.agent_messages import End, ToAgent, TurnedAway
 from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
-from unisono.membership.state.rows import MEMBER, PART, SAID_AGAIN, Agent, Excluded, Link, Worker, changed, kept_phase
+from unisono.membership.state.rows import MEMBER, PART, Agent, Excluded, Link, Worker, changed
 from unisono.membership.state.state import State
 from unisono.membership.state.tables import LinkTable, WorkerTable
 
@@ -34,7 +34,6 @@ class StateUpdate:
         state: The state, with all changes so far. Its time is that of the event once anything else has changed.
         now: the time of the event, in seconds.
         actions: the actions that follow, in order.
-        speaker: the id of the worker whose message has its effect now, until its row says that; else empty.
         heard: the ids of workers whose pulse has changed.
         moved: the ids of agents that have changed, or whose workers are in another part of the table or have formed.
         linked: the ids of connections that have changed, or are to be looked at.
@@ -46,11 +45,11 @@ class StateUpdate:
         self.state = state
         self.now = now
         self.actions: list[Action] = []
-        self.speaker = ""
         self.heard: set[str] = set()
         self.moved: set[str] = set()
         self.linked: set[str] = set()
         self.reached = state
+        self._spoken: dict[str, float] = {}
         self._rows: dict[str, set[str]] = {"workers": set(), "agents": set(), "links": set()}
 
     # -- the state
@@ -61,23 +60,38 @@ class StateUpdate:
 
     def put(self, worker: Worker, **fields: Any) -> Worker:
         """Change fields of a worker."""
-        signs = fields.get("signs", worker.signs)
-        at, since = signs.at, signs.since
-        if worker.id == self.speaker:
-            at, self.speaker = self.now, ""
         if fields.get("phase", worker.phase) != worker.phase:
-            since = self.now
-        if at != signs.at or since != signs.since:
-            fields["signs"] = changed(signs, at=at, since=since)
+            fields["signs"] = changed(fields.get("signs", worker.signs), since=self.now)
         before, worker = worker, changed(worker, **fields)
-        if PART[worker.phase] != PART[before.phase] or worker.formed != before.formed:
+        if PART[worker.phase] != PART[before.phase]:
             self.moved.add(worker.agent)
+            self._let_go(worker)
         if worker.signs.pulse is not before.signs.pulse:
             self.heard.add(worker.id)
         if _is_to_keep(before, worker, fields.keys()):
             self._rows["workers"].add(worker.id)
         self._set_workers(self.state.workers.put(worker))
         return worker
+
+    def hear_of(self, workers: Iterable[str], at: float | None = None) -> None:
+        """There are signs of life of workers: now, or at a time before."""
+        self._spoken.update(dict.fromkeys(workers, self.now if at is None else at))
+
+    def last_heard(self, worker: str) -> float:
+        """The time of the last sign of life of a worker."""
+        return self._spoken.get(worker, self.state.heard_at.get(worker, 0.0))
+
+    def note_signs(self) -> None:
+        """Take all signs of life into the state, at once."""
+        if self._spoken:
+            self.set(heard_at=self.state.heard_at.update(self._spoken))
+            self._spoken = {}
+
+    def _let_go(self, worker: Worker) -> None:
+        """Of a worker that is no member any more, nobody waits to hear what members say of their generation."""
+        if worker.id in self.state.arrivals or worker.id in self.state.formed_by:
+            arrivals, formed_by = self.state.arrivals, self.state.formed_by
+            self.set(arrivals=arrivals.discard(worker.id), formed_by=formed_by.discard(worker.id))
 
     @contextmanager
     def in_bulk(self) -> Iterator[None]:
@@ -95,6 +109,7 @@ class StateUpdate:
         for worker in workers:
             self._rows["workers"].add(worker.id)
             self._set_workers(self.state.workers.put(worker))
+        self.hear_of(worker.id for worker in workers)
         self.put_agent(agent, started=agent.started + len(workers))
 
     def drop(self, worker: Worker) -> None:
@@ -102,6 +117,9 @@ class StateUpdate:
         self._rows["workers"].add(worker.id)
         self.moved.add(worker.agent)
         self._set_workers(self.state.workers.drop(worker))
+        self._let_go(worker)
+        self._spoken.pop(worker.id, None)
+        self.set(heard_at=self.state.heard_at.discard(worker.id))
         if (agent := self.state.agents.get(worker.agent)) is not None:
             self.put_agent(agent, started=agent.started - 1)
 
@@ -134,6 +152,7 @@ class StateUpdate:
 
     def finish(self) -> tuple[State, tuple[Action, ...]]:
         """The state, and the actions."""
+        self.note_signs()
         self.state = self.state if self.state.now == self.now else changed(self.state, now=self.now)
         rows = {table: frozenset(ids) for table, ids in self._rows.items() if ids}
         if rows:
@@ -144,7 +163,11 @@ class StateUpdate:
 
     def tell(self, worker: Worker, message: ToWorker) -> None:
         """Have a worker told."""
-        self.actions.append(Tell(worker.id, message))
+        self.tell_all((worker.id,), message)
+
+    def tell_all(self, workers: tuple[str, ...], message: ToWorker) -> None:
+        """Have workers told the same."""
+        self.actions.append(Tell(workers, message))
 
     def tell_agent(self, agent: str, message: ToAgent) -> None:
         """Have an agent told."""
@@ -152,7 +175,7 @@ class StateUpdate:
 
     def refuse(self, worker: str, reason: str) -> None:
         """Have a worker told that it has no business here."""
-        self.actions += [Tell(worker, Refused(reason=reason)), Hangup(worker)]
+        self.actions += [Tell((worker,), Refused(reason=reason)), Hangup(worker)]
 
     def note(self, event: str, **fields: Any) -> None:
         """Have a line written into the journal."""
@@ -181,8 +204,8 @@ class StateUpdate:
         self._tell_working(Lost(generation=self.state.generation))
 
     def _tell_working(self, message: ToWorker) -> None:
-        for member in self.state.workers.those(("working",)):
-            self.tell(member, message)
+        if at_work := tuple(member.id for member in self.state.members if self.state.is_at_work(member)):
+            self.tell_all(at_work, message)
 
     def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
         """A worker that was to take part, or did, is given up.
@@ -271,7 +294,8 @@ class StateUpdate:
             preempted: whether the job is to go on later.
         """
         farewell = Removed(reason=reason, preempted=preempted)
-        self.put(worker, phase="removed", farewell=farewell, signs=changed(worker.signs, at=self.now))
+        self.put(worker, phase="removed", farewell=farewell)
+        self.hear_of([worker.id])
         if worker.phase in MEMBER:
             self.note("left", worker=worker.id, host=worker.host, reason=reason)
         if worker.phase == "asked":
@@ -330,13 +354,7 @@ class StateUpdate:
 
 def _is_to_keep(before: Worker, after: Worker, fields: Iterable[str]) -> bool:
     """Whether more has changed than the worker says again when it connects."""
-    for name in fields:
-        if name == "phase":
-            if kept_phase(before.phase) != kept_phase(after.phase):
-                return True
-        elif name not in SAID_AGAIN and getattr(before, name) != getattr(after, name):
-            return True
-    return False
+    return any(name != "signs" and getattr(before, name) != getattr(after, name) for name in fields)
 
 
 def short(text: str) -> str:

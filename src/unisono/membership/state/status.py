@@ -73,8 +73,8 @@ def status(state: State) -> dict[str, Any]:
         "shards": state.shards,
         "devices_per_worker": state.settings.devices,
         "restarts": state.restarts,
-        "members": [_of_worker(worker, ranks[worker.id]) for worker in workers if worker.id in ranks],
-        "others": [_of_worker(worker, None) for worker in workers if worker.id not in ranks],
+        "members": [_of_worker(state, worker, ranks[worker.id]) for worker in workers if worker.id in ranks],
+        "others": [_of_worker(state, worker, None) for worker in workers if worker.id not in ranks],
         "agents": [
             {
                 "agent": agent.id,
@@ -99,14 +99,14 @@ def _phase(state: State) -> str:
     return "training" if state.due_since is None else "regrouping"
 
 
-def _of_worker(worker: Worker, rank: int | None) -> dict[str, Any]:
+def _of_worker(state: State, worker: Worker, rank: int | None) -> dict[str, Any]:
     return {
         "id": worker.id,
         "rank": rank,
         "host": worker.host,
         "pid": worker.pid,
         "agent": worker.agent,
-        "phase": worker.phase,
+        "phase": state.phase_of(worker),
         "connected": worker.signs.connected,
         "leaving": worker.leaving,
         "step": worker.signs.step,

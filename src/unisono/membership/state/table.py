@@ -1,6 +1,6 @@
 """Rows by id, as a value that never changes, and the index beside them."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache, reduce
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -94,11 +94,11 @@ class Table(Mapping[str, Row], Generic[Row]):
         self._settle()
         return self._copy()
 
-    def mapped(self, function: Callable[[Row], Row]) -> Self:
-        """The table of what a function makes of each row."""
+    def with_rows(self, rows: Iterable[Row]) -> Self:
+        """The table with these rows, each in place of one with the same id."""
         table = self.opened()
-        for row in table._rows.values():
-            table.put(function(row))
+        for row in rows:
+            table.put(row)
         return table.closed()
 
     # -- the index

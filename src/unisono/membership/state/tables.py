@@ -12,8 +12,7 @@ class WorkerTable(Table[Worker]):
     """The workers, in the order of their numbers.
 
     Marks: ``(phase, leaving, connected)`` · ``(agent, part)``, where the part is ``"candidate"``, ``"member"`` or
-    ``"other"`` · ``"waits"`` of a member that waits for others · ``"forms"`` of one that does not work in its
-    generation yet.
+    ``"other"`` · ``"waits"`` of a member that waits for others.
     """
 
     __slots__ = ()
@@ -22,9 +21,8 @@ class WorkerTable(Table[Worker]):
     @classmethod
     def marks(cls, row: Worker) -> tuple[Hashable, ...]:
         """As in the description of this class."""
-        is_member, signs = row.phase in MEMBER, row.signs
-        waits, forms = is_member and signs.pulse.doing == "wait", is_member and not row.formed
-        return _marks_of(row.phase, row.leaving, signs.connected, row.agent, waits, forms)
+        waits = row.phase in MEMBER and row.signs.pulse.doing == "wait"
+        return _marks_of(row.phase, row.leaving, row.signs.connected, row.agent, waits)
 
     @classmethod
     def place(cls, row: Worker) -> tuple[int, str]:
@@ -51,12 +49,10 @@ class WorkerTable(Table[Worker]):
 
 
 @lru_cache(2**16)
-def _marks_of(
-    phase: Phase, leaving: bool, connected: bool, agent: str, waits: bool, forms: bool
-) -> tuple[Hashable, ...]:
+def _marks_of(phase: Phase, leaving: bool, connected: bool, agent: str, waits: bool) -> tuple[Hashable, ...]:
     """One and the same tuple for all workers that are alike: most that change keep their marks, or all change alike."""
-    flags = (("waits", waits), ("forms", forms))
-    return ((phase, leaving, connected), (agent, PART[phase]), *(mark for mark, holds in flags if holds))
+    stands = ((phase, leaving, connected), (agent, PART[phase]))
+    return (*stands, "waits") if waits else stands
 
 
 @cache

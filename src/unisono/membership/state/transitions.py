@@ -1,11 +1,12 @@
 """The transitions from one state to the next: the effect of an event, and what follows from it."""
 
+from rpds import HashTrieMap, HashTrieSet
+
 from unisono.membership.agent_messages import Start
 from unisono.membership.messages import JobOver
 from unisono.membership.state.arrival import (
     SETTLED_S,
     are_steady,
-    arrival,
     exclude_unconnected,
     holds_state,
     is_unbalanced,
@@ -39,6 +40,7 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
     update = StateUpdate(excused(state, now), now)
     hear(update, event)
     settle(update)
+    update.note_signs()
     if update.state.tick_at is None or isinstance(event, Tick | Restarted):
         update.set(tick_at=next_tick(update.state, now))
     return update.finish()
@@ -93,18 +95,18 @@ def _regroup(update: StateUpdate) -> None:
     Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
     next boundary. Who computes wrong results goes wherever the others stand.
     """
-    current, workers = update.state.minted, update.state.workers
-    if current is None or workers.number(("working",)) or workers.number(("arrived",), connected=False):
+    current, workers, arrivals = update.state.minted, update.state.workers, update.state.arrivals
+    if current is None or workers.number(MEMBER) > len(arrivals) or workers.number(MEMBER, connected=False):
         return
     members = update.state.members
     faulty = [member for member in members if member.is_faulty]
     members = tuple(member for member in members if not member.is_faulty)
     ranks = update.state.ranks
-    holders = [member for member in members if holds_state(member, current, ranks[member.id])]
+    holders = [member for member in members if holds_state(arrivals[member.id], current, ranks[member.id])]
     if not holders:
         _start_over(update)
         return
-    steady = are_steady(holders) and not workers.number(("finished",))
+    steady = are_steady(holders, arrivals) and not workers.number(("finished",))
     if steady and all(member.leaving for member in members):
         _preempt(update, holders)
         return
@@ -115,12 +117,12 @@ def _regroup(update: StateUpdate) -> None:
     holding = {member.id for member in holders}
     if not any(member.id in holding for member in staying):
         staying = list(members)  # who holds the weights goes once somebody else has them
-    source = newest(staying, holding)
-    loop = arrival(staying[source]).loop
+    source = newest(staying, holding, arrivals)
+    loop = arrivals[staying[source].id].loop
     joiners = [worker for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]
     joiners = joiners[: max(0, size - len(staying))] if steady else []
     agents = update.state.agents
-    seats = [survivor(member, agents[member.agent], member.id in holding) for member in staying]
+    seats = [survivor(one, agents[one.agent], arrivals[one.id], one.id in holding) for one in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
     _form(update, seats, source, loop)
     for member in faulty:
@@ -171,7 +173,7 @@ def _start(update: StateUpdate) -> None:
     if missing <= 0 or state.stopping or state.preempting or state.workers.number(("finished",)):
         return
     delay_s = 0.0 if state.quick < 2 else min(LONGEST_DELAY_S, 0.5 * 2.0 ** min(state.quick - 2, 30))
-    signs = Signs(at=update.now, started=update.now + delay_s, since=update.now)
+    signs = Signs(started=update.now + delay_s, since=update.now)
     for agent in state.agents.marked("free"):
         count = min(missing, agent.places - agent.started)
         if count <= 0:
@@ -221,14 +223,18 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         departures=before.departures,
     )
     update.actions.append(Forget(number))
-    survivors = {worker.id for worker in before.workers.those(("arrived",))}
+    update.set(arrivals=HashTrieMap(), formed_by=HashTrieSet())
+    update.hear_of(seat.worker for seat in seats)
     with update.in_bulk():
-        for name, message in new.messages(before.minted, survivors):
-            worker = before.workers[name]
-            pulse = worker.signs.pulse
-            pulse = pulse.model_copy(update={"still_s": 0.0}) if pulse.still_s else pulse
-            signs = changed(worker.signs, at=update.now, since=update.now, pulse=pulse)
-            update.tell(update.put(worker, phase="working", arrived=None, formed=False, signs=signs), message)
+        for worker in [before.workers[seat.worker] for seat in seats]:
+            signs, pulse = worker.signs, worker.signs.pulse
+            if pulse.still_s:
+                signs = changed(signs, pulse=pulse.model_copy(update={"still_s": 0.0}))
+            if worker.phase not in MEMBER or pulse.still_s:
+                update.put(worker, phase="working", signs=signs)
+    for names, message in new.messages(before.minted, before.arrivals):
+        update.tell_all(names, message)
+    update.moved.add(seats[0].agent)  # others than before may hold the weights, by which it is decided who is left out
     candidates = {worker.id for worker in before.candidates} if before.lost else ()
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)

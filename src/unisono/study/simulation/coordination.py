@@ -216,10 +216,10 @@ class Coordination:
         is_due = is_lost = False
         for action in actions:
             match action:
-                case machine.Tell(worker, message):
+                case machine.Tell(workers, message):
                     is_due, is_lost = is_due or isinstance(message, RegroupDue), is_lost or isinstance(message, Lost)
                     if isinstance(message, Removed):
-                        self._part(worker, message)
+                        self._part(workers, message)
                 case machine.TellAgent(agent, Start() as order):
                     self._start(agent, order)
                 case machine.TellAgent(agent, End() as order):
@@ -236,7 +236,7 @@ class Coordination:
             self._stop()
 
     def _say_all(self, names: Iterable[str], message: FromWorker) -> None:
-        self._tell(machine.Bundle([machine.Heard(name, message) for name in names]))
+        self._tell(machine.Heard(tuple(names), message))
 
     def _start(self, agent: str, order: Start) -> None:
         took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
@@ -259,21 +259,21 @@ class Coordination:
                 self._where[name] = host
                 names.append(name)
         hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
-        self._tell(machine.Bundle([machine.Heard(hello.worker, hello) for hello in hellos]))
+        self._tell(machine.Bundle([machine.Heard((hello.worker,), hello) for hello in hellos]))
         known = [self.state.workers[name] for name in names if name in self.state.workers]
         ready = {joins: Ready(loop=0 if joins else None) for joins in (False, True)}
-        self._tell(machine.Bundle([machine.Heard(worker.id, ready[worker.joins]) for worker in known]))
+        self._tell(machine.Bundle([machine.Heard((worker.id,), ready[worker.joins]) for worker in known]))
 
     def _end(self, agent: str, order: End) -> None:
         for name in order.workers:
             self._agenda.later(MESSAGE_S, partial(self._gone, agent, name, -15 if order.how == "leave" else -9))
 
-    def _part(self, name: str, farewell: Removed) -> None:
-        host = self._where.get(name)
+    def _part(self, names: Iterable[str], farewell: Removed) -> None:
         if farewell.preempted:
             self._training.keep(self._agenda.now)
-        if host is not None:
-            self._agenda.later(MESSAGE_S, partial(self._gone, host.agent, name, 0))
+        for name in names:
+            if (host := self._where.get(name)) is not None:
+                self._agenda.later(MESSAGE_S, partial(self._gone, host.agent, name, 0))
 
     def _gone(self, agent: str, name: str, code: int) -> None:
         """The process of a worker has ended."""
@@ -439,10 +439,14 @@ class Coordination:
         acts = self._acts
         arrived = Arrived(generation=generation.number, acts=acts, loop=0, at_boundary=True, step=acts)
         again = Ready(loop=0, generation=generation.number)
-        said: list[machine.Heard] = []
-        for name in generation.workers:
-            known = self.state.workers.get(name)
-            if name in self._where and known is not None and known.phase == "working":
-                lacks = name in generation.joiners and not generation.formed
-                said.append(machine.Heard(name, again if lacks else arrived))
-        self._tell(machine.Bundle(said))
+        lacking = frozenset() if generation.formed else generation.joiners
+        known = [self.state.workers.get(name) for name in generation.workers if name in self._where]
+        names = [worker.id for worker in known if worker is not None and self.state.is_at_work(worker)]
+        self._tell(
+            machine.Bundle(
+                [
+                    machine.Heard(tuple(name for name in names if name not in lacking), arrived),
+                    machine.Heard(tuple(name for name in names if name in lacking), again),
+                ]
+            )
+        )
