@@ -63,6 +63,7 @@ class RunPlan:
         model: what is trained, a name in ``WORKLOADS``; for shards that are computed.
         batch_size: samples in a global batch, for shards that are computed.
         checkpoint_every: steps from one checkpoint to the next.
+        fewest: the fewest workers that it may go on with; 0 for as many as it begins with.
     """
 
     name: str
@@ -76,11 +77,17 @@ class RunPlan:
     model: str = ""
     batch_size: int = 0
     checkpoint_every: int = 20
+    fewest: int = 0
 
     @property
     def joins(self) -> bool:
         """Whether hosts join."""
         return any(blow.verb == "join" for blow in self.blows)
+
+    @property
+    def least(self) -> int:
+        """The fewest workers that it goes on with."""
+        return 1 if self.joins else self.fewest or self.begin
 
     @property
     def script(self) -> list[str]:
@@ -94,9 +101,18 @@ class RunPlan:
         """Of ``unisono run``."""
         found = ["--max-restarts", "100", "--checkpoint-every", str(self.checkpoint_every)]
         if self.joins:
-            return ["-n", f"1:{self.most}", "--coordinator", "127.0.0.1:0", "--here", str(self.begin), *found]
+            found += ["--threads", "1"]  # workers of hosts that are one share its cores
+            return [
+                "-n",
+                f"{self.least}:{self.most}",
+                "--coordinator",
+                "127.0.0.1:0",
+                "--here",
+                str(self.begin),
+                *found,
+            ]
         threads = os.cpu_count() if self.begin < self.most else 1  # so many that no more workers fit to begin with
-        return ["-n", f"{self.begin}:{self.most}", "--threads", str(threads), *found]
+        return ["-n", f"{self.least}:{self.most}", "--threads", str(threads), *found]
 
 
 SLEEPING: tuple[RunPlan, ...] = (
@@ -125,7 +141,7 @@ SLEEPING: tuple[RunPlan, ...] = (
 """Shards sleep, so that workers do not need more cores than there are."""
 
 COMPUTING: tuple[RunPlan, ...] = tuple(
-    RunPlan(name, begin, 2, 4, steps, 80, blows, model="narrow", batch_size=512)
+    RunPlan(name, begin, 2, 4, steps, 80, blows, model="narrow", batch_size=512, fewest=1)
     for name, begin, steps, blows in (
         ("kill, computing", 2, 240, (kill(20, 1), kill(120, 0))),
         ("2 to 1 to 2, computing", 2, 240, (kill(20, 1), resize(120, 1), resize(160, 2))),
@@ -193,7 +209,7 @@ def _deal(job: Job, plan: RunPlan, blow: Blow, hosts: ExitStack) -> float:
 def _host(job: Job, plan: RunPlan, workers: int) -> Iterator[Job]:
     """Another host, which is on this machine as well."""
     words = ["-m", "unisono", "join", "--run-dir", str(job.folder), "-n", str(workers)]
-    words += ["--checkpoint-every", str(plan.checkpoint_every), *plan.script]  # as the first host has it
+    words += ["--checkpoint-every", str(plan.checkpoint_every), "--threads", "1", *plan.script]  # as the first host
     with launched(words, shared_fork_server(), job.folder.with_name("joined")) as joined:
         yield joined
 

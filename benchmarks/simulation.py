@@ -170,7 +170,7 @@ def _scenario(
     begin = "" if plan.joins else f"begin_with = {plan.begin}\n"
     path.write_text(
         f"[work]\nsamples = {plan.steps * batch_size}\nbatch_size = {batch_size}\nshards = {plan.shards}\n"
-        f"[job]\nfewest = {1 if plan.joins else plan.begin}\n{begin}checkpoint_every = {plan.checkpoint_every}\n"
+        f"[job]\nfewest = {plan.least}\n{begin}checkpoint_every = {plan.checkpoint_every}\n"
         + "".join(
             f'[[hosts]]\nname = "{name}"\ncount = 1\nworkers = {workers}\nboot_s = 0\n{more}'
             for name, workers, more in hosts
@@ -253,7 +253,7 @@ def _doubled(scenario: Scenario, lines: Lines) -> tuple[float, float] | None:
 def grids(found: Sequence[Verdict]) -> list[Grid]:
     """The jobs one by one, and whether predictions are as good as they are to be."""
     steps = [one.step_off for one in found if one.step_off is not None]
-    factors = [factor(*stall) for one in found for stall in one.stalls]
+    factors = [factor(*stall) for one in found for stall in one.stalls if any(stall)]  # two kills may be one stall
     good = sum(abs(one.total_off) <= WITHIN for one in found)
     close = sum(abs(off) <= STEP_WITHIN for off in steps)
     rows = [("total time within 10 %", "in 18 of 20", f"in {good} of {len(found)}", _held(good >= OFTEN * len(found)))]

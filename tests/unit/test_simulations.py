@@ -187,6 +187,27 @@ def test_what_the_file_says_goes_before_what_was_measured_and_all_figures_say_wh
     ]
 
 
+def test_what_a_single_number_of_workers_does_not_tell_of_a_reduction_is_a_guess_and_said_to_be_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[work]\nsamples = 6400\nbatch_size = 64\nshards = 8\n[[hosts]]\nname = "a"\ncount = 1\nworkers = 8\n'
+    )
+    for name, sizes in (("one", [4]), ("several", [2, 4])):
+        folders = [run_folder(tmp_path / name / str(size), size, 0.8 / size + 0.01 * size) for size in sizes]
+        found = read_scenario(path, measured(folders))
+        reductions = [found.step.a_r + found.step.b_r * (workers - 2) for workers in (4, 8)]
+        assert found.step.seconds(Layout(4, 64, 8)) == pytest.approx(0.24, rel=0.03)
+        assert found.sources["a_r"] == "fitted"
+        assert found.sources["b_c"] == "default"  # all shards had one size
+        assert found.sources["b_r"] == ("default" if name == "one" else "fitted")
+        if name == "one":
+            assert reductions[1] == pytest.approx(1.5 * reductions[0])
+    alone = read_scenario(path, measured([run_folder(tmp_path / "alone", 1, 0.8)]))
+    assert {name for name, source in alone.sources.items() if source == "fitted"} == {"a_c"}
+
+
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", 2, 0.4)
     (folder / "metrics.jsonl").write_text("")

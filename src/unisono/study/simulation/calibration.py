@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from unisono.adapt.layout_trials import Layout
-from unisono.adapt.step_time import fit
+from unisono.adapt.step_time import StepTime, fit
 from unisono.errors import JobError
 from unisono.study.replay.record import Record
 from unisono.study.simulation.measured_events import WARM_UP, MeasuredEvents, is_duration, layout_of
@@ -18,6 +19,9 @@ from unisono.study.simulation.scenario import MeasuredFigures
 
 NORMAL = 1.4826
 """Of a normal distribution, the standard deviation as a multiple of the median absolute deviation."""
+
+GROWING = 0.5
+"""The share of a reduction that is taken to grow with the number of workers, if a single number was measured."""
 
 
 def measured(folders: Sequence[Path]) -> MeasuredFigures:
@@ -50,11 +54,30 @@ def measured(folders: Sequence[Path]) -> MeasuredFigures:
     durations = events.durations()
     if (jitter := _jitter(by_layout, medians)) is not None:
         durations["jitter"] = jitter
-    return MeasuredFigures(
-        step=fit(medians, {layout: median(found) for layout, found in computed.items()}) if medians else None,
-        seconds=durations,
-        measured_to=max((layout.workers for layout in medians), default=0),
-    )
+    if not medians:
+        return MeasuredFigures(seconds=durations)
+    step = fit(medians, {layout: median(found) for layout, found in computed.items()})
+    step, guessed = with_guesses(step, medians)
+    return MeasuredFigures(step, durations, max(layout.workers for layout in medians), guessed)
+
+
+def with_guesses(step: StepTime, seen: Collection[Layout]) -> tuple[StepTime, frozenset[str]]:
+    """What the layouts that were measured do not tell of a step, guessed; and the names of it.
+
+    A reduction sends bytes, of which each worker has the same share however many there are, and messages, of which it
+    has one more for each further worker. With a single number of workers nobody knows what it waits for: half of it is
+    taken to grow with the workers.
+    """
+    workers = {layout.workers for layout in seen if layout.workers > 1}
+    guessed = {"b_c"} if len({layout.shard_size for layout in seen}) == 1 else set()
+    if not workers:
+        return step, frozenset({*guessed, "a_r", "b_r", "gamma"})
+    if len(workers) > 1:
+        return step, frozenset(guessed)
+    (known,) = workers
+    reduction_s = step.a_r + step.b_r * (known - 2)
+    each_s = reduction_s * GROWING / known
+    return replace(step, a_r=reduction_s - each_s * (known - 2), b_r=each_s), frozenset({*guessed, "b_r"})
 
 
 def _run_folders(given: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -246,11 +246,13 @@ class MeasuredFigures:
         step: the fitted time of a step; None if nothing was measured of it.
         seconds: measured durations, by name.
         measured_to: the largest number of workers among them.
+        guessed: the figures of the step that what was measured does not tell.
     """
 
     step: StepTime | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured_to: int = 0
+    guessed: Collection[str] = ()
 
 
 def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenario:
@@ -265,7 +267,7 @@ def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenar
     """
     found, measured = _file(path), measured or MeasuredFigures()
     known = {} if measured.step is None else asdict(measured.step)
-    sources: dict[str, Source] = dict.fromkeys(known, "fitted")
+    sources: dict[str, Source] = {name: "default" if name in measured.guessed else "fitted" for name in known}
     _require_step(path, found.step, known)
     sources |= dict.fromkeys(found.step, "given")
     step = StepTime(**{"a_r": 0.0, "b_r": 0.0, "gamma": 1.0, "b_c": 0.0, **known, **found.step})
