@@ -213,7 +213,7 @@ def test_requests_are_small_and_closed(site: Site) -> None:
 def test_who_may_only_look_zooms_in_but_not_without_end(site: Site) -> None:
     session = site.entered(site.keys.look)
     range_ = b'{"axis": "step", "low": 0, "high": 10}'
-    assert site.ask("POST", "/finer", range_, session)["rows"] == {}
+    assert site.ask("POST", "/finer", range_, session)["curves"] == {}
     for body in (b"", b'{"axis": "loss", "low": 0, "high": 1}', b'{"axis": "step", "low": NaN, "high": 1e999}'):
         assert site.ask("POST", "/finer", body, session).status == 400, body
     site.page.hub.reading = MOST_READING

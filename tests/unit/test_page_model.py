@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.dashboard.curves import MOST_CURVES, OWN, PARTS, Curves
+from unisono.dashboard.curve_table import MOST_CURVES, CurveTable, Entry
+from unisono.dashboard.curves import OWN, PARTS, Curves
 from unisono.dashboard.finer import Stretches
 from unisono.dashboard.follow import LONGEST_LINE, PART, Follower, NewLines
 from unisono.dashboard.hub import Hub
@@ -57,14 +58,32 @@ def test_a_viewer_who_is_told_what_is_new_has_all_of_it(pauses: list[int]) -> No
 # -- curves
 
 
+def points(told: dict[str, Any]) -> dict[str, list[list[float | None]]]:
+    """The points of each curve as a browser has them: step, time, smallest and largest value, mean."""
+    return {
+        name: [
+            [step, time, *(value if isinstance(value, list) else [value] * 3)]
+            for step, time, value in zip(told["steps"], told["times"], values, strict=True)
+            if value is not None
+        ]
+        for name, values in told.get("values", {}).items()
+    }
+
+
+def drawn(table: CurveTable) -> dict[str, list[list[float | None]]]:
+    """All that a table has."""
+    return points(table.since(Mark()))
+
+
 def test_a_million_steps_are_drawn_with_at_most_1024_points_and_no_peak_is_lost() -> None:
-    curves, sent, seen = Curves(), 0, dict[str, Mark]()
-    for step in range(1_000_000):
-        curves.put("loss", step, None, 1e6 if step == 123_457 else math.sin(step / 5e4))
-        if step % 20_000 == 0:  # a viewer who is there from the beginning
-            told = curves.since(seen)
-            sent += sum(len(one["rows"]) for one in told.values())
-    rows = curves.since({})["loss"]["rows"]
+    table, sent, seen = CurveTable(), 0, Mark()
+    for part in range(0, 1_000_000, 10_000):
+        steps = range(part, part + 10_000)
+        table.add([Entry(s, None, {"loss": 1e6 if s == 123_457 else math.sin(s / 5e4)}) for s in steps])
+        if part % 20_000 == 0:  # a viewer who is there from the beginning
+            sent += len(table.since(seen)["steps"])
+            seen = table.mark
+    rows: Any = drawn(table)["loss"]
     assert MOST / 2 <= len(rows) <= MOST
     assert max(high for _, _, _, high, _ in rows) == 1e6
     assert rows[-1][0] == 999_999
@@ -76,7 +95,64 @@ def test_a_late_viewer_is_told_as_much_of_a_long_run_as_of_a_short_one() -> None
     lines = [{"step": step, "loss": 1.0, "seconds": {"total": 0.03}, "acc": 0.5} for step in range(10_000)]
     model.take_metrics(NewLines(lines))
     assert len(json.dumps(model.news_for(Viewed()))) < 600_000
-    assert all(len(one["rows"]) <= MOST for one in model.news_for(Viewed())["rows"].values())
+    assert all(len(one["steps"]) <= MOST for one in model.news_for(Viewed())["curves"].values())
+
+
+LOGGED = st.lists(
+    st.tuples(st.integers(0, 2), st.dictionaries(st.sampled_from("abc"), st.floats(-1e6, 1e6) | st.none(), max_size=3)),
+    max_size=60,
+)
+
+
+@given(LOGGED, st.integers(1, 60), st.integers(0, 4))
+def test_a_table_is_the_same_however_its_entries_come_and_a_viewer_who_is_told_what_is_new_has_it(
+    logged: list[tuple[int, dict[str, Any]]], part: int, long: int
+) -> None:
+    lines, step = list[Entry](), 0
+    for more, figures in logged * 10**long if long < 3 else logged * 80:
+        step += more
+        lines.append(Entry(step, float(step), figures))
+    at_once, in_parts = CurveTable(), CurveTable()
+    at_once.add(lines)
+    copy: dict[str, Any] = {"steps": [], "times": [], "values": {}}
+    seen = Mark()
+    for first in range(0, len(lines), part):
+        in_parts.add(lines[first : first + part])
+        if not (news := in_parts.since(seen)):
+            continue
+        seen, since = in_parts.mark, news["first"]
+        for name in ("steps", "times"):
+            copy[name][since:] = news[name]
+        for name in {*copy["values"], *news["values"]}:
+            known = copy["values"].setdefault(name, [None] * since)
+            known[since:] = news["values"].get(name, [None] * len(news["steps"]))
+    assert in_parts.stride == at_once.stride
+    assert points(copy).keys() == drawn(at_once).keys()
+    for name, rows in drawn(at_once).items():
+        for one, other in zip(points(copy)[name], rows, strict=True):
+            assert one[:4] == other[:4]
+            assert one[4] == pytest.approx(other[4], rel=1e-4, abs=1e-4)  # sums are added in another order
+    assert not in_parts.since(seen)
+
+
+def test_groups_have_the_smallest_the_largest_and_the_mean_value_of_their_steps() -> None:
+    table = CurveTable()
+    table.add([Entry(step, None, {"a": float(step)} | ({"b": 7.0} if step == 1500 else {})) for step in range(1600)])
+    rows = drawn(table)
+    assert table.stride == 2
+    assert rows["a"][3] == [7, None, 6, 7, 6.5]
+    assert rows["b"] == [[1501, None, 7, 7, 7]]
+    table.add([Entry(1599, None, {"b": 3.0}), Entry(1600, None, {"a": 1.0})])
+    assert drawn(table)["b"][1:] == [[1599, None, 3, 3, 3]]
+    assert drawn(table)["a"][-2:] == [[1599, None, 1598, 1599, 1598.5], [1600, None, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1e-9, 123456.5, 1e289, -1e289, 1e-300, 5e-324])
+def test_what_is_sent_has_at_least_six_digits_of_what_was_logged(value: float) -> None:
+    table = CurveTable()
+    table.add([Entry(step, None, {"a": value}) for step in range(3000)])
+    for row in drawn(table)["a"]:
+        assert row[2:] == [pytest.approx(value, rel=1e-5)] * 3
 
 
 STEPS = 5000
@@ -108,7 +184,7 @@ def finer(hub: Hub, axis: Any, low: float, high: float, left: int = 10**9) -> An
     async def is_gone() -> bool:
         return next(left_parts, None) is None
 
-    rows = asyncio.run(hub.finer(axis, low, high, is_gone)).get("loss", [])
+    rows: Any = points(asyncio.run(hub.finer(axis, low, high, is_gone))).get("loss", [])
     return [(row[0], row[3]) for row in rows]
 
 
@@ -116,7 +192,7 @@ def finer(hub: Hub, axis: Any, low: float, high: float, left: int = 10**9) -> An
 def test_a_range_of_a_long_run_has_points_that_the_whole_run_does_not(
     long: Hub, axis: str, first: float, per_step: float
 ) -> None:
-    assert long.model.curves.points["loss"].stride == 8
+    assert long.model.curves.table.stride == 8
     low, high = first + per_step * 2990, first + per_step * 3500
     assert finer(long, axis, low, high) == [(step, step) for step in range(2990, 3501)]
 
@@ -152,27 +228,28 @@ def test_fields_that_no_script_logs_are_no_metrics() -> None:
 def test_curvature_is_no_metric_of_a_script_and_layers_are_drawn_as_one_with_their_range() -> None:
     curves = Curves()
     layers = {f"confidence/{number}": number / 200 for number in range(200)}
-    curves.add({"step": 3, "loss": 1.0, "critical_sharpness": 5.0, **layers, "acc": 0.5})
-    assert curves.points.keys() == {"loss", "critical_sharpness", "confidence", "metric/acc"}
-    assert curves.since({})["confidence"]["rows"] == [[3, None, 0.0, 0.995, 0.4975]]
-    assert not curves.left_out
+    curves.take([{"step": 3, "loss": 1.0, "critical_sharpness": 5.0, **layers, "acc": 0.5}])
+    assert drawn(curves.table).keys() == {"loss", "critical_sharpness", "confidence", "metric/acc"}
+    assert drawn(curves.table)["confidence"] == [[3, None, 0.0, 0.995, 0.4975]]
+    assert not curves.table.left_out
 
 
 @pytest.mark.parametrize("value", [None, True, "7", [1], {}, float("nan"), float("inf"), 1e301, 10**400])
 def test_what_is_no_finite_number_is_not_drawn(value: Any) -> None:
     curves = Curves()
-    curves.add({"step": 1, "loss": value, "acc": value})
-    assert not curves.points
+    curves.take([{"step": 1, "loss": value, "acc": value}])
+    assert not curves.table.names
+    curves.take([{"step": 2, "loss": 1.0, "acc": 1.0}, {"step": 3, "loss": value, "acc": value}])
+    assert drawn(curves.table) == {name: [[2, None, 1, 1, 1]] for name in ("loss", "metric/acc")}
 
 
 def test_steps_that_are_none_and_names_without_end_are_left_out() -> None:
     curves = Curves()
-    for step in (-1, 2**53, 1.5, None, True):
-        curves.add({"step": step, "loss": 1.0})
-    assert not curves.points
-    curves.add({"step": 1, **{f"name {number}": 1.0 for number in range(1000)}})
-    assert len(curves.points) == MOST_CURVES
-    assert curves.left_out
+    curves.take([{"step": step, "loss": 1.0} for step in (-1, 2**53, 1.5, None, True)])
+    assert not curves.table.names
+    curves.take([{"step": 1, **{f"name {number}": 1.0 for number in range(1000)}}])
+    assert len(curves.table.names) == MOST_CURVES
+    assert curves.table.left_out
 
 
 # -- the story
@@ -255,9 +332,9 @@ def test_each_kind_of_event_has_its_mark(line: dict[str, Any], kind: str) -> Non
 
 def test_what_a_policy_observes_is_drawn() -> None:
     story = told(at(1, "observed", step=7, policy="spot", figures={"price": 0.5, "notices": 0}))
-    assert {name: points.groups[0].total for name, points in story.observed.points.items()} == {
-        "observed/price": 0.5,
-        "observed/notices": 0.0,
+    assert {name: rows[0][0::4] for name, rows in drawn(story.observed).items()} == {
+        "observed/price": [7, 0.5],
+        "observed/notices": [7, 0.0],
     }
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from unisono.dashboard.curves import LARGEST_STEP
+from unisono.dashboard.curve_table import LARGEST_STEP
 from unisono.dashboard.finer import Axis
 from unisono.dashboard.gate import Gate, Keys
 from unisono.dashboard.hub import Hub
@@ -198,10 +198,10 @@ class Page:
             return _refused(503, JobError("too many others zoom in at this moment"))
         try:
             body = parse(_finer, await request.body())
-            rows = await self.hub.finer(body.axis, body.low, body.high, request.is_disconnected)
+            curves = await self.hub.finer(body.axis, body.low, body.high, request.is_disconnected)
         except (JobError, LaunchError, Unreadable) as error:
             return _refused(400, error)
-        return JSONResponse({"rows": rows})
+        return JSONResponse({"curves": curves})
 
     async def _asked(self, request: Request) -> Response:
         if request.scope["may"] != "act":

@@ -1,12 +1,12 @@
 """The curves of a few steps, finer than those of the whole run: made again of the lines that these steps have."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from unisono.dashboard.curves import Curves, number
+from unisono.dashboard.curve_table import number
+from unisono.dashboard.curves import Curves
 from unisono.dashboard.follow import Follower, NewLines, Read
 from unisono.dashboard.source import METRICS
-from unisono.dashboard.thinned import Thinned
+from unisono.dashboard.thinned import Mark, Thinned
 
 Axis = Literal["step", "time"]
 
@@ -70,16 +70,16 @@ class FinerCurves:
         news = self._file.news(read)
         if news.anew:  # it is another file by now, whose lines are elsewhere
             return False
-        for line in news.lines:
-            where = number(line.get(self._axis))
-            if where is not None and self._low <= where <= self._high:
-                self._curves.add(line)
+        self._curves.take([line for line in news.lines if self._is_inside(number(line.get(self._axis)))])
         self._at = news.end or self._at
         return self._at < self._end and (news.more or bool(news.lines))
 
-    def rows(self) -> dict[str, Sequence[Any]]:
-        """The points of each curve, as the browser gets those of the whole run."""
-        return {name: told["rows"] for name, told in self._curves.since({}).items()}
+    def points(self) -> dict[str, Any]:
+        """The points of all curves, as the browser gets those of the whole run; empty if there are none."""
+        return self._curves.table.since(Mark())
+
+    def _is_inside(self, where: float | None) -> bool:
+        return where is not None and self._low <= where <= self._high
 
 
 def _numbers(news: NewLines, name: str) -> list[float]:

@@ -1,7 +1,7 @@
 """Follows a run for all who look at its page; while nobody does, it does nothing."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -130,7 +130,7 @@ class Hub:
 
     async def finer(
         self, axis: Axis, low: float, high: float, is_gone: Callable[[], Awaitable[bool]]
-    ) -> dict[str, Sequence[Any]]:
+    ) -> dict[str, Any]:
         """The curves of a range, made again of its lines; none if there is nothing finer, or nobody waits any more.
 
         Args:
@@ -149,7 +149,7 @@ class Hub:
                 curves = FinerCurves(axis, low, high, self.model.stretches.of(axis, low, high))
                 while not await is_gone():
                     if not await asyncio.to_thread(curves.take, self._source.read):
-                        return curves.rows()
+                        return curves.points()
             return {}
         finally:
             self.reading -= 1

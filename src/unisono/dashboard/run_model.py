@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.dashboard.curves import PARTS, Curves, number, shard_seconds
+from unisono.dashboard.curve_table import number
+from unisono.dashboard.curves import PARTS, Curves, shard_seconds
 from unisono.dashboard.finer import Stretches
 from unisono.dashboard.follow import NewLines
 from unisono.dashboard.story import LONGEST_TEXT, ShownWorker, Story
@@ -26,7 +27,7 @@ class Viewed:
     Attributes:
         edition: the edition of the model that he knows; 0 for none.
         told: the number of events that he has been told.
-        marks: the known part of each row.
+        marks: the known part of each row and table.
     """
 
     edition: int = 0
@@ -72,8 +73,7 @@ class RunModel:
         if news.anew:
             self.curves, self.stretches, self.edition = Curves(), Stretches(), self.edition + 1
         self.stretches.add(news)
-        for line in news.lines:
-            self.curves.add(line)
+        self.curves.take(news.lines)
 
     def news_for(self, seen: Viewed) -> dict[str, Any]:
         """What a viewer has not seen yet, for the browser; notes that he has."""
@@ -82,8 +82,11 @@ class RunModel:
             seen.edition, seen.told, seen.marks = self.edition, 0, {}
         events = [[kind, *one] for number, kind, one in self.story.newest if number > seen.told]
         seen.told = self.story.told
-        rows = {**self.story.since(seen.marks), **self.curves.since(seen.marks)}
-        return {"anew": anew, "head": self.head(), "events": events, "rows": rows}
+        rows, curves = self.story.since(seen.marks), {}
+        for name, table in (("metrics", self.curves.table), ("observed", self.story.observed)):
+            if told := table.since(seen.marks.get(name, Mark())):
+                curves[name], seen.marks[name] = told, table.mark
+        return {"anew": anew, "head": self.head(), "events": events, "rows": rows, "curves": curves}
 
     def head(self) -> dict[str, Any]:
         """What is now: small, and sent whole each time."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from unisono.dashboard.curves import LARGEST_STEP, Curves, number
+from unisono.dashboard.curve_table import LARGEST_STEP, CurveTable, Entry, number
 from unisono.dashboard.thinned import Mark, Thinned
 from unisono.dashboard.words import KINDS, kind_of, title_of
 from unisono.plan.split import Split
@@ -106,7 +106,7 @@ class Story:
     )
     newest: deque[tuple[int, str, EventGroup]] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
     told: int = 0
-    observed: Curves = field(default_factory=Curves)
+    observed: CurveTable = field(default_factory=CurveTable)
     ended: str = ""
     _hosts: dict[str, str] = field(default_factory=dict)
     _is_elastic: bool = False
@@ -138,11 +138,11 @@ class Story:
         told = {}
         for name, groups in {"spans": self.spans, **rows}.items():
             before = seen.get(name, Mark())
-            if groups.groups and (before != groups.mark or groups.stride > 1):
+            if groups.groups and before != groups.mark:
                 first = groups.since(before)
                 told[name] = {"first": first, "rows": [list(one) for one in groups.groups[first:]]}
                 seen[name] = groups.mark
-        return {**told, **self.observed.since(seen)}
+        return told
 
     # -- who trains
 
@@ -196,8 +196,8 @@ class Story:
     def _observed(self, line: Mapping[str, Any], time: float) -> None:
         figures, step = line.get("figures"), line.get("step")
         if isinstance(figures, Mapping) and type(step) is int and 0 <= step < LARGEST_STEP:
-            for name, value in list(figures.items())[:MOST_FIGURES]:
-                self.observed.put(f"observed/{_text(name)}", step, time, value)
+            named = {f"observed/{_text(name)}": value for name, value in list(figures.items())[:MOST_FIGURES]}
+            self.observed.add([Entry(step, time, named)])
 
     def _mark(self, kind: str, time: float, line: Mapping[str, Any]) -> None:
         about = {name: value for name, value in line.items() if name not in ("event", "time")}

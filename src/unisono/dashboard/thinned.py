@@ -16,7 +16,7 @@ class Mark:
 
     Attributes:
         shape: the shape that the row had then.
-        count: the number of its groups.
+        count: how much of it there was: the items of a row, the entries of a table.
     """
 
     shape: int = -1
@@ -34,33 +34,32 @@ class Thinned(Generic[T]):
         groups: the groups, in their order.
         stride: the number of items in each.
         shape: a number that changes with every group at once.
+        count: the number of items.
     """
 
     def __init__(self, merge: Callable[[T, T], T], most: int = MOST) -> None:
         self.groups: list[T] = []
-        self.stride, self.shape = 1, 0
+        self.stride, self.shape, self.count = 1, 0, 0
         self._merge, self._most = merge, most
-        self._filled = 1  # items in the newest group
 
     def add(self, item: T) -> None:
         """One more item, the newest."""
-        if self.groups and self._filled < self.stride:
-            self.groups[-1] = self._merge(self.groups[-1], item)
-            self._filled += 1
-            return
-        if len(self.groups) == self._most:
+        if self.count == self._most * self.stride:
             self._halve()
-        self.groups.append(item)
-        self._filled = 1
+        if self.count % self.stride:
+            self.groups[-1] = self._merge(self.groups[-1], item)
+        else:
+            self.groups.append(item)
+        self.count += 1
 
     @property
     def mark(self) -> Mark:
         """Of who has seen all that there is."""
-        return Mark(self.shape, len(self.groups))
+        return Mark(self.shape, self.count)
 
     def since(self, seen: Mark) -> int:
         """The number of the first group that is new, or may have changed, for somebody."""
-        return max(0, seen.count - 1) if seen.shape == self.shape else 0
+        return seen.count // self.stride if seen.shape == self.shape else 0
 
     def _halve(self) -> None:
         pairs = zip(self.groups[::2], self.groups[1::2], strict=True)

@@ -1,7 +1,7 @@
 import { ask, say, share } from "./asking.js";
-import { Plots, THINNED } from "./plots.js";
+import { Plots } from "./plots.js";
 import { Ribbon, shape } from "./ribbon.js";
-import { Run, clock, element, figure, seconds, svg } from "./run.js";
+import { Run, Table, clock, element, figure, seconds, svg } from "./run.js";
 import { enter, listen, post } from "./session.js";
 import { hideTip } from "./tip.js";
 import { Workers } from "./workers.js";
@@ -93,9 +93,8 @@ function refine(axis, range) {
   asked?.abort();
   clearTimeout(asking);
   at("whole").hidden = range === null;
-  const isThinned = [...run.rows.values()].some((rows) => rows.length >= THINNED);
-  if (range !== null && isThinned) asking = setTimeout(finer, 150, axis, range); // a key that is held comes again and again
-  else run.finer = {};
+  if (range !== null && run.isThinned) asking = setTimeout(finer, 150, axis, range); // a key that is held comes again and again
+  else run.finer = new Table();
   later();
 }
 
@@ -103,7 +102,7 @@ async function finer(axis, { min, max }) {
   const { signal } = (asked = new AbortController());
   const { ok, answer } = await post("/finer", { axis, low: Math.max(0, min), high: Math.max(0, max) }, signal);
   if (signal.aborted) return;
-  if (ok) run.finer = answer.rows;
+  if (ok) (run.finer = new Table()).take({ first: 0, steps: [], times: [], values: {}, ...answer.curves });
   else say(answer.error, true);
   later();
 }

@@ -3,7 +3,6 @@
 import uPlot from "./uPlot.esm.js";
 import { element, figure, seconds, svg } from "./run.js";
 
-export const THINNED = 512; // points that a curve has at least, once it is thinned
 const HUES = 8;
 const DASHES = [[], [7, 3], [2, 3], [10, 3, 2, 3], [4, 4], [1, 2], [12, 4], [6, 2, 2, 2, 2, 2]]; // besides hues, which not everybody sees
 const SHOWN_MARKS = ["lost", "join", "left", "resize", "strategy", "topology", "healed"];

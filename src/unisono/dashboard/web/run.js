@@ -5,12 +5,15 @@ export const KINDS = {
   topology: "topology", checkpoint: "checkpoints", healed: "healed", notice: "notices", run: "run",
 };
 
+const THINNED = 512; // groups that a table has at least, once it is thinned
+
 export class Run {
   name = "";
   may = "look";
   head = null;
-  rows = new Map(); // by name: points of curves, marks and spans, as lists
-  finer = {}; // by name: points of the range that is zoomed into
+  rows = new Map(); // by name: marks and spans, as lists
+  tables = new Map(); // by name: figures over steps
+  finer = new Table(); // those of the range that is zoomed into
   events = []; // the newest first
   #marks = null;
 
@@ -18,7 +21,8 @@ export class Run {
     if (news.name !== undefined) [this.name, this.may] = [news.name, news.may];
     if (news.anew) {
       this.rows.clear();
-      this.finer = {};
+      this.tables.clear();
+      this.finer = new Table();
       this.events = [];
     }
     this.head = news.head;
@@ -27,17 +31,25 @@ export class Run {
       const known = this.rows.get(name) ?? [];
       this.rows.set(name, known.slice(0, first).concat(rows));
     }
+    for (const [name, told] of Object.entries(news.curves)) {
+      if (!this.tables.has(name)) this.tables.set(name, new Table());
+      this.tables.get(name).take(told);
+    }
     const events = news.events.map(([kind, time, until, step, many, title, figures]) => ({ kind, time, step, title, figures }));
     this.events = events.reverse().concat(this.events).slice(0, 60);
   }
 
   get(name) {
-    return this.rows.get(name) ?? [];
+    return this.rows.get(name) ?? this.#tableOf(name)?.points(name) ?? [];
+  }
+
+  #tableOf(name) {
+    return [...this.tables.values()].find((table) => table.values.has(name));
   }
 
   // The points of a curve, finer where somebody has zoomed in.
   curve(name) {
-    const rows = this.get(name), finer = this.finer[name] ?? [];
+    const rows = this.get(name), finer = this.finer.points(name);
     if (!finer.length) return rows;
     const [from, until] = [finer[0][0], finer.at(-1)[0]];
     return [...rows.filter((row) => row[0] < from), ...finer, ...rows.filter((row) => row[0] > until)];
@@ -55,7 +67,38 @@ export class Run {
   }
 
   names(prefix) {
-    return [...this.rows.keys()].filter((name) => name.startsWith(prefix));
+    return [...this.tables.values()].flatMap((table) => [...table.values.keys()]).filter((name) => name.startsWith(prefix));
+  }
+
+  get isThinned() {
+    return [...this.tables.values()].some((table) => table.steps.length >= THINNED);
+  }
+}
+
+// Figures by name, in groups of steps that they share.
+export class Table {
+  steps = [];
+  times = [];
+  values = new Map(); // by name: for each group nothing, a number, or the smallest value, the largest and the mean
+  #points = new Map();
+
+  take({ first, steps, times, values }) {
+    this.#points.clear();
+    this.steps = this.steps.slice(0, first).concat(steps);
+    this.times = this.times.slice(0, first).concat(times);
+    const nothing = (many) => Array(many).fill(null);
+    for (const name of new Set([...this.values.keys(), ...Object.keys(values)]))
+      this.values.set(name, (this.values.get(name) ?? nothing(first)).slice(0, first).concat(values[name] ?? nothing(steps.length)));
+  }
+
+  // Of one figure: step, time, smallest value, largest value, mean.
+  points(name) {
+    if (!this.#points.has(name)) this.#points.set(name, this.#pointsOf(this.values.get(name) ?? []));
+    return this.#points.get(name);
+  }
+
+  #pointsOf(values) {
+    return values.flatMap((value, group) => value === null ? [] : [[this.steps[group], this.times[group], ...(Array.isArray(value) ? value : [value, value, value])]]);
   }
 }
 
