@@ -31,6 +31,7 @@ NICE = 10
 FAREWELL_S = 1
 """Seconds in which those who look learn of a job's end."""
 
+TICK_S = 30.0
 ENOUGH_S = 3
 """Seconds after which a button that was pressed before it is not waited for any more."""
 
@@ -38,7 +39,7 @@ REQUEST_LINE_S = 10.0
 
 
 class PageServer(uvicorn.Server):
-    """Wakes once a second, and at a signal; uvicorn's own does ten times a second. Takes leave of those who look.
+    """Wakes at a signal; uvicorn's own does ten times a second. Takes leave of those who look.
 
     Args:
         config: uvicorn's settings.
@@ -54,7 +55,7 @@ class PageServer(uvicorn.Server):
         self._loop, self._signalled = asyncio.get_running_loop(), asyncio.Event()
         while not await self.on_tick(0):
             with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(TICK_S):
                     await self._signalled.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -110,6 +111,7 @@ def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
             log_level="error",  # who asks for nonsense, or too often, fills no log
             access_log=False,
             server_header=False,
+            date_header=False,  # it would have to be made each second
             proxy_headers=False,
         )
         say(f"http://127.0.0.1:{port}/#{keys.act}")
