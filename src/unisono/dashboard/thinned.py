@@ -16,7 +16,7 @@ class Mark:
 
     Attributes:
         shape: the shape that the row had then.
-        count: how much of it there was: the items of a row, the entries of a table.
+        count: the number of items of a row then, or of entries of a table.
     """
 
     shape: int = -1
