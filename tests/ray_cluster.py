@@ -78,6 +78,10 @@ class RayNodes:
         """What the head's node tells Prometheus."""
         return str(self._answer(do="metrics")["metrics"])
 
+    def alive(self) -> int:
+        """How many nodes there are."""
+        return int(self._answer(do="alive")["alive"])
+
     def requested(self) -> int:
         """How many bundles the autoscaler is asked for."""
         return int(self._answer(do="requested")["requested"])
@@ -128,8 +132,12 @@ def wait_for(is_so: Callable[[], bool], words: Callable[[], str]) -> None:
 
 
 @contextmanager
-def ray_nodes(head_cpus: int = 0) -> Iterator[RayNodes]:
+def ray_nodes(head_cpus: int = 0, spare: int = 0) -> Iterator[RayNodes]:
     """As long as the context lasts; all of its processes end with it, or with this process.
+
+    Args:
+        head_cpus: the cores of the head's node.
+        spare: how many nodes of one core Ray's autoscaler may add; without any there is no autoscaler.
 
     Raises:
         NoCluster: not root, Ray is not installed, or the kernel cannot do it.
@@ -142,7 +150,7 @@ def ray_nodes(head_cpus: int = 0) -> Iterator[RayNodes]:
         (folder / "session").mkdir()
         command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (folder / "nodes.log").open("wb") as log, subprocess.Popen(
-            [*command, "sh", "-c", INSIDE, sys.executable, str(NODES), str(head_cpus), *ADDRESSES],
+            [*command, "sh", "-c", INSIDE, sys.executable, str(NODES), str(head_cpus), str(spare), *ADDRESSES],
             cwd=folder, env=_environment(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
         ) as outside:  # fmt: skip
             assert outside.stdin is not None

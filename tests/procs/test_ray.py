@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[int], RayNodes]]:
-    """Starts a cluster whose head has so many cores; skips the test, loudly, where none can be made."""
+def start() -> Iterator[Callable[..., RayNodes]]:
+    """Starts a cluster, of which ray_nodes says more; skips the test, loudly, where none can be made."""
     with ExitStack() as opened:
 
-        def started(head_cpus: int = 0) -> RayNodes:
+        def started(head_cpus: int = 0, spare: int = 0) -> RayNodes:
             try:
-                return opened.enter_context(ray_nodes(head_cpus))
+                return opened.enter_context(ray_nodes(head_cpus, spare))
             except NoCluster as error:
                 pytest.skip(f"NO RAY CLUSTER: {error}")
 
@@ -113,7 +113,7 @@ class OnRay(Trained):
 
 
 def test_a_job_on_ray_ends_with_the_weights_of_the_serial_run_and_leaves_nothing_behind(
-    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+    start: Callable[..., RayNodes], tmp_path: Path, small_serial: str
 ) -> None:
     job = OnRay(start(2), tmp_path)
     job.begin("-n", "2", pace_s=0)
@@ -131,7 +131,7 @@ def test_a_job_on_ray_ends_with_the_weights_of_the_serial_run_and_leaves_nothing
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("opencensus") is None, reason="NO METRICS OF RAY: make with-ray-default has them")
 def test_rays_own_metrics_have_the_figures_of_the_job_under_the_names_of_the_coordinators(
-    start: Callable[[int], RayNodes], tmp_path: Path
+    start: Callable[..., RayNodes], tmp_path: Path
 ) -> None:
     job = OnRay(start(2), tmp_path)
     job.begin("-n", "2", pace_s=1.0, **LONG)
@@ -159,7 +159,7 @@ def test_rays_own_metrics_have_the_figures_of_the_job_under_the_names_of_the_coo
 @pytest.mark.slow
 @pytest.mark.hosts("Ray", "drain")
 def test_a_node_that_its_cloud_takes_away_is_left_and_another_one_taken(
-    start: Callable[[int], RayNodes], tmp_path: Path, long_serial: Trained
+    start: Callable[..., RayNodes], tmp_path: Path, long_serial: Trained
 ) -> None:
     cluster = start(1)
     taken = cluster.add(cloud="aws")
@@ -181,7 +181,7 @@ def test_a_node_that_its_cloud_takes_away_is_left_and_another_one_taken(
 
 @pytest.mark.slow
 def test_the_pages_script_trains_the_weights_of_the_serial_run(
-    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+    start: Callable[..., RayNodes], tmp_path: Path, small_serial: str
 ) -> None:
     (tmp_path / "submit.py").write_text(printed("ray.md", "submit.py"))
     shutil.copy(SCRIPT, tmp_path / "train.py")
@@ -195,7 +195,7 @@ def test_the_pages_script_trains_the_weights_of_the_serial_run(
 
 @pytest.mark.slow
 def test_an_actor_that_is_killed_leaves_no_copy_of_the_token(
-    start: Callable[[int], RayNodes], tmp_path: Path, long_serial: Trained
+    start: Callable[..., RayNodes], tmp_path: Path, long_serial: Trained
 ) -> None:
     """Neither one whose group is killed with it, nor one of a node that dies."""
     cluster = start(1)
@@ -224,7 +224,7 @@ def test_an_actor_that_is_killed_leaves_no_copy_of_the_token(
 @pytest.mark.slow
 @pytest.mark.hosts("Ray", "kill", "join", "drain")
 def test_a_node_dies_others_come_one_is_drained_and_no_bit_changes(
-    start: Callable[[int], RayNodes], tmp_path: Path, long_serial: Trained
+    start: Callable[..., RayNodes], tmp_path: Path, long_serial: Trained
 ) -> None:
     cluster = start(0)
     dies, drained, _ = (cluster.add() for _ in range(3))
@@ -250,9 +250,27 @@ def test_a_node_dies_others_come_one_is_drained_and_no_bit_changes(
 
 
 @pytest.mark.slow
+def test_a_job_grows_with_the_nodes_that_rays_autoscaler_adds_for_it_and_they_go_after_its_end(
+    start: Callable[..., RayNodes], tmp_path: Path, long_serial: Trained
+) -> None:
+    cluster = start(1, spare=2)
+    assert cluster.alive() == 1
+    job = OnRay(cluster, tmp_path)
+    job.begin("-n", "1:3", pace_s=1.0, **LONG)
+    job.until(3)
+    assert cluster.alive() == 3
+    assert cluster.requested() == 3
+    job.hurry()
+    assert job.code() == 0, job.text
+    assert job.end() == long_serial.end()
+    assert cluster.requested() == 0
+    wait_for(lambda: cluster.alive() == 1, lambda: "the autoscaler takes idle nodes away")
+
+
+@pytest.mark.slow
 @pytest.mark.hosts("Ray", "requeue")
 def test_a_job_that_was_asked_to_leave_goes_on_with_fewer_workers_when_it_is_started_again(
-    start: Callable[[int], RayNodes], tmp_path: Path, small_serial: str
+    start: Callable[..., RayNodes], tmp_path: Path, small_serial: str
 ) -> None:
     cluster = start(3)
     job = OnRay(cluster, tmp_path)
@@ -268,7 +286,7 @@ def test_a_job_that_was_asked_to_leave_goes_on_with_fewer_workers_when_it_is_sta
 
 
 @pytest.mark.slow
-def test_when_the_driver_is_killed_all_ends_by_itself(start: Callable[[int], RayNodes], tmp_path: Path) -> None:
+def test_when_the_driver_is_killed_all_ends_by_itself(start: Callable[..., RayNodes], tmp_path: Path) -> None:
     job = OnRay(start(2), tmp_path)
     job.begin("-n", "2", pace_s=1.0)
     job.until(2)
