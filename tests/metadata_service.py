@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -33,6 +33,7 @@ class Metadata:
         preempted, maintenance: of Google Cloud.
         events, approved: of Azure.
         raw: bytes that stand in the place of any further answer.
+        hangs: whether no answer comes at all; changed under ``changed``.
         asked: the method and path of each request.
     """
 
@@ -43,6 +44,7 @@ class Metadata:
         self.events: list[dict[str, Any]] = []
         self.approved: list[str] = []
         self.raw: bytes | None = None
+        self.hangs = False
         self.token = TOKEN
         self.asked: list[tuple[str, str]] = []
         self.changed = threading.Condition()
@@ -57,6 +59,12 @@ class Metadata:
             "GCE_METADATA_HOST": where,
             "AZURE_POD_IDENTITY_AUTHORITY_HOST": f"http://{where}",
         }
+
+    def hang(self, does: bool) -> None:
+        """Answer nobody from now on, or again."""
+        with self.changed:
+            self.hangs = does
+            self.changed.notify_all()
 
     def take_away(self) -> None:
         """Say that the machine is taken away."""
@@ -116,9 +124,12 @@ def metadata_service(cloud: str) -> Iterator[Metadata]:
         def _serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
             status, headers, text = found.answer(self.command, self.path, self.headers, body)
+            with found.changed:
+                found.changed.wait_for(lambda: not found.hangs)
             if found.raw is not None:
                 self.close_connection = True
-                self.wfile.write(found.raw)
+                with suppress(ConnectionError):  # nobody has to read all of it
+                    self.wfile.write(found.raw)
                 return
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(text.encode()))}.items():
@@ -138,6 +149,7 @@ def metadata_service(cloud: str) -> Iterator[Metadata]:
     try:
         yield found
     finally:
+        found.hang(False)
         found.take_away()  # whoever waits goes on
         server.shutdown()
         thread.join()

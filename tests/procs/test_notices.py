@@ -37,6 +37,47 @@ def test_a_job_whose_first_host_is_taken_away_leaves_a_checkpoint_and_goes_on_el
     assert started[1].steps == serial.steps
 
 
+BAD = {
+    "garbage": b"\x00\xff" * 5000,
+    "another address": b"HTTP/1.1 302 Found\r\nLocation: http://192.0.2.1/\r\nContent-Length: 0\r\n\r\n",
+    "far too much": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999\r\n\r\n" + b"x" * 2**24,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["aws"], indirect=True)
+def test_a_metadata_service_that_answers_nothing_sensible_stops_nobody_and_is_told_of_once(
+    service: Metadata, serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    """It also hangs. What it says again when it has come to itself is heard."""
+    started.append(Training(tmp_path / "run", "-n", "2", "--notices", "aws", PACE_S="1.5", **service.variables))
+    training = started[0]
+
+    def until_asked(times: int) -> None:
+        wanted = len(service.asked) + times
+        training.until_so(lambda: len(service.asked) >= wanted, "more questions")
+
+    until_asked(3)  # one for a token, two with it
+    for raw in BAD.values():
+        service.raw = raw
+        until_asked(1)
+    service.hang(True)
+    until_asked(2)  # the second, when nobody waits for the first answer any more
+    service.raw = None
+    service.hang(False)
+    training.until_so(lambda: "can be heard again" in training.output.read_text(), "a service that answers")
+    assert training.process.poll() is None
+    training.hurry()
+    assert training.end() == serial.end()
+    assert training.steps == serial.steps
+    said = training.output.read_text()
+    (told,) = [line for line in said.splitlines() if "no notices of aws can be heard" in line]
+    assert "training goes on" in told
+    assert said.count("notices of aws can be heard again") == 1
+    assert not training.journal("notice")
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("service", ["azure"], indirect=True)
 def test_a_host_that_is_taken_away_leaves_and_the_others_go_on(
     service: Metadata, serial: Trained, started: list[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
