@@ -62,14 +62,14 @@ MUTANTS = (
     Mutant(
         "the state of the generation comes from the member that is the furthest behind",
         ARRIVAL,
-        "    return max(ranks, key=lambda",
-        "    return min(ranks, key=lambda",
+        "    return acts.index(max(acts))",
+        "    return acts.index(min(each for each in acts if each >= 0))",
     ),
     Mutant(
         "a joiner that has not yet received the state counts as one that has it",
         ARRIVAL,
-        "return not seat.joins or max(1, current.roster[current.source].acts) <= found.acts",
-        "return True",
+        "for member in members if member.id not in joiners or least <= arrivals[member.id].acts]",
+        "for member in members]",
     ),
     Mutant(
         "the next generation is formed before all members have arrived",
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant(
         "members wait for one that has left before it had formed the generation",
         EVENTS,
-        "    if not message.at_boundary or not all(map(state.has_formed, workers)):\n",
+        "    if not message.at_boundary or not (state.formed or all(map(state.has_formed, workers))):\n",
         "    if not message.at_boundary:\n",
     ),
     Mutant(
@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    update.hear_of(worker.id for worker in workers)\n",
+        "    update.hear_of([worker.id for worker in workers])\n",
         "",
     ),
     Mutant(
@@ -327,8 +327,8 @@ MUTANTS = (
     Mutant(
         "of several that say the same, one alone is heard",
         EVENTS,
-        "for name in names if (worker := _listened_to",
-        "for name in names[:1] if (worker := _listened_to",
+        "known = zip(names, update.state.workers.of_ids(names), strict=True)",
+        "known = zip(names[:1], update.state.workers.of_ids(names))",
     ),
     Mutant(
         "a worker that cannot be replaced for want of restarts is replaced",

@@ -98,7 +98,7 @@ class Split:
         Args:
             seconds: the seconds of one shard, by rank.
         """
-        return max(len(self.of(rank)) * each for rank, each in enumerate(seconds))
+        return max(count * each for count, each in zip(self.counts, seconds, strict=True))
 
     @property
     def workers(self) -> int:
@@ -118,7 +118,12 @@ class Split:
     @property
     def widest(self) -> int:
         """The most shards that any worker has."""
-        return max(len(self.of(rank)) for rank in range(self.workers))
+        return max(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of shards of each worker, by rank."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
 
     def of(self, rank: int) -> range:
         """The shards of the worker ``rank``."""

@@ -14,10 +14,11 @@ Arrivals = Mapping[str, Arrived]
 """By member, how it has arrived."""
 
 
-def holds_state(found: Arrived, current: MintedGeneration, rank: int) -> bool:
-    """Whether who has arrived has a state to go on from: it is no joiner that was still to receive it."""
-    seat = current.roster[rank]
-    return not seat.joins or max(1, current.roster[current.source].acts) <= found.acts
+def holders_among(members: Sequence[Worker], current: MintedGeneration, arrivals: Arrivals) -> list[Worker]:
+    """Members that have a state to go on from: they are no joiners that were still to receive it."""
+    joiners = {seat.worker for seat in current.roster if seat.joins}
+    least = max(1, current.roster[current.source].acts)
+    return [member for member in members if member.id not in joiners or least <= arrivals[member.id].acts]
 
 
 def are_steady(holders: Sequence[Worker], arrivals: Arrivals) -> bool:
@@ -29,31 +30,19 @@ def are_steady(holders: Sequence[Worker], arrivals: Arrivals) -> bool:
 
 def newest(staying: Sequence[Worker], holding: Set[str], arrivals: Arrivals) -> int:
     """The first rank, among those that stay, whose state is the newest."""
-    ranks = [rank for rank, member in enumerate(staying) if member.id in holding]
-    return max(ranks, key=lambda rank: arrivals[staying[rank].id].acts)
+    acts = [arrivals[member.id].acts if member.id in holding else -1 for member in staying]
+    return acts.index(max(acts))
 
 
 def survivor(member: Worker, agent: Agent, found: Arrived, holds: bool) -> Seat:
     """The place of a member that has arrived in the next roster."""
     acts = found.acts if holds else 0
-    return _seat(member, agent, found.address, acts=acts, joins=not holds)
+    return Seat(member.id, member.host, found.address, acts, not holds, agent.id, agent.probes)
 
 
 def newcomer(worker: Worker, agent: Agent, joins: bool) -> Seat:
     """The place of a worker that was in none."""
-    return _seat(worker, agent, worker.address, acts=0, joins=joins)
-
-
-def _seat(worker: Worker, agent: Agent, address: str, acts: int, joins: bool) -> Seat:
-    return Seat(
-        worker=worker.id,
-        host=worker.host,
-        address=address,
-        acts=acts,
-        joins=joins,
-        agent=agent.id,
-        probes=agent.probes,
-    )
+    return Seat(worker.id, worker.host, worker.address, 0, joins, agent.id, agent.probes)
 
 
 # How shards are split among workers of different speed.

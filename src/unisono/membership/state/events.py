@@ -39,10 +39,13 @@ from unisono.membership.state.event import (
     Tick,
 )
 from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed, try_again
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Signs, Worker, changed, pair
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, Worker, changed, pair
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.membership.state.status import find, main_worker, why_no_checkpoint, why_not_replaced
+
+HEARD: tuple[Phase, ...] = ("preparing", "ready", *MEMBER, "finished")
+"""Phases of those who may say something."""
 
 
 def hear(update: StateUpdate, event: Event) -> None:
@@ -146,8 +149,11 @@ def _remind(update: StateUpdate, worker: Worker, generation: int) -> None:
 
 def _hear(update: StateUpdate, names: Sequence[str], message: FromWorker) -> None:
     """Workers have said the same."""
-    workers = [worker for name in names if (worker := _listened_to(update, name)) is not None]
-    update.hear_of(worker.id for worker in workers)
+    known = zip(names, update.state.workers.of_ids(names), strict=True)
+    workers = [
+        worker for name, worker in known if (worker and worker.phase in HEARD) or _is_heard(update, name, worker)
+    ]
+    update.hear_of([worker.id for worker in workers])
     match message:
         case Arrived(generation=generation) | Formed(generation=generation) if generation != update.state.generation:
             pass
@@ -160,15 +166,14 @@ def _hear(update: StateUpdate, names: Sequence[str], message: FromWorker) -> Non
                 _hear_one(update, worker, message)
 
 
-def _listened_to(update: StateUpdate, name: str) -> Worker | None:
-    """The worker of this name; None if what it says has no effect."""
-    worker: Worker | None = update.state.workers.get(name)
+def _is_heard(update: StateUpdate, name: str, worker: Worker | None) -> bool:
+    """Whether what a worker says counts that is in another phase than those of :data:`HEARD`."""
     if worker is None or worker.phase == "lost":
         reason = "no worker of this name is expected" if worker is None else f"{name} was given up: {worker.why}"
         update.refuse(name, reason)
-        return None
-    writes = worker.farewell is not None and worker.farewell.preempted  # a checkpoint, which takes as long as it takes
-    return None if worker.phase == "asked" or (worker.phase == "removed" and not writes) else worker
+        return False
+    # It writes a checkpoint, which takes as long as it takes.
+    return worker.phase == "removed" and worker.farewell is not None and worker.farewell.preempted
 
 
 def _hear_one(update: StateUpdate, worker: Worker, message: FromWorker) -> None:
@@ -211,7 +216,7 @@ def _arrived(update: StateUpdate, workers: Sequence[Worker], message: Arrived) -
         arrival=update.now if state.arrival is None else state.arrival,
     )
     update.call_members()
-    if not message.at_boundary or not all(map(state.has_formed, workers)):
+    if not message.at_boundary or not (state.formed or all(map(state.has_formed, workers))):
         update.wake_members()  # they may wait for it, and it comes no more
 
 
@@ -222,11 +227,10 @@ def _formed(update: StateUpdate, workers: Sequence[Worker], message: Formed) -> 
         return
     longer = {part: length for part, length in message.seconds.items() if length > known.get(part, -1.0)}
     update.set(formed_by=before.update(names), seconds={**known, **longer} if longer else known)
-    agents = {worker.agent for worker in workers}
-    update.moved |= agents
-    for agent in map(update.state.agents.__getitem__, agents):
+    for agent in update.state.agents.of_ids({worker.agent for worker in workers}):
         if agent.failed:
             update.put_agent(agent, failed=0)
+    update.moved.add(workers[0].agent)  # more than before may hold the weights, by which it is decided who is left out
     if len(update.state.formed_by) == update.state.workers.number(MEMBER):
         update.set(formed=True)
         update.note("formed", generation=update.state.generation, seconds=dict(update.state.seconds))

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 from unisono.membership.messages import Neighbour, NewGeneration, Ranks, Target
@@ -83,8 +84,7 @@ class MintedGeneration:
         """By host, the workers there, in the order of ranks."""
         here: dict[str, list[Neighbour]] = {}
         for rank, seat in enumerate(self.roster):
-            neighbour = Neighbour(rank=rank, worker=seat.worker, address=seat.address)
-            here.setdefault(seat.host, []).append(neighbour)
+            here.setdefault(seat.host, []).append(_neighbour(rank, seat.worker, seat.address))
         return {host: tuple(neighbours) for host, neighbours in here.items()}
 
     def _speakers(self) -> dict[str, str]:
@@ -113,6 +113,12 @@ class MintedGeneration:
         return NewGeneration(
             generation=self.generation, ranks=ranks, source=self.source, loop=self.loop, departures=self.departures
         )
+
+
+@lru_cache(2**16)
+def _neighbour(rank: int, worker: str, address: str) -> Neighbour:
+    """One and the same from generation to generation: most workers keep their ranks."""
+    return Neighbour(rank=rank, worker=worker, address=address)
 
 
 def _what_counts(found: tuple[Seat, tuple[int, int]]) -> tuple[int, int, bool]:

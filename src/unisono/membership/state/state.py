@@ -109,8 +109,8 @@ class State:
     def members(self) -> tuple[Worker, ...]:
         """Those of the generation who are neither gone nor finished, in the order of ranks."""
         seats = () if self.minted is None else self.minted.roster
-        found = (self.workers.get(seat.worker) for seat in seats)
-        return tuple(worker for worker in found if worker is not None and worker.phase in MEMBER)
+        found = self.workers.of_ids([seat.worker for seat in seats])
+        return tuple([worker for worker in found if worker is not None and worker.phase in MEMBER])
 
     @property
     def candidates(self) -> list[Worker]:

@@ -204,8 +204,9 @@ class StateUpdate:
         self._tell_working(Lost(generation=self.state.generation))
 
     def _tell_working(self, message: ToWorker) -> None:
-        if at_work := tuple(member.id for member in self.state.members if self.state.is_at_work(member)):
-            self.tell_all(at_work, message)
+        arrivals = self.state.arrivals
+        if at_work := [member.id for member in self.state.members if member.id not in arrivals]:
+            self.tell_all(tuple(at_work), message)
 
     def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
         """A worker that was to take part, or did, is given up.

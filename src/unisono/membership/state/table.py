@@ -132,6 +132,11 @@ class Table(Mapping[str, Row], Generic[Row]):
             return row
         return self._rows.get(name, default)
 
+    def of_ids(self, names: Iterable[str]) -> list[Any]:
+        """The row of each of these ids; None where there is none."""
+        get = self.get if self._taken else self._rows.get
+        return [get(name) for name in names]
+
     def __contains__(self, name: object) -> bool:
         return bool(self._taken and name in self._taken) or name in self._rows
 

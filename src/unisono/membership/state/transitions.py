@@ -8,7 +8,7 @@ from unisono.membership.state.arrival import (
     SETTLED_S,
     are_steady,
     exclude_unconnected,
-    holds_state,
+    holders_among,
     is_unbalanced,
     newcomer,
     newest,
@@ -101,8 +101,7 @@ def _regroup(update: StateUpdate) -> None:
     members = update.state.members
     faulty = [member for member in members if member.is_faulty]
     members = tuple(member for member in members if not member.is_faulty)
-    ranks = update.state.ranks
-    holders = [member for member in members if holds_state(arrivals[member.id], current, ranks[member.id])]
+    holders = holders_among(members, current, arrivals)
     if not holders:
         _start_over(update)
         return
@@ -122,7 +121,8 @@ def _regroup(update: StateUpdate) -> None:
     joiners = [worker for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]
     joiners = joiners[: max(0, size - len(staying))] if steady else []
     agents = update.state.agents
-    seats = [survivor(one, agents[one.agent], arrivals[one.id], one.id in holding) for one in staying]
+    theirs = {agent: agents[agent] for agent in {member.agent for member in staying}}
+    seats = [survivor(one, theirs[one.agent], arrivals[one.id], one.id in holding) for one in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
     _form(update, seats, source, loop)
     for member in faulty:
@@ -213,7 +213,8 @@ def _form_first(update: StateUpdate) -> None:
 
 def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = update.state, update.state.generation + 1
-    split = split_for(before.shards, [before.workers[seat.worker] for seat in seats])
+    workers = before.workers.of_ids([seat.worker for seat in seats])
+    split = split_for(before.shards, workers)
     new = MintedGeneration(
         generation=number,
         roster=tuple(seats),
@@ -224,14 +225,11 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     )
     update.actions.append(Forget(number))
     update.set(arrivals=HashTrieMap(), formed_by=HashTrieSet())
-    update.hear_of(seat.worker for seat in seats)
+    update.hear_of([seat.worker for seat in seats])
     with update.in_bulk():
-        for worker in [before.workers[seat.worker] for seat in seats]:
-            signs, pulse = worker.signs, worker.signs.pulse
-            if pulse.still_s:
-                signs = changed(signs, pulse=pulse.model_copy(update={"still_s": 0.0}))
-            if worker.phase not in MEMBER or pulse.still_s:
-                update.put(worker, phase="working", signs=signs)
+        for worker in [worker for worker in workers if worker.phase not in MEMBER or worker.signs.pulse.still_s]:
+            pulse = worker.signs.pulse.model_copy(update={"still_s": 0.0})
+            update.put(worker, phase="working", signs=changed(worker.signs, pulse=pulse))
     for names, message in new.messages(before.minted, before.arrivals):
         update.tell_all(names, message)
     update.moved.add(seats[0].agent)  # others than before may hold the weights, by which it is decided who is left out
@@ -239,7 +237,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
     update.set(lost=(), broken=False, formed=False, seconds={})
-    joined = [before.workers[seat.worker] for seat in seats if seat.joins or before.minted is None]
+    joined = [one for one, seat in zip(workers, seats, strict=True) if seat.joins or before.minted is None]
     update.note(
         "minted",
         generation=number,
@@ -248,7 +246,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         ready=[round(worker.signs.since - worker.signs.started, 3) for worker in joined],
         lost=[name for name in before.lost if name not in candidates],
         source=seats[source].worker,
-        shards=[len(split.of(rank)) for rank in range(split.workers)],
+        shards=split.counts,
         seconds=0.0 if before.due_since is None else round(update.now - before.due_since, 3),
     )
 

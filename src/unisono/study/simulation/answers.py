@@ -11,7 +11,7 @@ import numpy as np
 
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.scenario import Scenario
-from unisono.study.simulation.step_clock import Crew, Load, StepClock
+from unisono.study.simulation.step_clock import Crew, StepClock
 
 PAYS = 1.1
 """More workers are worth their price as long as they are faster by this factor."""
@@ -123,7 +123,7 @@ def rates(scenario: Scenario, most: int) -> list[WorkerRate]:
     clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(0))
     found = []
     for workers in sorted({*sizes, most}):
-        crew = Crew.of([Load(1.0, -(-work.shards // workers))] * workers)
+        crew = Crew.of([(1.0, -(-work.shards // workers))] * workers)
         step_s = float(np.mean(clock.draw(crew, work.batch_size, work.shards, 256)))
         found.append(WorkerRate(workers, work.batch_size / step_s, workers > scenario.measured_to))
     return found

@@ -31,7 +31,7 @@ from unisono.plan.split import Split
 from unisono.study.simulation.agenda import Agenda
 from unisono.study.simulation.ledger import Ledger
 from unisono.study.simulation.scenario import HostKind, Incident, Scenario
-from unisono.study.simulation.step_clock import Array, Crew, Load
+from unisono.study.simulation.step_clock import Array, Crew
 from unisono.study.simulation.training import SimulatedTraining
 
 PING_S = 20.0
@@ -303,8 +303,8 @@ class Coordination:
         minted = self.state.minted
         assert minted is not None
         names = [seat.worker for seat in minted.roster]
-        split = Split(minted.bounds)
-        crew = Crew.of([Load(self._speed(name), len(split.of(rank))) for rank, name in enumerate(names)])
+        speeds = {name: host.kind.speed for name, host in self._where.items()}
+        crew = Crew.of([*zip([speeds.get(name, 1.0) for name in names], Split(minted.bounds).counts, strict=True)])
         joiners = frozenset(seat.worker for seat in minted.roster if seat.joins)
         self._generation = new = SimulatedGeneration(minted.generation, names, joiners, crew)
         self._training.unsettled()
@@ -314,10 +314,6 @@ class Coordination:
             new.frozen_at = self._agenda.now  # it has vanished meanwhile, and nobody knows yet
             return
         self._agenda.later(self._took.forming(len(names), joined=bool(joiners)), partial(self._form, new))
-
-    def _speed(self, name: str) -> float:
-        host = self._where.get(name)
-        return 1.0 if host is None else host.kind.speed
 
     def _form(self, generation: SimulatedGeneration) -> None:
         if generation.over or generation is not self._generation or generation.frozen_at is not None:
@@ -440,8 +436,7 @@ class Coordination:
         arrived = Arrived(generation=generation.number, acts=acts, loop=0, at_boundary=True, step=acts)
         again = Ready(loop=0, generation=generation.number)
         lacking = frozenset() if generation.formed else generation.joiners
-        known = [self.state.workers.get(name) for name in generation.workers if name in self._where]
-        names = [worker.id for worker in known if worker is not None and self.state.is_at_work(worker)]
+        names = [name for name in generation.workers if name in self._where]
         self._tell(
             machine.Bundle(
                 [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,11 +44,11 @@ class Crew:
     places: tuple[int, ...]
 
     @classmethod
-    def of(cls, loads: Sequence[Load]) -> Crew:
-        """Of the loads of all workers, by rank."""
+    def of(cls, loads: Sequence[tuple[float, int]]) -> Crew:
+        """Of the speed and the shards of all workers, by rank."""
         counts = Counter(loads)
         known = {load: place for place, load in enumerate(counts)}
-        return cls(tuple(counts), tuple(counts.values()), tuple(known[load] for load in loads))
+        return cls(tuple(starmap(Load, counts)), tuple(counts.values()), tuple([known[load] for load in loads]))
 
     def finer(self, times: int) -> Crew:
         """The same with each shard cut into so many."""
