@@ -9,11 +9,11 @@ import torch
 from benchmarks.allreduce import shown_size, shown_time
 from benchmarks.crew import Crew, CrewFailed
 from benchmarks.figures import slowest_turns
-from benchmarks.forecast import Forecast, forecast
 from benchmarks.link import Cable, switched
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.reduced import Reduce, Reduced, ways
 from benchmarks.report import Grid, Report
+from unisono.plan.forecast import Forecast, forecast
 from unisono.plan.split import Split
 from unisono.plan.topology import plan
 from unisono.reduce.exchange import pieces_of
@@ -115,12 +115,9 @@ def run(choice: Choice) -> Report:
 
 
 def link_of(found: Reduced) -> tuple[float, float]:
-    """The medians of latency and bandwidth between two workers."""
-    latency_s, bytes_per_s = (
-        statistics.median(value for look in found.links for row in look[name] for value in row if value)
-        for name in ("latency_s", "bytes_per_s")
-    )
-    return latency_s, bytes_per_s
+    """The median of the latency between two workers, and a worker's bandwidth while all reduce together."""
+    latencies = (value for look in found.links for row in look["latency_s"] for value in row if value)
+    return statistics.median(latencies), found.bytes_per_s
 
 
 def rows_of(found: Sequence[Reduced], latency_s: float, bytes_per_s: float) -> Iterator[Row]:
@@ -143,7 +140,7 @@ def grids(rows: Sequence[Row], links: dict[int, tuple[float, float]], speed: str
         alike = [row for row in rows if (row.workers, row.size) == (workers, size)]
         latency_s, bytes_per_s = links[workers]
         yield Grid(
-            f"{workers} hosts, a bucket of {shown_size(size)}; {speed}; measured between two: "
+            f"{workers} hosts, a bucket of {shown_size(size)}; {speed}; measured: "
             f"{shown_time(latency_s)}, {bytes_per_s / 1e6:.1f} MB/s",
             ("way", "rounds", "messages", "most bytes", "predicted", "measured", "off by",
              f"predicted / {alike[0].way}", f"measured / {alike[0].way}"),

@@ -20,6 +20,7 @@ from unisono.plan.split import Split
 from unisono.plan.topology import distinct
 from unisono.plan.tree import SummationTree
 from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.train.record.results import reduction_probe
 
 TIMEOUT_S = 60.0
 LOOKS = 9
@@ -48,10 +49,12 @@ class Reduced(BaseModel):
     Attributes:
         seconds: of a reduction, by size and way, for each turn.
         links: latency and bandwidth between each two workers, in seconds and bytes per second, several times.
+        bytes_per_s: a worker's bandwidth while all reduce together, as a study measures it.
     """
 
     seconds: dict[int, dict[str, list[float]]]
     links: list[dict[str, list[list[float]]]]
+    bytes_per_s: float
 
 
 def ways(workers: int) -> dict[str, tuple[str, Split]]:
@@ -70,6 +73,8 @@ def work(task: Reduce, folder: Path) -> Reduced:
     group = form_group(store, Generation(1, place.rank, even), "gloo", TIMEOUT_S)
     with closing(ProcessGroupTransport(group, place.rank, even, torch.device("cpu"))) as transport:
         looks = [asdict(transport.measure_links()) for _ in range(LOOKS)]
+        probe = reduction_probe(transport, "exact", torch.device("cpu"))
+        assert probe is not None
         found: dict[int, dict[str, list[float]]] = {}
         for size in task.sizes:
             found[size] = {name: [] for name in known}
@@ -78,7 +83,7 @@ def work(task: Reduce, folder: Path) -> Reduced:
                     took = _timed(transport, *known[name], size)
                     if turn:
                         found[size][name].append(took)
-    return Reduced(seconds=found, links=looks)
+    return Reduced(seconds=found, links=looks, bytes_per_s=probe["bandwidth_bytes_per_s"])
 
 
 def _timed(transport: ProcessGroupTransport, topology: str, split: Split, size: int) -> float:

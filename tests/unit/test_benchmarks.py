@@ -261,10 +261,10 @@ def test_a_cable_is_laid_between_two_namespaces_and_slowed_down_as_well_as_the_k
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_of_each_way_it_is_told_what_was_expected_and_what_the_slowest_worker_took(workers: int) -> None:
     looks = [
-        {"latency_s": [[0.0, late], [late, 0.0]], "bytes_per_s": [[0.0, 1e6], [1e6, 0.0]]} for late in (1e-3, 2e-3, 9.0)
+        {"latency_s": [[0.0, late], [late, 0.0]], "bytes_per_s": [[0.0, 9e6], [9e6, 0.0]]} for late in (1e-3, 2e-3, 9.0)
     ]
     first, second = ({2**12: dict.fromkeys(ways(workers), took)} for took in ([0.1, 0.2, 0.3], [0.3, 0.1, 0.2]))
-    found = [Reduced(seconds=second if rank % 2 else first, links=looks) for rank in range(workers)]
+    found = [Reduced(seconds=second if rank % 2 else first, links=looks, bytes_per_s=1e6) for rank in range(workers)]
     assert topologies.link_of(found[0]) == (2e-3, 1e6)
     rows = list(topologies.rows_of(found, 2e-3, 1e6))
     assert [row.way for row in rows] == [*distinct(workers), "1 server"]

@@ -4,7 +4,7 @@ from math import log2
 
 import pytest
 
-from benchmarks.forecast import Forecast, forecast
+from unisono.plan.forecast import Forecast, forecast
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES, plan
 

@@ -488,3 +488,56 @@ def test_the_scenario_of_the_guide_is_read(tmp_path: Path) -> None:
     assert found.job.policies == ("spot",)
     shipped = Path(__file__).parents[2] / "examples" / "simulation" / "digits.toml"
     assert read_scenario(shipped, MeasuredFigures(STEP)).room == 8
+
+
+# -- networks that are named
+
+NAMED = "[network]\nlatency_s = 0.001\nbytes_per_s = 1e8\ngradient_bytes = 4e6\n"
+
+
+def named(folder: Path, network: str, *studies: Path) -> Scenario:
+    path = folder / "job.toml"
+    path.write_text(
+        "[work]\nsamples = 6400\nbatch_size = 64\nshards = 64\n[step]\na_c = 0.05\na_r = 9.0\n"
+        f'{network}[[hosts]]\nname = "a"\ncount = 1\nworkers = 64\n'
+    )
+    return read_scenario(path, measured(studies))
+
+
+def test_reductions_on_a_named_network_are_forecast_by_its_topology(tmp_path: Path) -> None:
+    found = named(tmp_path, NAMED)
+    assert found.network is not None
+    for workers in (2, 4, 16, 64):  # beyond 16 as the messages of fewer go on
+        share_s = 2 * (workers - 1) / workers * 4e6 / 1e8
+        assert found.network.reduction_s(workers) == pytest.approx(2 * 0.001 + share_s, rel=1e-6)
+    (first, *_, most) = rates(found, 64)
+    assert first.samples_per_s == pytest.approx(64 / (64 * 0.05), rel=0.05)  # alone there is nothing to reduce
+    assert most.samples_per_s == pytest.approx(64 / (0.05 + 0.082), rel=0.1)  # a_r is not looked at
+    slow = named(tmp_path, NAMED.replace("1e8", "1e6"))
+    assert rates(slow, 64)[-1].samples_per_s < 0.1 * most.samples_per_s
+    star = named(tmp_path, NAMED + 'topology = "star"\n')
+    assert star.network is not None
+    assert star.network.reduction_s(64) > 20 * found.network.reduction_s(64)
+
+
+def test_a_network_has_the_figures_of_the_file_or_of_studies_and_says_which(tmp_path: Path) -> None:
+    for workers, bandwidth in ((2, 3e7), (4, 2e7)):
+        folder = run_folder(tmp_path / f"study/cells/strong-{workers}-0/run", workers, 0.8 / workers)
+        reduction = {"latency_s": 0.002, "bandwidth_bytes_per_s": bandwidth}
+        result = {"world_size": workers, "reduction": reduction, "gradient_bytes": 1_000_000}
+        (folder / "result.json").write_text(json.dumps(result))
+    found = named(tmp_path, "[network]\nlatency_s = 0.005\n", tmp_path / "study")
+    assert found.network is not None
+    assert (found.network.latency_s, found.network.bytes_per_s, found.network.gradient_bytes) == (0.005, 2e7, 1e6)
+    assert [found.sources[name] for name in ("latency_s", "bytes_per_s")] == ["given", "measured"]
+    assert {"a_r", "b_r"}.isdisjoint({*found.sources, *found.figures()})
+    assert found.scaled("bytes_per_s", 2.0).figures()["bytes_per_s"] == 4e7
+    assumed = named(tmp_path, "[network]\nbytes_per_s = 1e9\ngradient_bytes = 4e6\n")
+    assert assumed.sources["latency_s"] == "default"  # so it is among the guesses
+
+
+def test_a_network_that_nobody_measured_has_to_be_given(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"network.bytes_per_s is missing, and was not measured"):
+        named(tmp_path, "[network]\n")
+    with pytest.raises(JobError, match=r"network.topology"):
+        named(tmp_path, NAMED + 'topology = "moebius"\n')

@@ -120,7 +120,7 @@ def rates(scenario: Scenario, most: int) -> list[WorkerRate]:
     """
     work = scenario.work
     sizes = [size for size in (2**power for power in range(most.bit_length())) if size <= most]
-    clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(0))
+    clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(0), scenario.network)
     found = []
     for workers in sorted({*sizes, most}):
         crew = Crew.of([(1.0, -(-work.shards // workers))] * workers)

@@ -12,13 +12,17 @@ from typing import Any
 
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime, fit
+from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.study.replay.record import Record
-from unisono.study.simulation.measured_events import WARM_UP, MeasuredEvents, is_duration, layout_of
+from unisono.study.simulation.measured_events import WARM_UP, MeasuredEvents, is_count, is_duration, layout_of
 from unisono.study.simulation.scenario import MeasuredFigures
 
 NORMAL = 1.4826
 """Of a normal distribution, the standard deviation as a multiple of the median absolute deviation."""
+
+MOST_BYTES_PER_S = 1e15
+"""More than any network carries."""
 
 GROWING = 0.5
 """The share of a reduction that is taken to grow with the number of workers, if a single number was measured."""
@@ -54,11 +58,12 @@ def measured(folders: Sequence[Path]) -> MeasuredFigures:
     durations = events.durations()
     if (jitter := _jitter(by_layout, medians)) is not None:
         durations["jitter"] = jitter
+    link = _link(runs)
     if not medians:
-        return MeasuredFigures(seconds=durations)
+        return MeasuredFigures(seconds=durations, link=link)
     step = fit(medians, {layout: median(found) for layout, found in computed.items()})
     step, guessed = with_guesses(step, medians)
-    return MeasuredFigures(step, durations, max(layout.workers for layout in medians), guessed)
+    return MeasuredFigures(step, durations, max(layout.workers for layout in medians), guessed, link)
 
 
 def with_guesses(step: StepTime, seen: Collection[Layout]) -> tuple[StepTime, frozenset[str]]:
@@ -78,6 +83,24 @@ def with_guesses(step: StepTime, seen: Collection[Layout]) -> tuple[StepTime, fr
     reduction_s = step.a_r + step.b_r * (known - 2)
     each_s = reduction_s * GROWING / known
     return replace(step, a_r=reduction_s - each_s * (known - 2), b_r=each_s), frozenset({*guessed, "b_r"})
+
+
+def _link(runs: Sequence[Record]) -> dict[str, float]:
+    """What runs of studies have measured of the network: those of the most workers, which hold each other up most."""
+    found: dict[int, list[dict[str, float]]] = defaultdict(list)
+    for run in runs:
+        result = RunFolder(run.path).read_result() or {}
+        reduction, workers, size = result.get("reduction"), result.get("world_size"), result.get("gradient_bytes")
+        if not isinstance(reduction, Mapping) or not is_count(workers) or not is_count(size):
+            continue
+        latency_s, bytes_per_s = reduction.get("latency_s"), reduction.get("bandwidth_bytes_per_s")
+        if is_duration(latency_s) and isinstance(bytes_per_s, float) and 0 < bytes_per_s < MOST_BYTES_PER_S:
+            sent = size / 2 if run.job.compression == "bf16" else size
+            found[workers].append({"latency_s": latency_s, "bytes_per_s": bytes_per_s, "gradient_bytes": float(sent)})
+    if not found:
+        return {}
+    most = found[max(found)]
+    return {name: median(each[name] for each in most) for name in most[0]}
 
 
 def _run_folders(given: Path) -> list[Path]:

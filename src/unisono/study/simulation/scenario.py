@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError, Unreadable
 from unisono.received import open_file
+from unisono.study.simulation.network import NamedNetwork
 
 LARGEST_FILE = 2**20
 """Bytes of a scenario's file."""
@@ -162,6 +163,22 @@ class How(_Part):
     spot_budget: Annotated[float, Field(gt=0, le=1e12)] | None = None
 
 
+class NetworkTable(_Part):
+    """The network between workers. What it leaves out is what a study has measured.
+
+    Attributes:
+        latency_s: seconds of a message without contents.
+        bytes_per_s: what a worker sends and receives in a second while a reduction is under way.
+        gradient_bytes: bytes that are reduced in a step.
+        topology: the way of partial sums.
+    """
+
+    latency_s: Annotated[float, Field(ge=0, le=1e3)] | None = None
+    bytes_per_s: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    gradient_bytes: Annotated[float, Field(ge=1, le=1e18)] | None = None
+    topology: Literal["direct", "ring", "tree", "star"] = "direct"
+
+
 class Incident(_Part):
     """Something that happens to the job at a given moment, in every seed.
 
@@ -189,6 +206,7 @@ class _File(_Part):
     hosts: Annotated[tuple[HostKind, ...], Field(min_length=1, max_length=64)]
     step: dict[str, float] = Field(default_factory=dict, max_length=5)
     seconds: Durations = Durations()
+    network: NetworkTable | None = None
     job: How = How()
     incidents: Annotated[tuple[Incident, ...], Field(max_length=10_000)] = ()
 
@@ -204,8 +222,9 @@ class Scenario:
         hosts: the kinds of hosts.
         job: the settings of the job.
         incidents: what happens in every seed.
-        sources: the sources of the figures of ``step`` and ``seconds``, by name.
+        sources: the sources of the figures of ``step``, ``seconds`` and ``network``, by name.
         measured_to: the largest number of workers that was measured; 0 if none was. What is beyond is extrapolation.
+        network: the network by which reductions are forecast; None if they take what the fitted step says.
     """
 
     work: Workload
@@ -216,6 +235,7 @@ class Scenario:
     incidents: Sequence[Incident] = ()
     sources: Mapping[str, Source] = field(default_factory=dict)
     measured_to: int = 0
+    network: NamedNetwork | None = None
 
     @property
     def room(self) -> int:
@@ -224,18 +244,34 @@ class Scenario:
         return min(there, self.work.shards, self.job.most or there)
 
     def scaled(self, name: str, factor: float) -> Scenario:
-        """The same with one figure of ``step`` or ``seconds`` multiplied, to see what a guess costs."""
+        """The same with one of its figures multiplied, to see what a guess costs."""
+        if name in LINK:
+            assert self.network is not None
+            return replace(self, network=replace(self.network, **{name: getattr(self.network, name) * factor}))
         if name in STEP:
             return replace(self, step=replace(self.step, **{name: getattr(self.step, name) * factor}))
         return replace(self, seconds=self.seconds.model_copy(update={name: getattr(self.seconds, name) * factor}))
 
     def figures(self) -> dict[str, float]:
-        """All figures of ``step`` and ``seconds``, by name."""
-        return {**asdict(self.step), **self.seconds.model_dump()}
+        """All figures of ``step`` and ``seconds``, and of ``network`` if there is one, by name."""
+        step, network = asdict(self.step), self.network
+        if network is None:
+            return {**step, **self.seconds.model_dump()}
+        step = {name: value for name, value in step.items() if name not in REDUCTION}
+        return {**step, **{name: getattr(network, name) for name in LINK}, **self.seconds.model_dump()}
 
 
 STEP = tuple(StepTime.__dataclass_fields__)
 """The figures of a step's time."""
+
+REDUCTION = ("a_r", "b_r")
+"""Those of a reduction, in place of which a network may be named."""
+
+LINK = ("latency_s", "bytes_per_s", "gradient_bytes")
+"""The figures of a network."""
+
+LATENCY_S = 1e-4
+"""Of a network of which nobody says it: as much as in a data centre, and too little between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +283,14 @@ class MeasuredFigures:
         seconds: measured durations, by name.
         measured_to: the largest number of workers among them.
         guessed: the figures of the step that what was measured does not tell.
+        link: measured figures of the network, by name.
     """
 
     step: StepTime | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured_to: int = 0
     guessed: Collection[str] = ()
+    link: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenario:
@@ -276,11 +314,30 @@ def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenar
     seconds = Durations.model_validate({**measured.seconds, **given})
     for name in Durations.model_fields:
         sources[name] = "given" if name in given else "measured" if name in measured.seconds else "default"
+    network = None if found.network is None else _network(path, found.network, measured.link, sources)
     hosts = [_with_trace_beside(kind, path.parent) for kind in found.hosts]
-    incidents = found.incidents
-    scenario = Scenario(found.work, step, seconds, hosts, found.job, incidents, sources, measured.measured_to)
+    known_to = measured.measured_to
+    scenario = Scenario(found.work, step, seconds, hosts, found.job, found.incidents, sources, known_to, network)
     _require_room(path, scenario)
     return scenario
+
+
+def _network(
+    path: Path, given: NetworkTable, measured: Mapping[str, float], sources: dict[str, Source]
+) -> NamedNetwork:
+    """What the file says, or else was measured. The figures of a reduction that it replaces are none any more."""
+    said = given.model_dump(include=set(LINK), exclude_none=True)
+    known = {"latency_s": LATENCY_S, **measured, **said}
+    if missing := [name for name in LINK if name not in known]:
+        raise JobError(
+            f"{path}: network.{missing[0]} is missing, and was not measured: it is known of a study of two workers or "
+            f"more (--from with its folder)"
+        )
+    for name in REDUCTION:
+        sources.pop(name, None)
+    for name in LINK:
+        sources[name] = "given" if name in said else "measured" if name in measured else "default"
+    return NamedNetwork(**{name: known[name] for name in LINK}, topology=given.topology)
 
 
 def _file(path: Path) -> _File:

@@ -57,7 +57,7 @@ class _SimulatedRun(Agenda):
         super().__init__()
         self._scenario, self._seed, self._until_s = scenario, seed, until_s
         self._ledger = Ledger()
-        clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(seed))
+        clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(seed), scenario.network)
         self._training = SimulatedTraining(scenario, clock, self._market)
         self._supplies = [supply(kind, str(seed), until_s, traces.get(kind.name)) for kind in scenario.hosts]
         self._there: dict[str, Host] = {}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime
+from unisono.study.simulation.network import NamedNetwork
 
 Array = NDArray[np.float64]
 
@@ -65,10 +66,13 @@ class StepClock:
         model: the time of a step on workers of speed 1.
         jitter: the standard deviation of the logarithm of a worker's time.
         chance: the source of chance.
+        network: the network by which reductions are forecast; None if they are as the model has them.
     """
 
-    def __init__(self, model: StepTime, jitter: float, chance: np.random.Generator) -> None:
-        self._model, self._jitter, self._chance = model, jitter, chance
+    def __init__(
+        self, model: StepTime, jitter: float, chance: np.random.Generator, network: NamedNetwork | None = None
+    ) -> None:
+        self._model, self._jitter, self._chance, self._network = model, jitter, chance, network
 
     def draw(self, crew: Crew, batch_size: int, shards: int, steps: int) -> Array:
         """Seconds of each of so many steps.
@@ -104,5 +108,7 @@ class StepClock:
         model = self._model
         if load.speed != 1.0:
             model = StepTime(model.a_c / load.speed, model.b_c / load.speed, model.a_r, model.b_r, model.gamma)
+        if self._network is not None:
+            model = replace(model, a_r=self._network.reduction_s(workers), b_r=0.0)
         # A layout in which the widest worker has this many shards of this size.
         return model.seconds(Layout(workers, round(samples * workers * load.shards), workers * load.shards))

@@ -23,6 +23,7 @@ from unisono.job import Reduction as Name
 from unisono.plan.batches import Batches
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.reducer import REDUCTIONS
+from unisono.reduce.transport import Transport
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
@@ -65,7 +66,7 @@ class ResultWriter(Listener):
         if self._config.recording.measures and self._trained.prepared is not None:
             parameters = self._trained.prepared.parameters.values()
             about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in parameters)
-            about["reduction"] = reduction_probe(workers, self._config.job.reduction, self._config.device)
+            about["reduction"] = reduction_probe(workers.transport, self._config.job.reduction, self._config.device)
         if workers.is_main:
             self._folder.journal("finished", step=self._trained.progress.position.step, weights_sha256=weights)
             self._write(weights_sha256=weights, **about)
@@ -169,24 +170,24 @@ LARGE = 2**20
 ROUNDS = 10
 
 
-def reduction_probe(workers: Workers, reduction: Name, device: torch.device) -> dict[str, float] | None:
+def reduction_probe(transport: Transport, reduction: Name, device: torch.device) -> dict[str, float] | None:
     """Reduce a small and a large bucket of zeros some times, and take the shortest of each. Collective.
 
     By the model of an all-reduce by halves: 2 ⌈log2 W⌉ latency + 2 (W - 1)/W · bytes / bandwidth (Thakur, Rabenseifner
     and Gropp, IJHPCA 2005).
 
     Args:
-        workers: the members; nothing is in flight between them.
+        transport: the way between the members; nothing is in flight on it.
         reduction: the job's reduction, such as ``exact``.
         device: the device of the gradients.
 
     Returns:
         ``latency_s`` in seconds and ``bandwidth_bytes_per_s``; None with one worker.
     """
-    count = workers.world_size
+    count = transport.world_size
     if count == 1:
         return None
-    small, large = (_seconds(workers, reduction, device, numel) for numel in (ALIGNMENT, LARGE))
+    small, large = (_seconds(transport, reduction, device, numel) for numel in (ALIGNMENT, LARGE))
     size = (LARGE - ALIGNMENT) * torch.float32.itemsize
     return {
         "latency_s": small / (2 * math.ceil(math.log2(count))),
@@ -194,14 +195,13 @@ def reduction_probe(workers: Workers, reduction: Name, device: torch.device) -> 
     }
 
 
-def _seconds(workers: Workers, reduction: Name, device: torch.device, numel: int) -> float:
-    transport = workers.transport
-    mine = transport.split.of(workers.rank)
+def _seconds(transport: Transport, reduction: Name, device: torch.device, numel: int) -> float:
+    mine = transport.split.of(transport.rank)
     rows = len(transport.tree.cover(mine.start, mine.stop)) or 1  # who serves gives one that nobody reads
     partials = [row[0] for row in transport.allocate([Bucket((), numel, torch.float32, device)], rows)]
     found = []
     for _ in range(ROUNDS):
-        workers.barrier()
+        transport.all_gather(torch.zeros(1, dtype=torch.uint8))  # all are here
         begun = perf_counter()
         REDUCTIONS[reduction](transport, ("probe", numel), partials, None)
         if device.type == "cuda":

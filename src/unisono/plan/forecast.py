@@ -16,10 +16,10 @@ class Forecast:
     """What reducing one bucket comes to.
 
     Attributes:
-        rounds: one after the other.
-        messages: of all workers.
-        most_bytes: that any worker sends, or receives.
-        seconds: until all workers have the sum.
+        rounds: the number of rounds, one after the other.
+        messages: the number of messages of all workers.
+        most_bytes: the most bytes that any worker sends, or receives.
+        seconds: the seconds until all workers have the sum.
     """
 
     rounds: int
@@ -36,10 +36,10 @@ def forecast(graph: Plan, size: float, latency_s: float, bytes_per_s: float) -> 
     evenly, each way by itself (max-min fairness; Bertsekas and Gallager, Data Networks, 6.5.2). Adding costs nothing.
 
     Args:
-        graph: who sends what to whom.
-        size: of the bucket in bytes, cut into equal pieces.
-        latency_s: of a message without contents.
-        bytes_per_s: of a worker's connection, each way.
+        graph: the plan of who sends what to whom.
+        size: the bytes of the bucket, cut into equal pieces.
+        latency_s: the seconds of a message without contents.
+        bytes_per_s: the bandwidth of a worker's connection, each way.
     """
     piece = size / graph.pieces if graph.pieces else 0.0
     loads: Counter[tuple[str, int]] = Counter()
