@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,12 +50,16 @@ class OnRay(Trained):
         self.cluster, self.folder = cluster, folder
         self.driver: subprocess.Popen[str]
 
-    def begin(self, *words: str, pace_s: float = 0.5, **settings: str) -> None:
+    def begin(
+        self, *words: str, pace_s: float = 0.5, script: Path = SCRIPT, arguments: Sequence[str] = (), **settings: str
+    ) -> None:
         """Start the command."""
         variables = {"PACE_S": str(pace_s), "HURRY": str(self.folder / "hurry"), **settings}
         told = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         where = ("--on", "ray", "--run-dir", "run", "--failure-timeout-s", "20")
-        self.driver = self.cluster.start("unisono", "run", *where, *told, *words, str(SCRIPT), folder=self.folder)
+        self.driver = self.cluster.start(
+            "unisono", "run", *where, *told, *words, str(script), *arguments, folder=self.folder
+        )
 
     @property
     def text(self) -> str:
@@ -191,6 +195,31 @@ def test_the_pages_script_trains_the_weights_of_the_serial_run(
     assert job.text.splitlines()[-1] == f"0 {small_serial}"
     assert job.end() == small_serial
     assert set(job.sizes) == {2}
+
+
+@pytest.mark.slow
+def test_lines_after_finish_come_home_after_the_coordinators_end_or_it_is_said_that_they_were_cut_short(
+    start: Callable[..., RayNodes], tmp_path: Path
+) -> None:
+    cluster = start(2)
+    after_finish = SCRIPT.with_name("after_finish.py")
+    job = OnRay(cluster, tmp_path)
+    job.begin("-n", "2:3", "--grace-s", "200", script=after_finish, arguments=("1", "wait"))
+    job.wait_for((job.run_dir / "exported-0").exists, "the end of one worker's script")
+    job.wait_for(lambda: not any("membership.server" in line for line in cluster.processes()), "the coordinator's end")
+    assert job.driver.poll() is None
+    (job.run_dir / "go").touch()
+    assert job.code() == 0, job.text
+    assert "these are the last words" in job.text
+    assert "cut short" not in job.text
+    assert (job.run_dir / "exported-1").exists()
+    (tmp_path / "short").mkdir()
+    short = OnRay(cluster, tmp_path / "short")
+    short.begin("-n", "2", "--grace-s", "1", script=after_finish, arguments=("1", "wait"))
+    assert short.code() == 0, short.text
+    assert "agents that have not ended 1 s after the job are killed (1 of them)" in short.text
+    assert (short.run_dir / "exported-0").exists()
+    assert not (short.run_dir / "exported-1").exists()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A short training, and lines after its end in which the worker of a rank does not get to the last.
 
-Arguments: the rank, and ``kill`` or ``raise``; or ``obstruct``: it leaves no place for the job's result;
+Arguments: the rank, and ``kill``, ``raise`` or ``wait`` (until a file ``go`` is in the run folder);
+or ``obstruct``: it leaves no place for the job's result;
 with ``room at last``, only until its last line; with ``room too late``, until nothing of its script is left.
 """
 
@@ -8,6 +9,7 @@ import atexit
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -37,4 +39,8 @@ elif is_victim and how in ("raise", "kill"):
     if how == "raise":
         raise ValueError("no such bucket")
     os.kill(os.getpid(), signal.SIGKILL)
+elif is_victim and how == "wait":
+    while not Path(folder, "go").exists():
+        time.sleep(0.05)
+    print("these are the last words")
 Path(folder, f"exported-{rank}").touch()

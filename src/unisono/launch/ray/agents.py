@@ -92,10 +92,18 @@ class Agents:
         self._bundles.close()
 
     def until_ended(self, timeout_s: float) -> None:
-        """Wait until all that run have ended, or the time is over."""
-        running = [place.ended for place in self._places if place.actor is not None]
-        if running:
-            ray.wait(running, num_returns=len(running), timeout=timeout_s)
+        """The job is over. Wait until all on placed bundles have ended; say so if they have not in time.
+
+        Args:
+            timeout_s: the seconds that the last lines of their workers' scripts may take.
+        """
+        placed = zip(self._places, self._bundles.nodes(), strict=True)
+        running = [place.ended for place, node in placed if place.actor is not None and node]
+        if running and (left := ray.wait(running, num_returns=len(running), timeout=timeout_s)[1]):
+            self._say(
+                f"agents that have not ended {timeout_s:g} s after the job are killed ({len(left)} of them): what "
+                f"their scripts still do after run.finish is cut short (--grace-s gives them longer)"
+            )
 
     def _start(self, place: _Place, number: int) -> None:
         place.actor = self._bundles.actor(number, AgentActor, self._request)

@@ -24,7 +24,7 @@ LISTENS_S = 60.0
 """How long the coordinator may take until it listens."""
 
 FAREWELL_S = 20.0
-"""How long agents may take to end when the job is over."""
+"""How long the coordinator may take to end when no agent is left."""
 
 
 class CoordinatorActor:
@@ -84,7 +84,7 @@ class CoordinatorActor:
                 if agents.are_over and not why and process.wait(FAREWELL_S) is None:
                     why = f"no agent is left; the last one: {agents.last_words}"
                     process.leave()
-            agents.until_ended(FAREWELL_S)
+            agents.until_ended(self._request.settings.launch.grace_s)
         finally:
             agents.close()
         return why
