@@ -23,8 +23,10 @@ from unisono.errors import ModelError
 from unisono.job import Job
 from unisono.plan.owners import owners_of
 from unisono.train.config.run_config import Execution
+from unisono.train.group.devices import Devices
 from unisono.train.model import whole_matrix as registry
 from unisono.train.run import Run
+from unisono.train.step.matrices import matrices_of
 from waves import waved
 
 pytestmark = [
@@ -254,6 +256,15 @@ def test_soap_of_pytorch_optimizer_is_shared_as_well(tmp_path: Path, monkeypatch
 def test_only_classes_of_optimizers_can_be_named() -> None:
     with pytest.raises(ModelError, match="give it a class of optimizers"):
         unisono.whole_matrix(torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]))  # type: ignore[type-var]
+
+
+@pytest.mark.usefixtures("_shampoo_is_known")
+@pytest.mark.parametrize("cost", [float("nan"), float("inf"), -1.0, "9", None])
+def test_a_cost_that_is_no_number_is_refused_with_the_class_and_the_shape(cost: Any) -> None:
+    unisono.whole_matrix(Shampoo, cost=lambda shape: cost)
+    optimizers = [Shampoo([nn.Parameter(torch.ones(3, 2))])]
+    with pytest.raises(ModelError, match=r"Shampoo, cost=…\): a tensor of shape \(3, 2\) costs .*a number from 0 up"):
+        matrices_of(optimizers, 2, Devices())
 
 
 def test_owners_have_loads_that_are_as_even_as_whole_matrices_allow() -> None:

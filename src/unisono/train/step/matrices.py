@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.errors import ModelError
 from unisono.plan.owners import owners_of
+from unisono.received import short
 from unisono.train.group.devices import Devices
 from unisono.train.model.slices import held_whole
-from unisono.train.model.whole_matrix import cost_of
+from unisono.train.model.whole_matrix import Cost, cost_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,9 @@ def matrices_of(optimizers: Sequence[Optimizer], crew: int, devices: Devices) ->
         optimizers: all optimizers. Only some of them may update whole matrices.
         crew: the number of workers that share the work.
         devices: the devices of this worker, which share it, too, where matrices lie in slices.
+
+    Raises:
+        ModelError: a cost is no number, or cannot be one.
     """
     found, costs = [], []
     for number, optimizer in enumerate(optimizers):
@@ -59,7 +65,7 @@ def matrices_of(optimizers: Sequence[Optimizer], crew: int, devices: Devices) ->
                 whole = held_whole(parameter)
                 shape = tuple((parameter if whole is None else whole).shape)
                 found.append((number, group, parameter, shape))
-                costs.append(float(cost(shape)))
+                costs.append(_checked_cost(optimizer, cost, shape))
     is_sliced = any(held_whole(parameter) is not None for _, _, parameter, _ in found)
     members = devices.count if is_sliced else 1
     owners = owners_of(costs, crew * members)
@@ -67,3 +73,13 @@ def matrices_of(optimizers: Sequence[Optimizer], crew: int, devices: Devices) ->
         Matrix(number, *each, worker=owner // members, device=owner % members)
         for number, (each, owner) in enumerate(zip(found, owners, strict=True))
     ]
+
+
+def _checked_cost(optimizer: Optimizer, cost: Cost, shape: tuple[int, ...]) -> float:
+    found: Any = cost(shape)  # a function of the user
+    if isinstance(found, int | float) and found >= 0 and math.isfinite(found):
+        return float(found)
+    raise ModelError(
+        f"unisono.whole_matrix({type(optimizer).__name__}, cost=…): a tensor of shape {shape} costs {short(found)}: "
+        "let the function return a number from 0 up, the same on all workers"
+    )
