@@ -11,7 +11,7 @@ from unisono.errors import JobError
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.market import MarketTrace
 from unisono.study.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload, read_scenario
-from unisono.study.simulation.seeds import Request, outcomes
+from unisono.study.simulation.seeds import KnownOutcomes, Request, outcomes
 from unisono.study.simulation.simulated_run import simulate
 
 pytestmark = pytest.mark.unit
@@ -68,6 +68,18 @@ def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None
     assert outcomes(request, 1) == outcomes(request, 2)
     first = outcomes(request, 1)[0]
     assert len({each.seconds for each in first}) == 3
+
+
+def test_outcomes_that_are_known_are_not_simulated_again_and_are_what_they_would_be() -> None:
+    spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
+    one = replace(PLAIN, hosts=[spot])
+    other = replace(one, job=How(checkpoint_every=50))
+    known = KnownOutcomes(first_seed=3, until_s=LONG_S, processes=1)
+    first = known.of([one], 2)[0]
+    found = known.of([other, replace(one, hosts=(spot,))], 4)
+    assert found == outcomes(Request((other, one), (3, 4, 5, 6), LONG_S), 1)
+    assert all(again is before for again, before in zip(found[1], first, strict=False))
+    assert known.of([one], 1) == [first[:1]]
 
 
 def test_hosts_that_are_warned_leave_before_they_go_and_nothing_is_computed_twice(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -102,12 +103,17 @@ def useful_sizes(shards: int, fewest: int, most: int) -> list[int]:
     Returns:
         them, smallest first.
     """
+    return [*_useful_sizes(shards, fewest, most)]
+
+
+@lru_cache(1024)
+def _useful_sizes(shards: int, fewest: int, most: int) -> tuple[int, ...]:
     first = min(max(1, fewest), shards)
-    return [
+    return tuple(
         workers
         for workers in range(first, min(most, shards) + 1)
         if workers == first or -(-shards // workers) < -(-shards // (workers - 1))
-    ]
+    )
 
 
 # What steps took, by layout.

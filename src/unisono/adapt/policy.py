@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -13,6 +14,11 @@ from unisono.received import short, value_of
 
 ReadStrategy = Callable[[object], str]
 """The canonical text of a strategy, or of its text. Raises ``JobError`` where there is none that the run can use."""
+
+
+@cache
+def _in_small_letters(name: str) -> str:
+    return "-".join(re.findall(r"[A-Z][a-z0-9]*", name.removesuffix("Policy"))).lower()
 
 
 class Policy:
@@ -39,8 +45,7 @@ class Policy:
     @property
     def name(self) -> str:
         """In the journal, and on the command line: ``NoiseScalePolicy`` is ``noise-scale``."""
-        words = re.findall(r"[A-Z][a-z0-9]*", type(self).__name__.removesuffix("Policy"))
-        return "-".join(words).lower()
+        return _in_small_letters(type(self).__name__)
 
     def read_strategies(self, read: ReadStrategy) -> None:
         """Have all strategies read that this policy may ever choose, so that a wrong one is refused as the run begins.

@@ -40,6 +40,7 @@ class SeedOutcomes:
     error: str = ""
 
 
+SCENARIO: TypeAdapter[Scenario] = TypeAdapter(Scenario)
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
 ANSWER: TypeAdapter[SeedOutcomes] = TypeAdapter(SeedOutcomes)
 
@@ -60,6 +61,38 @@ def outcomes(request: Request, processes: int) -> list[list[SimulatedOutcome]]:
     answers = _in_processes([Request(request.scenarios, share, request.until_s) for share in shares])
     found = [list(chain.from_iterable(answer.outcomes[place] for answer in answers)) for place in _places(request)]
     return [sorted(each, key=lambda outcome: outcome.seed) for each in found]
+
+
+class KnownOutcomes:
+    """Outcomes of scenarios by seed, none of which is simulated twice.
+
+    Args:
+        first_seed: the first seed of each scenario.
+        until_s: the virtual seconds after which a job is given up.
+        processes: the number of processes that share the seeds out.
+    """
+
+    def __init__(self, first_seed: int, until_s: float, processes: int) -> None:
+        self._first, self._until_s, self._processes = first_seed, until_s, processes
+        self._known: dict[bytes, list[SimulatedOutcome]] = {}
+
+    def of(self, scenarios: Sequence[Scenario], seeds: int) -> list[list[SimulatedOutcome]]:
+        """What becomes of each scenario with the first seeds.
+
+        Raises:
+            JobError: a trace cannot be read, or a simulated job has failed.
+        """
+        keys = [SCENARIO.dump_json(scenario) for scenario in scenarios]
+        lacking: dict[int, dict[bytes, Scenario]] = {}
+        for key, scenario in zip(keys, scenarios, strict=True):
+            if (have := len(self._known.setdefault(key, []))) < seeds:
+                lacking.setdefault(have, {})[key] = scenario
+        for have, each in lacking.items():
+            numbers = tuple(range(self._first + have, self._first + seeds))
+            request = Request(tuple(each.values()), numbers, self._until_s)
+            for key, found in zip(each, outcomes(request, self._processes), strict=True):
+                self._known[key] += found
+        return [self._known[key][:seeds] for key in keys]
 
 
 def _places(request: Request) -> range:

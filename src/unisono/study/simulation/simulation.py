@@ -12,8 +12,8 @@ from unisono.study.simulation.answers import Expectation, WorkerRate, answer, ra
 from unisono.study.simulation.commands import commands, left_out
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.scenario import Scenario
-from unisono.study.simulation.search import Candidate, Goal, margins, search
-from unisono.study.simulation.seeds import Request, outcomes
+from unisono.study.simulation.search import Candidate, Goal, Simulate, margins, search
+from unisono.study.simulation.seeds import KnownOutcomes
 
 GUESS = 2.0
 """By which figures that nobody measured are multiplied and divided, to see what they matter."""
@@ -111,11 +111,6 @@ class SimulationSettings:
     processes: int = 1
     searches: bool = False
 
-    def request(self, scenarios: Sequence[Scenario], seeds: int) -> Request:
-        """The first seeds of some scenarios."""
-        numbers = tuple(range(self.first_seed, self.first_seed + seeds))
-        return Request(tuple(scenarios), numbers, until_s(scenarios[0], self.wish.deadline_s))
-
     def answer(self, outcomes: Sequence[SimulatedOutcome]) -> Expectation:
         """What outcomes of one scenario come to, within the limits."""
         return answer(outcomes, self.wish.deadline_s, self.wish.budget)
@@ -135,7 +130,8 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
     """
     chosen = asked.policies or [scenario.job.policies]
     scenarios = [_with(scenario, names) for names in chosen]
-    found = outcomes(asked.request(scenarios, asked.seeds), asked.processes)
+    known = KnownOutcomes(asked.first_seed, until_s(scenario, asked.wish.deadline_s), asked.processes)
+    found = known.of(scenarios, asked.seeds)
     variants = [
         Variant(", ".join(names) or "no policies", asked.answer(each), each)
         for names, each in zip(chosen, found, strict=True)
@@ -145,26 +141,27 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
             "the job is not done in any of the seeds: its hosts are there too seldom, or checkpoints too far apart "
             "(job.checkpoint_every); what has been trained is lost again and again"
         )
-    simulate = partial(_answers, asked)
-    known = rates(scenario, scenario.room)
-    step_s = scenario.work.batch_size / known[-1].samples_per_s
-    guesses = _guesses(scenario, asked)
+    simulate = partial(_answers, asked, known)
+    speeds = rates(scenario, scenario.room)
+    step_s = scenario.work.batch_size / speeds[-1].samples_per_s
+    guesses = _guesses(scenario, simulate, min(GUESS_SEEDS, asked.seeds))
     if not asked.searches:
-        return Simulation(scenario, asked.wish, variants, known, guesses)
+        return Simulation(scenario, asked.wish, variants, speeds, guesses)
     best, tried = search(scenario, asked.wish, simulate, asked.seeds, step_s, asked.policies)
-    return Simulation(scenario, asked.wish, variants, known, guesses, best, tried)
+    return Simulation(scenario, asked.wish, variants, speeds, guesses, best, tried)
 
 
 def _with(scenario: Scenario, policies: tuple[str, ...]) -> Scenario:
     return replace(scenario, job=scenario.job.model_copy(update={"policies": policies}))
 
 
-def _answers(asked: SimulationSettings, scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
-    found = outcomes(asked.request(scenarios, seeds), asked.processes)
-    return [asked.answer(each) for each in found]
+def _answers(
+    asked: SimulationSettings, known: KnownOutcomes, scenarios: Sequence[Scenario], seeds: int
+) -> list[Expectation]:
+    return [asked.answer(each) for each in known.of(scenarios, seeds)]
 
 
-def _guesses(scenario: Scenario, asked: SimulationSettings) -> list[Guess]:
+def _guesses(scenario: Scenario, simulate: Simulate, seeds: int) -> list[Guess]:
     """Figures by default, at half and at double their values, with the same few seeds."""
     figures = scenario.figures()
     names = [name for name, source in scenario.sources.items() if source == "default" and figures[name]]
@@ -172,7 +169,7 @@ def _guesses(scenario: Scenario, asked: SimulationSettings) -> list[Guess]:
     if not tried:
         return []
     scenarios = [scenario, *(scenario.scaled(name, factor) for name, factor in tried)]
-    base, *others = _answers(asked, scenarios, min(GUESS_SEEDS, asked.seeds))
+    base, *others = simulate(scenarios, seeds)
     found = []
     for (name, factor), other in zip(tried, others, strict=True):
         seconds, cost = _times(other.seconds.p50, base.seconds.p50), _times(other.cost.p50, base.cost.p50)

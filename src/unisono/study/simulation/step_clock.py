@@ -73,6 +73,7 @@ class StepClock:
         self, model: StepTime, jitter: float, chance: np.random.Generator, network: NamedNetwork | None = None
     ) -> None:
         self._model, self._jitter, self._chance, self._network = model, jitter, chance, network
+        self._known: dict[tuple[Load, int, float], float] = {}
 
     def draw(self, crew: Crew, batch_size: int, shards: int, steps: int) -> Array:
         """Seconds of each of so many steps.
@@ -105,6 +106,12 @@ class StepClock:
         return found
 
     def _seconds(self, load: Load, workers: int, samples: float) -> float:
+        key = load, workers, samples
+        if key not in self._known:
+            self._known[key] = self._by_model(load, workers, samples)
+        return self._known[key]
+
+    def _by_model(self, load: Load, workers: int, samples: float) -> float:
         model = self._model
         if load.speed != 1.0:
             model = StepTime(model.a_c / load.speed, model.b_c / load.speed, model.a_r, model.b_r, model.gamma)
