@@ -81,6 +81,7 @@ def _spec(manifest: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.hosts("Kubernetes", "kill", "join", "drain")
 def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes(
     start: Callable[..., OnPods], long_serial: Trained
