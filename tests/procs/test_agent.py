@@ -223,13 +223,23 @@ async def test_a_host_whose_workers_never_take_part_leaves_with_their_error(host
 
 
 @with_host
-async def test_a_host_of_which_one_worker_never_takes_part_trains_on_and_says_so_in_the_end(host: Host) -> None:
+async def test_a_host_of_which_one_worker_never_takes_part_trains_on_and_has_done_well(host: Host) -> None:
     await host.begin("")
     await host.start("w1", "w2")
     for _ in range(2):
         await host.office.hears(WorkerEnded)
     await host.office.say(TurnedAway(reason="w2 on host here: its script ended before the others'", places=2))
-    outcome = await host.end(DONE)
+    assert (await host.end(JobOver(digest="abc", main="w1", finished=("w1",)))).exit_code == 0
+    assert "goes on without w2 on host here: its script ended before" in host.err.getvalue()
+
+
+@with_host
+async def test_a_host_of_which_no_worker_ever_takes_part_says_so_in_the_end(host: Host) -> None:
+    await host.begin("")
+    await host.start("w2")
+    await host.office.hears(WorkerEnded)
+    await host.office.say(TurnedAway(reason="w2 on host here: its script ended before the others'", places=2))
+    outcome = await host.end(JobOver(digest="abc", main="w1", finished=("w1",)))
     assert (outcome.exit_code, outcome.digest) == (1, "")
     assert "goes on without w2 on host here: its script ended before" in outcome.summary()
 

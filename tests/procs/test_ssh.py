@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,12 @@ class Job(Trained):
         self._started: list[subprocess.Popen[bytes]] = []
 
     def run(
-        self, *options: str, script: Path | str = SCRIPT, pace_s: float = 0.0, run_dir: Path | None = None
+        self,
+        *options: str,
+        script: Path | str = SCRIPT,
+        arguments: Sequence[str] = (),
+        pace_s: float = 0.0,
+        run_dir: Path | None = None,
     ) -> "subprocess.Popen[bytes]":
         """Start it."""
         self.run_dir = run_dir or self.run_dir
@@ -44,7 +49,7 @@ class Job(Trained):
         command = [sys.executable, "-m", "unisono", "run", "--ssh", self.there.ssh, *handed_on, *options]
         with self.output.open("ab") as output:
             process = subprocess.Popen(
-                [*self._here.enter, *command, "--run-dir", str(self.run_dir), str(script)],
+                [*self._here.enter, *command, "--run-dir", str(self.run_dir), str(script), *arguments],
                 cwd=self.folder, env={**os.environ, **told}, stdout=output, stderr=output,
             )  # fmt: skip
         self._started.append(process)
@@ -228,6 +233,41 @@ def test_the_exit_code_and_the_lines_of_a_script_come_home_from_another_host(job
     job.run("--hosts", "hostb", "--no-warm-start", script=script)
     assert job.ends() == 7, job.text
     assert "[hostb] [w1] about to fail" in job.text
+
+
+AFTER_FINISH = SCRIPT.with_name("after_finish.py")
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 137)])
+def test_a_script_that_fails_on_another_host_after_finish_fails_the_job(job: Job, how: str, code: int) -> None:
+    job.run("--hosts", "hostb", "--no-warm-start", script=AFTER_FINISH, arguments=("0", how))
+    assert job.ends() == code, job.text
+    _has_failed_after_training(job, code)
+    assert f"a script on host hostb has failed after run.finish (exit code {code})" in job.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "where"), [(0, "hostb:1"), (1, "localhost:1,hostb:1")])
+def test_of_agents_that_are_killed_after_finish_only_the_main_workers_is_missed(
+    job: Job, victim: int, where: str
+) -> None:
+    process = job.run("--hosts", where, "--no-warm-start", script=AFTER_FINISH, arguments=(str(victim), "wait"))
+    job.until(lambda: job.journal("over"), "the end of training")
+    job.agent().kill()
+    assert process.wait(PATIENCE_S) == (0 if victim else 137), job.text
+    if victim:
+        assert "an agent on host hostb was killed or lost (training was complete by then, and it is not" in job.text
+        assert job.end()
+    else:
+        _has_failed_after_training(job, 137)
+
+
+def _has_failed_after_training(job: Job, code: int) -> None:
+    result = json.loads((job.run_dir / "result.json").read_text())
+    complete = f"training was complete by then: weights sha256 {result['weights_sha256']}"
+    assert result["exit_code"] == code
+    assert complete in result["error"]["message"]
+    assert complete in job.text
 
 
 def _kill_and_find_nothing_left(job: Job, process: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,15 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
 from unisono.launch.elastic.coordinator_process import Listening, server_command
-from unisono.launch.elastic.elastic import ElasticSettings, Range, at_the_end, conclusion_of, telling
+from unisono.launch.elastic.elastic import (
+    AgentEnd,
+    ElasticSettings,
+    Range,
+    at_the_end,
+    conclusion_of,
+    lines_about,
+    telling,
+)
 from unisono.launch.ending.failure import Failure, end_of, note_end
 from unisono.launch.ending.outcome import Outcome, WorkerExit
 from unisono.launch.ending.result import JobEnd, open_folder, report, with_faults
@@ -210,6 +218,53 @@ def test_after_the_end_errors_count_and_so_does_the_loss_of_the_main_worker(exit
     outcome = Outcome(at_the_end(exits, OVER), 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
     assert outcome.exit_code == code
     assert ("training was complete" in outcome.summary()) == (code != 0)
+
+
+LOST = None
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ({"a1": 0, "a2": 0, "late": 0}, 0),
+        ({"a1": 0, "a2": 1}, 1),
+        ({"a1": 7, "a2": 1}, 7),
+        ({"a1": 137, "a2": 0}, 137),
+        ({"a1": LOST, "a2": 0}, 137),
+        ({"a1": 0, "a2": LOST}, 0),
+        ({"a1": 0, "a2": 0, "late": 1}, 0),
+        ({"a2": LOST, "left": 75}, 0),
+    ],
+    ids=[
+        "all is well",
+        "another's last lines fail",
+        "the main worker's last lines exit, and another's fail",
+        "the main worker is killed",
+        "the main worker's agent is lost",
+        "another agent is lost",
+        "an agent of a joiner that came too late",
+        "an agent has left before, and the main worker is here",
+    ],
+)
+def test_after_the_end_scripts_on_other_hosts_count_and_so_does_the_loss_of_the_main_workers(
+    codes: dict[str, int | None], code: int
+) -> None:
+    ends = [AgentEnd(agent, f"host of {agent}", one) for agent, one in codes.items()]
+    over = JobOver(digest="abc", main="w1", main_agent="a1", finished=("w1", "w2"), agents=("a1", "a2"))
+    outcome = Outcome((), 3, "a", 1.0, conclusion=conclusion_of(over, ends), digest=over.digest)
+    assert outcome.exit_code == code
+    assert ("training was complete by then: weights sha256 abc" in outcome.summary()) == (code != 0)
+    assert (outcome.error is None) == (code == 0)
+    told = ["an agent on host of a2 was killed or lost (training was complete by then, and it is not missed)"]
+    assert lines_about(over, ends) == (told if codes["a2"] is LOST else [])
+
+
+@pytest.mark.parametrize(("codes", "code"), [([1, 7, 0], 7), ([75, LOST, 1], 1), ([], 1)])
+def test_a_job_that_has_failed_ends_with_the_exit_code_of_the_script_that_failed_elsewhere(
+    codes: list[int | None], code: int
+) -> None:
+    ends = [AgentEnd(f"a{number}", "host b", one) for number, one in enumerate(codes)]
+    assert conclusion_of(JobOver(reason="w2 failed", worker="w2"), ends).exit_code == code
 
 
 def test_exit_code_result_and_words_say_the_same_of_a_main_worker_that_was_killed_after_the_end(tmp_path: Path) -> None:

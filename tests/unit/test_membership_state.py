@@ -942,7 +942,7 @@ def test_growing_asks_for_more_workers_where_there_is_room() -> None:
 
 
 def done(main: str, *finished: str) -> JobOver:
-    return JobOver(digest=DIGEST, main=main, finished=finished)
+    return JobOver(digest=DIGEST, main=main, main_agent="a", finished=finished, agents=("a",))
 
 
 def test_the_job_is_done_when_all_have_finished() -> None:

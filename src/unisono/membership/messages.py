@@ -390,7 +390,9 @@ class JobOver(Message):
     Attributes:
         digest: the weights' digest; empty if the job is not done, or nobody has trained.
         main: the worker of rank 0, if the job is done. The worker may be gone by now.
+        main_agent: the agent that runs it, or did.
         finished: the workers that have the complete result, if the job is done.
+        agents: the agents that run those.
         worker: the worker whose script has ended the job, if it failed for that.
         reason: the reason, for people.
         preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
@@ -399,7 +401,9 @@ class JobOver(Message):
     kind: Literal["over"] = "over"
     digest: str = ""
     main: str = ""
+    main_agent: str = ""
     finished: tuple[Name, ...] = ()
+    agents: tuple[Name, ...] = ()
     worker: str = ""
     reason: Text = ""
     preempted: bool = False

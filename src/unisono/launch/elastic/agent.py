@@ -20,10 +20,17 @@ from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address, Control
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
-from unisono.launch.elastic.elastic import ElasticSettings, at_the_end, conclusion_of, telling
+from unisono.launch.elastic.elastic import (
+    AgentEnd,
+    ElasticSettings,
+    at_the_end,
+    conclusion_of,
+    lines_about,
+    telling,
+)
 from unisono.launch.elastic.host_workers import HostWorkers
 from unisono.launch.elastic.starter import JobContext, Starter
-from unisono.launch.ending.outcome import COMPLETE, JobConclusion, Outcome, WorkerExit, describe
+from unisono.launch.ending.outcome import NOT_MISSED, JobConclusion, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
 from unisono.launch.notices.cloud import Notice
 from unisono.launch.notices.listener import listening_to_cloud
@@ -83,8 +90,8 @@ class StartedAgents(Protocol):
         ...
 
     @property
-    def exit_code(self) -> int:
-        """The exit code of a worker of theirs that has ended the job; 1 if none has."""
+    def ends(self) -> Sequence[AgentEnd]:
+        """How each of them has ended, once the job is over; whoever has not is lost."""
         ...
 
     async def keep(self, address: Address, group: WorkerGroup, gone: Callable[[], None]) -> None:
@@ -370,16 +377,16 @@ class ElasticAgent:
     # -- telling
 
     def _outcome(self, seconds: float) -> Outcome:
-        over, conclusion = self._over, None if self._over is None else conclusion_of(self._over)
-        if conclusion is not None and conclusion.exit_code == 1 and self._others is not None:
-            conclusion = replace(conclusion, exit_code=self._others.exit_code)
-        has_failed = over is not None and not over.is_done and not over.preempted
-        if self._turned_away and self._joined is not None and not has_failed:  # those that failed here, it goes without
+        over, elsewhere = self._over, () if self._others is None else self._others.ends
+        conclusion = None if over is None else conclusion_of(over, elsewhere)
+        if self._turned_away and self._joined is not None and self._goes_on_without():  # those that failed here
             exits = telling(self._workers.exits, over, self._interrupted)
             over, conclusion = None, JobConclusion(1, f"the job goes on without {self._turned_away}")
         elif over is not None and over.is_done:
             exits = at_the_end(self._workers.exits, over)
             self._tell_of_those_not_missed([each for each in self._workers.exits if each not in exits], over)
+            for line in lines_about(over, elsewhere):
+                self._terminal.say(line)
         elif over is not None and over.preempted and not self._broken_off:
             exits = telling(self._workers.exits[self._exits_before_the_end :], over, self._interrupted)
         else:
@@ -396,10 +403,17 @@ class ElasticAgent:
             has_main=over is not None and any(each.rank == over.main for each in exits),
         )
 
+    def _goes_on_without(self) -> bool:
+        """Whether the job has not failed, and no worker of this host has trained to its end."""
+        over = self._over
+        if over is None or not over.is_done:
+            return over is None or over.preempted
+        return not any(each.rank in (over.main, *over.finished) for each in self._workers.exits)
+
     def _tell_of_those_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:
         for each in with_faults(exits, self._folder):
             if each.rank in over.finished:
-                self._terminal.say(f"{describe(each, socket.gethostname())} ({COMPLETE}, and it is not missed)")
+                self._terminal.say(f"{describe(each, socket.gethostname())} ({NOT_MISSED})")
 
     def _tell(self, message: FromAgent) -> None:
         if self._line is not None:  # or it is part of the first greeting

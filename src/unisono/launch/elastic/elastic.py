@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from unisono.errors import PREEMPTED, JobError
+from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError
 from unisono.launch.elastic.entrance import Entrance
-from unisono.launch.ending.outcome import Blame, JobConclusion, WorkerExit
+from unisono.launch.ending.outcome import NOT_MISSED, Blame, JobConclusion, WorkerExit, after_training
 from unisono.launch.settings import LaunchSettings
 from unisono.received import LONGEST_S
 
@@ -115,11 +116,57 @@ class ElasticSettings:
         self.launch.check(fewest=0, is_here=is_here)  # the coordinator's host may have none
 
 
-def conclusion_of(over: JobOver) -> JobConclusion:
-    """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """The end of an agent elsewhere that the launcher has started.
+
+    Attributes:
+        agent: its id.
+        where: its host or its node, in words.
+        code: its exit code, which is that of its workers' scripts; None if it was killed or lost, and they with it.
+    """
+
+    agent: str
+    where: str
+    code: int | None
+
+
+def conclusion_of(over: JobOver, elsewhere: Sequence[AgentEnd] = ()) -> JobConclusion:
+    """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame.
+
+    Args:
+        over: the coordinator's word.
+        elsewhere: the ends of agents for which this launcher speaks, too.
+    """
     if over.is_done:
-        return JobConclusion(0, over.reason)
-    return JobConclusion(PREEMPTED if over.preempted else 1, over.reason)
+        missed = _missed(over, elsewhere)
+        return JobConclusion(0, over.reason) if missed is None else _failed_after_the_end(missed, over)
+    if over.preempted:
+        return JobConclusion(PREEMPTED, over.reason)
+    codes = [each.code or 0 for each in elsewhere]  # 1 tells no more than that the job has failed
+    return JobConclusion(next((code for code in codes if code > 1 and code != PREEMPTED), 1), over.reason)
+
+
+def _missed(over: JobOver, elsewhere: Sequence[AgentEnd]) -> AgentEnd | None:
+    """The end of an agent elsewhere for which a job has failed whose training is complete: see :func:`at_the_end`."""
+    main = [each for each in elsewhere if each.agent == over.main_agent]
+    others = [each for each in elsewhere if each.agent in over.agents and each.code is not None]
+    return next((each for each in (*main, *others) if each.code not in (0, PREEMPTED)), None)
+
+
+def _failed_after_the_end(missed: AgentEnd, over: JobOver) -> JobConclusion:
+    if missed.code is None:
+        words = f"the main worker was killed or lost on {missed.where} with its agent, after run.finish"
+        return JobConclusion(FIRST_SIGNAL + signal.SIGKILL, words + after_training(over.digest))
+    words = f"a script on {missed.where} has failed after run.finish (exit code {missed.code}): its lines above say why"
+    return JobConclusion(missed.code, words + after_training(over.digest))
+
+
+def lines_about(over: JobOver, elsewhere: Sequence[AgentEnd]) -> list[str]:
+    """What people are told of agents elsewhere that are lost when training is complete, and not missed."""
+    others = {*over.agents} - {over.main_agent}
+    lost = [each for each in elsewhere if each.code is None and each.agent in others]
+    return [f"an agent on {each.where} was killed or lost ({NOT_MISSED})" for each in lost]
 
 
 def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, ...]:

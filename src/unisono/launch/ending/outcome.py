@@ -21,10 +21,16 @@ HINTS = {
 
 
 COMPLETE = "training was complete by then"
+NOT_MISSED = f"{COMPLETE}, and it is not missed"
 LINES = (
     "What the script does after run.finish may be missing: if the job has written checkpoints, start it again with the "
     "same --run-dir, and it goes on from the last one"
 )
+
+
+def after_training(digest: str) -> str:
+    """What people are told of a failure after training; nothing without the digest of its weights."""
+    return f"; {COMPLETE}: weights sha256 {digest}. {LINES}" if digest else ""
 
 
 class Blame(IntEnum):
@@ -193,9 +199,7 @@ class Outcome:
     @property
     def trained(self) -> str:
         """That training was complete when the job failed, for people; else nothing."""
-        if not self.digest or self.exit_code == 0:
-            return ""
-        return f"; {COMPLETE}: weights sha256 {self.digest}. {LINES}"
+        return "" if self.exit_code == 0 else after_training(self.digest)
 
     @property
     def reason(self) -> str:

@@ -12,6 +12,7 @@ from unisono.host.guard import kill_group
 from unisono.launch.elastic.address import Address, Control
 from unisono.launch.elastic.agent import new_agent, this_host
 from unisono.launch.elastic.coordinator_line import CoordinatorLine
+from unisono.launch.elastic.elastic import AgentEnd
 from unisono.launch.elastic.host_order import HostOrder
 from unisono.launch.hosts.hostfile import HostSlots
 from unisono.launch.hosts.order import HostHello
@@ -90,10 +91,9 @@ class HostAgents:
         return all(agent.code is not None for agent in self._agents)
 
     @property
-    def exit_code(self) -> int:
-        """The exit code of a worker that has ended the job, as its host's agent tells it; 1 if none does."""
-        codes = [agent.code or 0 for agent in self._agents]
-        return next((code for code in codes if code > 1 and code not in (PREEMPTED, FAILED)), 1)
+    def ends(self) -> list[AgentEnd]:
+        """How each has ended, once the job is over; whoever has not is lost."""
+        return [AgentEnd(one.id, f"host {one.host.name}", _own_code(one.code)) for one in self._agents]
 
     async def keep(self, address: Address, group: WorkerGroup, gone: Callable[[], None]) -> None:
         """Start them, and watch them until all have ended.
@@ -262,6 +262,11 @@ class HostAgents:
         with suppress(ConnectionError):  # its end tells more
             agent.process.stdin.write(self._order(agent.host, agent.id, self._address).to_line())
             await agent.process.stdin.drain()
+
+
+def _own_code(code: int | None) -> int | None:
+    """The exit code of an agent; None if ssh has ended without it."""
+    return None if code is None or code < 0 or code == FAILED else code
 
 
 def _hang_up(agent: _Agent) -> None:

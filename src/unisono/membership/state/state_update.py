@@ -329,7 +329,14 @@ class StateUpdate:
     def end(self, outcome: str, over: JobOver) -> None:
         """The job is over."""
         self.set(over=over)
-        self.note("over", outcome=outcome, reason=over.reason, digest=over.digest)
+        self.note(
+            "over",
+            outcome=outcome,
+            reason=over.reason,
+            digest=over.digest,
+            main_agent=over.main_agent,
+            agents=list(over.agents),
+        )
         for worker in self.state.workers.values():
             if worker.phase in ("removed", "lost"):
                 continue

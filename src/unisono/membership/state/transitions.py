@@ -84,9 +84,11 @@ def _finish(update: StateUpdate) -> None:
         found = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
         update.fail(f"the workers have finished with different weights: {found}")
     else:
-        main = next(iter(update.state.ranks), "")
-        names = tuple(worker.id for worker in finished)
-        update.end("done", JobOver(digest=finished[0].digest, main=main, finished=names))
+        roster = () if update.state.minted is None else update.state.minted.roster
+        main, main_agent = next(((seat.worker, seat.agent) for seat in roster), ("", ""))
+        names, agents = tuple(one.id for one in finished), tuple(dict.fromkeys(one.agent for one in finished))
+        over = JobOver(digest=finished[0].digest, main=main, main_agent=main_agent, finished=names, agents=agents)
+        update.end("done", over)
 
 
 def _regroup(update: StateUpdate) -> None:
