@@ -68,6 +68,30 @@ def containers(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: job["template"]["spec"]["containers"][0] for name, job in templates(manifest).items()}
 
 
+IMAGES = (
+    *("train", "train:1", "me/train", "registry.example/me/train:1.0_b", "localhost:5000/a__b/c---d", "Registry/a"),
+    *("[fd00::1]:5000/a", f"r.example/a:b@sha256:{'0' * 64}", f"a@sha256:{'0' * 64}"),
+)
+
+
+@pytest.mark.parametrize("text", IMAGES)
+def test_an_image_is_called_as_registries_call_theirs(text: str) -> None:
+    replace(JOB, image=text).check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a:", "a/", "/a", "a//b", "a:b:c", "Train", "r.example/Me/train", "a@sha256:12", "a..b", "a-", "a:-b", "a" * 513],
+)
+def test_an_image_that_no_kubelet_would_fetch_is_refused(text: str) -> None:
+    with pytest.raises(JobError, match="no name of an image"):
+        replace(JOB, image=text).check()
+
+
+def test_a_namespace_may_begin_with_a_digit() -> None:
+    replace(JOB, namespace="2026-ml").check()
+
+
 # --- the APIs
 
 
@@ -306,7 +330,7 @@ def test_what_is_no_toleration_is_refused(text: str) -> None:
         Toleration.read(text)
 
 
-@pytest.mark.parametrize("text", ["", "a", "=b", "a=b c"])
+@pytest.mark.parametrize("text", ["", "a", "=b", "a=b c", "a..b/c=d", "a.-b/c=d", f"{'a' * 254}/c=d", "A/c=d"])
 def test_what_is_no_label_of_nodes_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="--node-selector .*write KEY=VALUE"):
         read_selector(text)
@@ -339,6 +363,7 @@ def test_a_script_gives_its_job_a_name_that_can_be_one(name: str, label: str) ->
         (("--image", "i", "--name", "Train_1"), "--name 'Train_1': write a DNS label"),
         (("--image", "i", "--name", "a" * 41), "up to 40 lower-case letters"),
         (("--image", "i", "--namespace", "a.b"), "--namespace 'a.b': write a DNS label"),
+        (("--image", "i", "--namespace", "a-"), "--namespace 'a-': write a DNS label"),
         (("--image", "i", "--secret", "A"), "--secret 'A': no name of an object"),
         (("--image", "i", "--claim", "a_b"), "--claim 'a_b': no name of an object"),
         (("--image", "i", "--memory", "16GB"), "--memory '16GB': write a number, with a unit of Kubernetes"),
@@ -351,6 +376,9 @@ def test_a_script_gives_its_job_a_name_that_can_be_one(name: str, label: str) ->
         (("--image", "i", "--workers-per-pod", "0"), "--workers-per-pod 0: a number from 1"),
         (("--image", "i", "--user", "0"), "--user 0: the number of a user that is not root"),
         (("--image", "i", "--restarts", "-1"), "--restarts -1: at least 0"),
+        (("--image", "i", "--restarts", "2147483648"), "at most 2147483647"),
+        (("--image", "i", "-n", "1:4", "--max-restarts", "1000000000"), "at most 536870911 for 4 pods"),
+        (("--image", "i", "-n", "1:100001"), "that takes 100001 pods"),
         (("--image", "i", "--spot", "moon"), "'moon' is not one of"),
         (("--image", "i", "--grace-s", "-1"), "--grace-s -1"),
         (("--image", "i", "--log-to", "csv,bogus"), "--log-to: there is no logger 'bogus': choose of tensorboard, csv"),

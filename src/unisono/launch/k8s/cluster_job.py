@@ -7,12 +7,14 @@ from typing import Literal
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.k8s.words import (
+    LARGEST_COUNT,
     LONGEST_NAME,
     Toleration,
     require_cores,
     require_image,
     require_label,
     require_memory,
+    require_namespace,
     require_object_name,
 )
 from unisono.launch.settings import MOST_WORKERS
@@ -24,6 +26,9 @@ GRACE_S = 120.0
 """How long workers may take to leave: a checkpoint on a network's storage takes longer than on a disk."""
 
 LARGEST_USER = 2**31 - 1
+
+MOST_PODS = 100_000
+"""Of an Indexed Job."""
 
 Spot = Literal["aks", "eks", "gke", "karpenter"]
 
@@ -150,9 +155,19 @@ class ClusterJob:
         if self.claim is not None:
             require_object_name("--claim", self.claim)
         if self.namespace is not None:
-            require_label("--namespace", self.namespace)
-        if self.restarts < 0:
-            raise JobError(f"--restarts {self.restarts}: at least 0")
+            require_namespace(self.namespace)
+        if not 0 <= self.restarts <= LARGEST_COUNT:
+            raise JobError(f"--restarts {self.restarts}: at least 0, and at most {LARGEST_COUNT}")
+        if self.pod_count > MOST_PODS:
+            raise JobError(
+                f"--workers {self.settings.workers}: that takes {self.pod_count} pods, and a Job of Kubernetes has at "
+                f"most {MOST_PODS}: more workers in each pod take fewer"
+            )
+        if self.settings.max_restarts * self.pod_count > LARGEST_COUNT:
+            raise JobError(
+                f"--max-restarts {self.settings.max_restarts}: at most {LARGEST_COUNT // self.pod_count} for "
+                f"{self.pod_count} pods"
+            )
         if self.user is not None and not 1 <= self.user <= LARGEST_USER:
             raise JobError(f"--user {self.user}: the number of a user that is not root, from 1")
         self._check_devices()

@@ -14,10 +14,23 @@ LONGEST_NAME = 40
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
-KEY = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+KEY = re.compile(rf"((?=[^/]{{1,253}}/){SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0,61}}[A-Za-z0-9])?")
 VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-IMAGE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
+
+_HOST = (
+    r"([A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*|\[[0-9A-Fa-f:]+\])(:[0-9]+)?"
+)
+_PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+IMAGE = re.compile(
+    rf"({_HOST}/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@[A-Za-z][\w.+-]*:[0-9A-Fa-f]{{32,}})?", re.ASCII
+)
+"""Registry, path, tag and digest, as kubelets read them: for any other text no pod ever starts."""
+
+LONGEST_IMAGE = 512
+LARGEST_COUNT = 2**31 - 1
+"""Of restarts: the APIs count in 32 bits."""
+
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 UNITS = {"": Decimal(1), "m": Decimal("0.001")}
 UNITS |= {unit: Decimal(1000) ** n for n, unit in enumerate("kMGTPE", 1)}
@@ -26,7 +39,7 @@ LEAST_MEMORY = 2**20
 
 
 def require_label(option: str, text: str, longest: int = 63) -> None:
-    """Refuse what is no DNS label.
+    """Refuse what is no DNS label that a Service can be called.
 
     Raises:
         JobError: says what one is made of.
@@ -35,6 +48,19 @@ def require_label(option: str, text: str, longest: int = 63) -> None:
         raise JobError(
             f"{option} {short(text)}: write a DNS label: up to {longest} lower-case letters, digits and dashes, "
             "a letter first, and no dash at the end"
+        )
+
+
+def require_namespace(text: str) -> None:
+    """Refuse what no namespace can be called.
+
+    Raises:
+        JobError: says what a name is made of.
+    """
+    if "." in text or not SUBDOMAIN.fullmatch(text) or len(text) > 63:
+        raise JobError(
+            f"--namespace {short(text)}: write a DNS label: up to 63 lower-case letters, digits and dashes, "
+            "and no dash at either end"
         )
 
 
@@ -60,9 +86,9 @@ def require_image(text: str) -> None:
     """Refuse what is no reference to an image.
 
     Raises:
-        JobError: it has characters that none has, or there is none.
+        JobError: it is none.
     """
-    if not IMAGE.fullmatch(text):
+    if not IMAGE.fullmatch(text) or len(text) > LONGEST_IMAGE:
         raise JobError(f"--image {short(text)}: no name of an image, such as registry.example/me/train:1")
 
 
