@@ -1,5 +1,6 @@
 """Hosts as people write them, and what becomes of them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_hostfiles_of_mpi_of_deepspeed_and_plain_ones_are_read(tmp_path: Path) -
         ("-oProxyCommand=rm slots=2\n", "hosts, line 1: '-oProxyCommand=rm' is no host"),
         ("a;reboot\n", "line 1: 'a;reboot' is no host"),
         ("fd00::1\n", r"line 1: 'fd00::1' is no host: .*\[fd00::1\]:4"),
+        ("a\nb\x1b[2J slots=2\n", r"line 2: 'b\\x1b\[2J' is no host"),
         ("# nobody\n", "the hostfile hosts: there is no host in it"),
     ],
 )
@@ -57,9 +59,34 @@ def test_a_line_that_is_none_is_named(text: str, words: str) -> None:
 
 def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"a\xff\n")
-    for name, words in (("no", "there is no such hostfile"), ("binary", "cannot be read")):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "long").write_bytes(b"a\n" * 10**6)
+    for name, words in (
+        ("no", "there is no such hostfile"),
+        ("no" * 200, "there is no such hostfile"),
+        ("binary", "cannot be read"),
+        ("pipe", "that is no file; write the hosts into one"),
+        ("folder", "that is no file; write the hosts into one"),
+        ("long", "has more than 1048576 bytes"),
+    ):
         with pytest.raises(JobError, match=words):
             read_hosts(str(tmp_path / name))
+
+
+def test_a_list_of_hosts_may_be_longer_than_a_files_name() -> None:
+    names = [f"node{number:03}" for number in range(40)]
+    assert [host.name for host in read_hosts(":4,".join(names))] == names
+
+
+def test_hostfiles_of_windows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa:4\r\n# ours\r\nb slots=2\r\n")
+    assert list(read_hosts(str(tmp_path / "hosts"))) == [HostSlots("a", 4), HostSlots("b", 2)]
+
+
+def test_lines_that_give_a_host_more_slots_than_any_may_have_are_refused() -> None:
+    with pytest.raises(JobError, match="the hostfile hosts: a has more than 4096 slots"):
+        parse_hostfile("a\nb\n" * 4097, "hosts")
 
 
 @given(st.text(max_size=40))

@@ -1,5 +1,6 @@
 """The hosts of a job as people write them: a list on the command line, or a hostfile as those of MPI and DeepSpeed."""
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -39,18 +40,29 @@ def read_hosts(text: str) -> tuple[HostSlots, ...]:
         JobError: it is neither; says what is wrong, and in which line.
     """
     path = Path(text)
-    if not path.is_file():
+    if not _is_file(path):
         if "/" in text:
-            raise JobError(f"--hosts {short(text)}: there is no such hostfile")
+            is_there = os.path.lexists(text)
+            raise JobError(
+                f"--hosts {short(text)}: "
+                + ("that is no file; write the hosts into one" if is_there else "there is no such hostfile")
+            )
         return _added_up((_host(word.strip(), f"--hosts {short(text)}") for word in text.split(",")), "--hosts")
     try:
         with open_file(path) as file:
             lines = file.read(LARGEST_FILE + 1)
         if len(lines) > LARGEST_FILE:
             raise JobError(f"the hostfile {path} has more than {LARGEST_FILE} bytes")
-        return parse_hostfile(lines.decode(), str(path))
+        return parse_hostfile(lines.decode("utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"the hostfile {path} cannot be read: {error}") from error
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # too long for a name, or no name at all
+        return False
 
 
 def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
@@ -100,10 +112,16 @@ def _slots(text: str, where: str) -> int:
 
 
 def _added_up(hosts: Iterable[HostSlots], where: str) -> tuple[HostSlots, ...]:
-    """A host that is named several times has the slots of all."""
+    """A host that is named several times has the slots of all.
+
+    Raises:
+        JobError: one has too many of them, or there is none.
+    """
     found: dict[str, int] = {}
     for host in hosts:
         found[host.name] = found.get(host.name, 0) + host.slots
+        if found[host.name] > MOST_WORKERS:
+            raise JobError(f"{where}: {host.name} has more than {MOST_WORKERS} slots, all of its lines together")
     if not found:
         raise JobError(f"{where}: there is no host in it")
     return tuple(HostSlots(name, slots) for name, slots in found.items())
