@@ -1,6 +1,8 @@
 """Hosts as people write them, and what becomes of them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -201,3 +203,42 @@ def test_hosts_get_our_variables_and_those_that_are_named() -> None:
     for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
         with pytest.raises(JobError, match=words):
             HostOptions(env=[wrong]).variables(here)
+
+
+# --- the launcher's own limits
+
+
+STARTS_MANY = """
+import resource, sys
+from pathlib import Path
+from unisono.checkpoint.folder import RunFolder
+from unisono.cli.hosts import HostOptions
+from unisono.errors import JobError
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.hosts.hostfile import HostPlan, HostSlots
+from unisono.launch.settings import LaunchSettings, Script
+from unisono.launch.terminal.terminal import Terminal
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
+settings = ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 1000))
+hosts = HostPlan(0, tuple(HostSlots(f"h{number}") for number in range(1000)))
+try:
+    HostOptions().agents(hosts, settings, RunFolder(Path("run")), Terminal.of_this_process())
+except JobError as error:
+    print(error)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("hard", "said"),
+    [
+        (4500, "4256\n"),
+        (1024, "--hosts: 1000 hosts take 4256 open files here, and the system allows 1024: raise the limit (ulimit"),
+    ],
+)
+def test_a_launcher_of_many_hosts_may_open_files_enough_or_says_so_before_it_starts_any(
+    hard: int, said: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", STARTS_MANY, str(hard)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(said)

@@ -14,6 +14,7 @@ import typer
 from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import SEVERAL_HOSTS
 from unisono.errors import JobError
+from unisono.host.open_files import allow_open_files
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.hosts.hostfile import HostPlan, read_hosts
 from unisono.launch.hosts.ssh import Ssh, is_here
@@ -22,6 +23,11 @@ from unisono.received import short
 
 if TYPE_CHECKING:  # it loads what only elastic jobs need
     from unisono.launch.elastic.agent import StartedAgents
+
+FILES_OF_HOST = 4
+"""Open files that a host takes here: the pipes of its ssh, and the pipe from which one of them is made."""
+
+FILES_OF_JOB = 256
 
 Hosts = Annotated[
     str | None,
@@ -131,6 +137,12 @@ class HostOptions:
 
         if not placement.elsewhere:
             return None
+        needed = FILES_OF_HOST * len(placement.elsewhere) + FILES_OF_JOB
+        if (allowed := allow_open_files(needed)) < needed:
+            raise JobError(
+                f"--hosts: {len(placement.elsewhere)} hosts take {needed} open files here, and the system allows "
+                f"{allowed}: raise the limit (ulimit -n), or name fewer hosts and start the others with unisono join"
+            )
         return HostAgents(
             placement.elsewhere,
             Ssh.read(self.ssh, self.python),

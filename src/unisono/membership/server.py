@@ -10,12 +10,11 @@ import argparse
 import asyncio
 import json
 import os
-import resource
 import signal
 import sys
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, USAGE, JobError, UnisonoError
+from unisono.host.open_files import allow_open_files
 from unisono.host.signals import ignore_notices
 from unisono.membership import state as machine
 from unisono.membership.auth import AuthMiddleware, RequestLimits
@@ -141,7 +141,7 @@ def _run(options: argparse.Namespace) -> int:
         raise JobError(f"{folder} is no run folder")
     changed = asyncio.Event()
     coordinator = Coordinator(folder, _settings(options), fresh=options.fresh, changed=changed.set)
-    _allow_many_connections()
+    allow_open_files(4 * RequestLimits().connections)  # fewer have to do where it is not let
     SSLProtocol.max_size = TLS_BUFFER
     where = folder / "coordinator.json"
     try:
@@ -216,15 +216,6 @@ def _say_where(path: Path, address: str) -> None:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump({"url": address, "pid": os.getpid()}, file)
     beside.replace(path)
-
-
-def _allow_many_connections() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4 * RequestLimits().connections
-    with suppress(ValueError, OSError):  # then fewer have to do
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 if __name__ == "__main__":
