@@ -20,6 +20,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
+from unisono.launch.elastic.entrance import make_certificate
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, WorkerEnded, to_agent
 from unisono.membership.client import Line
 from unisono.membership.messages import (
@@ -231,6 +232,23 @@ def secured(tmp_path: Path) -> Iterator[Coordinator]:
     with closing(coordinator.listening):
         yield coordinator
         coordinator.end()
+
+
+@pytest.mark.parametrize("key", ["another's", "locked"])
+def test_a_key_that_cannot_be_used_with_the_certificate_is_refused_in_one_line(tmp_path: Path, key: str) -> None:
+    (tmp_path / "another").mkdir()
+    chain, other = (make_certificate(folder, ["a"]) for folder in (tmp_path, tmp_path / "another"))
+    if key == "locked":
+        locks = ["openssl", "pkey", "-in", str(chain.key), "-aes256", "-passout", "pass:x", "-out", str(other.key)]
+        subprocess.run(locks, check=True, capture_output=True)
+    files = ["--tls-cert", str(chain.chain), "--tls-key", str(other.key)]
+    command = [sys.executable, "-m", MODULE, "--run-dir", str(tmp_path), *files]
+
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    assert ended.returncode == 2
+    assert "cannot be used together: " in ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(secured: Coordinator) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serial_runs import SerialRuns
-from training import SCRIPT, Trained, Training, control_of
+from training import PATIENCE_S, SCRIPT, Trained, Training, control_of
 from unisono.jsonl import read_lines
 
 pytestmark = [
@@ -84,6 +84,17 @@ def test_a_job_trains_on_while_the_disk_is_full_and_loses_a_worker_and_writes_ag
     steps = {line["step"] for line in read_lines(disk.folder / "metrics.jsonl") if "loss" in line}
     assert steps < set(undisturbed.steps), "the disk was full, and has no lines of those steps"
     assert "No space left on device" in training.output.read_text()
+
+
+def test_a_coordinator_that_finds_no_room_to_start_again_ends_the_job_with_the_reason(
+    disk: Disk, started: list[Training]
+) -> None:
+    started.append(training := Training(disk.folder, "-n", "2:3", "--here", "2", **SETTINGS))
+    training.until_step(1)
+    disk.fill()
+    os.kill(training.coordinator, signal.SIGKILL)
+    assert training.process.wait(PATIENCE_S) == 1
+    assert f"no room is left on the disk of {disk.folder}/logs; make some" in training.output.read_text()
 
 
 def _reached(training: Training) -> dict[str, int]:

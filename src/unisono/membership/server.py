@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
@@ -206,6 +207,13 @@ def _tls(options: argparse.Namespace) -> dict[str, Any]:
     for path in (options.tls_cert, options.tls_key):
         if not path.is_file():
             raise JobError(f"{path} is no file")
+    try:
+        # A key with a passphrase is refused: nobody is there to be asked.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key, password=str)
+    except OSError as error:  # of ssl, too
+        raise JobError(
+            f"the certificate {options.tls_cert} and the key {options.tls_key} cannot be used together: {error}"
+        ) from error
     return {"ssl_certfile": str(options.tls_cert), "ssl_keyfile": str(options.tls_key)}
 
 

@@ -181,7 +181,7 @@ class CoordinatorProcess:
                 return
             failures = 1 if time.monotonic() - began > SETTLED_S else failures + 1
             if failures > MOST_FAILURES or code == USAGE:
-                said = "".join(f"\n  | {line}" for line in last_lines(self._log))
+                said = "".join(f"\n  | {line}" for line in last_lines(self._log)) or _why_it_says_nothing(self._log)
                 raise LaunchError(f"the coordinator ended with exit code {code} (log {self._log}){said}")
             self._say(f"the coordinator ended with exit code {code}, and is started again; training goes on meanwhile")
             await asyncio.sleep(min(FIRST_WAIT_S * 2 ** (failures - 1), LONGEST_WAIT_S))
@@ -207,6 +207,13 @@ class CoordinatorProcess:
         finally:
             await _end(process)
             self._guard.forget(process.pid)
+
+
+def _why_it_says_nothing(log: Path) -> str:
+    with suppress(OSError):
+        if not os.statvfs(log.parent).f_bavail:
+            return f": no room is left on the disk of {log.parent}; make some, and start the job again"
+    return ""
 
 
 async def _end(process: Process) -> None:
