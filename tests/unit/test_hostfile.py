@@ -1,6 +1,7 @@
 """Hosts as people write them, and what becomes of them."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,29 @@ def test_hosts_get_our_variables_and_those_that_are_named() -> None:
     for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
         with pytest.raises(JobError, match=words):
             HostOptions(env=[wrong]).variables(here)
+
+
+LACKS_PYDANTIC = """
+import sys
+sys.modules["pydantic_core"] = None
+from unisono.cli.over_ssh import main
+main()
+"""
+
+
+def test_a_host_whose_packages_are_for_another_python_says_so_in_one_line(tmp_path: Path) -> None:
+    order = HostOrder("https://127.0.0.1:9", True, "x" * 43, "", str(tmp_path), "agent-1", ("train.py",))
+    command = [sys.executable, "-c", LACKS_PYDANTIC]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe) as host:
+        assert host.stdin is not None
+        assert host.stderr is not None
+        host.stdin.write(order.to_line())
+        host.stdin.flush()  # and open: at its end the host would be told to leave
+        said = host.stderr.read().decode()
+    assert host.returncode == 2
+    assert said.startswith(f"unisono: error: Python {platform.python_version()} ({sys.executable}) lacks what Unisono")
+    assert said.count("\n") == 1
 
 
 # --- the launcher's own limits

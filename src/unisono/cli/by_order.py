@@ -4,6 +4,7 @@ It ends when its standard input does: then the launcher has ended, or nobody rea
 """
 
 import os
+import platform
 import signal
 import sys
 import threading
@@ -52,7 +53,11 @@ def main() -> None:
             trusted += ["--certificate", str(certificate)]
         url = order.url_from(os.environ.get("SSH_CONNECTION", ""))
         sys.argv = ["unisono", "join", url, *trusted, "--agent", order.agent, *order.words]
-        app.main()
+        try:
+            app.main()
+        except ImportError as error:  # a PYTHONPATH for another version of Python, say
+            python = f"Python {platform.python_version()} ({sys.executable})"
+            sys.exit(_refused(f"{python} lacks what Unisono needs, or has it for another version: {error}"))
 
 
 def _read_line() -> bytes:
