@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.launch.command_process import CommandProcess
-from unisono.launch.elastic.agent import new_agent
 from unisono.launch.elastic.host_order import HostOrder
 from unisono.launch.ray.request import RayRequest
 from unisono.membership.token import token_file
@@ -58,8 +57,12 @@ class AgentActor:
         self._process: CommandProcess | None = None
         self._leaves = False
 
-    def run(self, access: AgentAccess) -> int:
+    def run(self, access: AgentAccess, agent: str) -> int:
         """Join the job; the agent's exit code.
+
+        Args:
+            access: what it needs to take part.
+            agent: its id.
 
         Raises:
             OSError: the working folder is not on this node.
@@ -70,7 +73,7 @@ class AgentActor:
             token=access.token,
             certificate=access.certificate,
             folder=working_folder(self._request),
-            agent=new_agent(),
+            agent=agent,
             words=tuple(self._request.agent(access.shared_folder)),
         )
         self._process = CommandProcess((), self._request.variables, order.folder, module=PROGRAM, told=order.to_line())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from unisono.errors import FIRST_SIGNAL, PREEMPTED
+from unisono.launch.elastic.agent import new_agent
+from unisono.launch.elastic.elastic import AgentEnd
 from unisono.launch.ray.agent_actor import AgentAccess, AgentActor
 from unisono.launch.ray.cluster import Bundles, draining_nodes
 from unisono.launch.ray.request import RayRequest
@@ -21,6 +24,9 @@ MOST_FAILURES = 6
 
 SETTLED_S = 10.0
 
+KILLED = FIRST_SIGNAL + signal.SIGKILL
+"""The exit code of an agent that was killed, or whose main worker was when training was complete."""
+
 
 @dataclass(slots=True)
 class _Place:
@@ -28,6 +34,8 @@ class _Place:
 
     Attributes:
         actor: the actor; None while there is none.
+        agent: the id of its agent.
+        node: the id of the node on which it runs, or did.
         ended: the reference to the agent's exit code.
         left: the node that the agent was asked to leave: no other one is started before the bundle is elsewhere.
         began: the time of the actor's start.
@@ -36,6 +44,8 @@ class _Place:
     """
 
     actor: Any = None
+    agent: str = ""
+    node: str = ""
     ended: Any = None
     left: str = ""
     began: float = 0.0
@@ -49,20 +59,29 @@ class Agents:
     Args:
         request: the job.
         access: what each needs to take part.
+        bundles: the bundles on which they run, given back at the end.
         say: a function that shows a line to the person at the terminal.
+        draining: a function that gives the ids of nodes that are about to go.
 
     Attributes:
         last_words: the end of the last agent that is not started again.
+        ends: the ends of agents so far.
     """
 
-    def __init__(self, request: RayRequest, access: AgentAccess, say: Callable[[str], None]) -> None:
-        self._request, self._say = request, say
+    def __init__(
+        self,
+        request: RayRequest,
+        access: AgentAccess,
+        bundles: Bundles,
+        say: Callable[[str], None],
+        draining: Callable[[], Container[str]] = draining_nodes,
+    ) -> None:
+        self._request, self._bundles, self._say, self._draining = request, bundles, say, draining
         self._access = ray.put(access)
-        sizes = request.settings.workers
-        self._bundles = Bundles(request.bundle, sizes.smallest, sizes.largest)
-        self._places = [_Place() for _ in range(len(self._bundles))]
+        self._places = [_Place() for _ in range(len(bundles))]
         self._told = ""
         self.last_words = ""
+        self.ends: list[AgentEnd] = []
 
     @property
     def are_over(self) -> bool:
@@ -71,10 +90,11 @@ class Agents:
 
     def look(self) -> None:
         """See which have ended, start those that can be, and ask those to leave whose nodes are about to go."""
-        draining, nodes = draining_nodes(), self._bundles.nodes()
+        draining, nodes = self._draining(), self._bundles.nodes()
         for number, (place, node) in enumerate(zip(self._places, nodes, strict=True)):
+            place.node = node or place.node
             if place.actor is not None:
-                self._hear(place, node)
+                self._hear(place)
             if place.actor is not None and node in draining and place.left != node:
                 self._say(f"node {node[:12]} is about to go: its worker leaves after this step")
                 place.left = node
@@ -92,44 +112,57 @@ class Agents:
         self._bundles.close()
 
     def until_ended(self, timeout_s: float) -> None:
-        """The job is over. Wait until all on placed bundles have ended; say so if they have not in time.
+        """The job is over. Wait until all on placed bundles have ended; say so if they have not in time, and are lost.
 
         Args:
             timeout_s: the seconds that the last lines of their workers' scripts may take.
         """
-        placed = zip(self._places, self._bundles.nodes(), strict=True)
-        running = [place.ended for place, node in placed if place.actor is not None and node]
+        placed = [place for place, node in zip(self._places, self._bundles.nodes(), strict=True) if node]
+        running = [place.ended for place in placed if place.actor is not None]
         if running and (left := ray.wait(running, num_returns=len(running), timeout=timeout_s)[1]):
             self._say(
                 f"agents that have not ended {timeout_s:g} s after the job are killed ({len(left)} of them): what "
                 f"their scripts still do after run.finish is cut short (--grace-s gives them longer)"
             )
+        for place in self._places:
+            if place.actor is not None:
+                code = None
+                with suppress(RayError):
+                    code = ray.get(place.ended, timeout=0)
+                self._note(place, code)
 
     def _start(self, place: _Place, number: int) -> None:
-        place.actor = self._bundles.actor(number, AgentActor, self._request)
-        place.ended = place.actor.run.remote(self._access)
+        place.actor, place.agent = self._bundles.actor(number, AgentActor, self._request), new_agent()
+        place.ended = place.actor.run.remote(self._access, place.agent)
         place.began, place.left = time.monotonic(), ""
 
-    def _hear(self, place: _Place, node: str) -> None:
+    def _hear(self, place: _Place) -> None:
         done, _ = ray.wait([place.ended], timeout=0)
         if not done:
             return
-        place.actor = None
+        place.actor, where = None, _where(place)
+        code = None
         try:
             code = ray.get(place.ended)
         except RayActorError as error:
             self._lost(place, _line(error))
         except RayTaskError as error:
-            place.is_over, self.last_words = True, f"it could not be started on node {node[:12]}: {_line(error.cause)}"
+            place.is_over, self.last_words = True, f"it could not be started on {where}: {_line(error.cause)}"
             self._say(f"an agent has ended: {self.last_words}")
         else:
-            if code == FIRST_SIGNAL + signal.SIGKILL:
-                self._lost(place, f"it was killed on node {node[:12]}")
-                return
-            if code == PREEMPTED:  # with a drained node, or on a cloud's notice: Ray finds another one for the bundle
-                place.left = place.left or node
-            place.is_over = code != PREEMPTED
-            self.last_words = f"exit code {code}, on node {node[:12]}"
+            if code == KILLED:
+                self._lost(place, f"it was killed on {where}")
+            else:
+                if (
+                    code == PREEMPTED
+                ):  # with a drained node, or on a cloud's notice: Ray finds another one for the bundle
+                    place.left = place.left or place.node
+                place.is_over = code != PREEMPTED
+                self.last_words = f"exit code {code}, on {where}"
+        self._note(place, code)
+
+    def _note(self, place: _Place, code: int | None) -> None:
+        self.ends.append(AgentEnd(place.agent, _where(place), None if code == KILLED else code))
 
     def _lost(self, place: _Place, why: str) -> None:
         self._say(f"an agent is lost with its node or its process, and its bundle is asked for again: {why}")
@@ -145,6 +178,10 @@ class Agents:
         if placed < least and words != self._told:
             self._say(words)
         self._told = words
+
+
+def _where(place: _Place) -> str:
+    return f"node {place.node[:12]}"
 
 
 def _line(error: object) -> str:

@@ -13,11 +13,15 @@ from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import LaunchError
 from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.address import Address, Control, address_of
+from unisono.launch.elastic.elastic import AgentEnd
 from unisono.launch.ending.result import RUNS
 from unisono.launch.ray.agent_actor import AgentAccess, working_folder
 from unisono.launch.ray.agents import Agents
+from unisono.launch.ray.cluster import Bundles
+from unisono.launch.ray.ending import after_the_coordinator
 from unisono.launch.ray.metrics import RayMetrics
 from unisono.launch.ray.request import RayEnd, RayRequest
+from unisono.launch.terminal.terminal import Terminal
 
 LOOK_S = 0.5
 LISTENS_S = 60.0
@@ -55,12 +59,14 @@ class CoordinatorActor:
         try:
             if self._leaves:
                 self._process.leave()
-            why = self._attend(self._process, run_dir)
+            why, agents = self._attend(self._process, run_dir)
         finally:
             self._process.close()
         code = self._process.code
         assert code is not None
-        return RayEnd(1 if why and not code else code, str(run_dir), socket.gethostname(), _result(run_dir), why)
+        by_then = 1 if why and not code else code
+        code, why = after_the_coordinator(run_dir, by_then, why, agents, Terminal.of_this_process())
+        return RayEnd(code, str(run_dir), socket.gethostname(), _result(run_dir), why)
 
     def leave(self) -> None:
         """Have all workers leave with a checkpoint; called again, as the second Ctrl-C."""
@@ -68,13 +74,15 @@ class CoordinatorActor:
         if self._process is not None:
             self._process.leave()
 
-    def _attend(self, process: CommandProcess, run_dir: Path) -> str:
-        """Have agents run as long as there is a coordinator; why it was ended, if it was."""
+    def _attend(self, process: CommandProcess, run_dir: Path) -> tuple[str, list[AgentEnd]]:
+        """Have agents run as long as there is a coordinator; why it was ended, if it was, and how they have ended."""
         address = _address(process, run_dir)
         if address is None:
-            return ""
+            return "", []
         certificate = "" if address.certificate is None else address.certificate.read_text(encoding="ascii")
-        agents = Agents(self._request, AgentAccess(address.url, address.token, certificate, str(run_dir)), _say)
+        access = AgentAccess(address.url, address.token, certificate, str(run_dir))
+        sizes = self._request.settings.workers
+        agents = Agents(self._request, access, Bundles(self._request.bundle, sizes.smallest, sizes.largest), _say)
         metrics = RayMetrics(run_dir.name, _say)
         why = ""
         try:
@@ -87,7 +95,7 @@ class CoordinatorActor:
             agents.until_ended(self._request.settings.launch.grace_s)
         finally:
             agents.close()
-        return why
+        return why, agents.ends
 
 
 def _address(process: CommandProcess, run_dir: Path) -> Address | None:
