@@ -320,6 +320,19 @@ def test_policies_that_may_matter_are_searched_and_each_given_set_instead() -> N
     assert {one.scenario.job.policies for one in given} == {("straggler",)}
 
 
+def test_of_two_ways_that_are_as_good_the_one_without_a_policy_is_taken() -> None:
+    def answers(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
+        """The policy looks better with few seeds, and is as good with all."""
+
+        def cost(one: Scenario) -> float:
+            return one.room - 0.5 * (seeds < 9 and "spot" in one.job.policies)
+
+        return priced(cost)(scenarios, seeds)
+
+    best, _ = search(SCENARIO, Goal(), answers, seeds=9, step_s=0.6)
+    assert [one.scenario.job.policies for one in best[:2]] == [(), ("spot",)]
+
+
 def test_what_the_next_best_would_cost_is_told_for_other_hosts_too_where_the_first_ones_share_theirs() -> None:
     def cost(scenario: Scenario) -> float:
         return 1e4 * scenario.hosts[0].count + 1e5 * scenario.hosts[1].count + 10.0 + scenario.job.checkpoint_every

@@ -166,8 +166,9 @@ def _finalists(ordered: Sequence[Candidate]) -> Sequence[Candidate]:
 
 
 def _ordered(scenarios: Sequence[Scenario], wish: Goal, simulate: Simulate, seeds: int) -> list[Candidate]:
+    """Candidates, the best first. Of two that are as good, the one with fewer policies is the simpler one."""
     found = map(Candidate, scenarios, simulate(scenarios, seeds))
-    return sorted(found, key=lambda one: wish.key(one.answer))
+    return sorted(found, key=lambda one: (*wish.key(one.answer), len(one.scenario.job.policies)))
 
 
 def frontier(tried: Sequence[Candidate]) -> list[Candidate]:
