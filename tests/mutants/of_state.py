@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "a worker that is gone is heard of for ever",
         STATE_UPDATE,
-        "        self.set(heard_at=self.state.heard_at.discard(worker.id))\n",
+        "        self.set(heard_at=self.state.heard_at.drop(worker.id))\n",
         "",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
+from operator import lt
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,10 @@ class Split:
     bounds: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        ends = [bound for bound in self.bounds[1:] if bound == self.bounds[-1]]
-        computing = self.bounds[: len(self.bounds) - len(ends) + 1]
-        ascending = all(a < b for a, b in pairwise(computing))
-        if len(computing) < 2 or self.bounds[0] != 0 or not ascending:
+        computing = self.bounds.index(self.bounds[-1]) if self.bounds else 0
+        ascending = all(map(lt, self.bounds[:computing], self.bounds[1:]))
+        ends = self.bounds[computing:]
+        if computing < 1 or self.bounds[0] != 0 or not ascending or ends.count(ends[0]) < len(ends):
             raise ValueError(
                 f"a split needs ascending bounds from 0, and may end in workers without shards; got {self.bounds}"
             )

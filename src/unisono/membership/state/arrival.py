@@ -23,9 +23,14 @@ def holders_among(members: Sequence[Worker], current: MintedGeneration, arrivals
 
 def are_steady(holders: Sequence[Worker], arrivals: Arrivals) -> bool:
     """Whether all stand at one and the same boundary."""
-    found = [arrivals[member.id] for member in holders]
+    found = _different([arrivals[member.id] for member in holders])
     places = {(each.acts, each.loop) for each in found}
     return len(places) == 1 and all(each.at_boundary for each in found)
+
+
+def _different(arrived: Sequence[Arrived]) -> list[Arrived]:
+    """Each message once: those that arrive together have the same."""
+    return [*{id(each): each for each in arrived}.values()]
 
 
 def newest(staying: Sequence[Worker], holding: Set[str], arrivals: Arrivals) -> int:

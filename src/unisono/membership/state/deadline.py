@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from rpds import HashTrieMap
-
+from unisono.membership.state.layered_map import LayeredMap
 from unisono.membership.state.rows import Agent, Worker, changed
 from unisono.membership.state.state import State
 
@@ -114,7 +113,7 @@ def excused(state: State, now: float) -> State:
     return changed(
         state,
         workers=state.workers.with_rows(map(waiting, state.candidates)),
-        heard_at=HashTrieMap({name: at + gap for name, at in state.heard_at.items()}),
+        heard_at=LayeredMap({name: at + gap for name, at in state.heard_at.items()}),
         agents=state.agents.with_rows(map(away, state.agents.values())),
         arrival=None if state.arrival is None else state.arrival + gap,
     )

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from rpds import HashTrieMap
-
 from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, WorkerEnded
 from unisono.membership.messages import (
@@ -38,6 +36,7 @@ from unisono.membership.state.event import (
     StopAsked,
     Tick,
 )
+from unisono.membership.state.layered_map import LayeredMap
 from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed, try_again
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, Worker, changed, pair
 from unisono.membership.state.state import State
@@ -158,7 +157,7 @@ def _hear(update: StateUpdate, names: Sequence[str], message: FromWorker) -> Non
         case Arrived(generation=generation) | Formed(generation=generation) if generation != update.state.generation:
             pass
         case Arrived():
-            _arrived(update, [worker for worker in workers if update.state.is_at_work(worker)], message)
+            _arrived(update, update.state.at_work(workers), message)
         case Formed():
             _formed(update, [worker for worker in workers if worker.phase in MEMBER], message)
         case _:
@@ -430,7 +429,7 @@ def _restart(update: StateUpdate) -> None:
     state, signs, agent_signs = update.state, Signs(started=update.now, since=update.now), AgentSigns(at=update.now)
     update.set(
         workers=state.workers.with_rows(changed(worker, signs=signs, unformed=0) for worker in state.workers.values()),
-        heard_at=HashTrieMap(dict.fromkeys(state.workers, update.now)),
+        heard_at=LayeredMap(dict.fromkeys(state.workers, update.now)),
         agents=state.agents.with_rows(changed(agent, signs=agent_signs) for agent in state.agents.values()),
         judged_at=update.now,
         due_since=None if state.due_since is None else update.now,

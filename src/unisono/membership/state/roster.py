@@ -1,15 +1,16 @@
 """A generation's roster, and what each of its workers is told of it."""
 
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from unisono.membership.messages import Neighbour, NewGeneration, Ranks, Target
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(NamedTuple):
     """A worker's place in a roster.
 
     Attributes:
@@ -82,9 +83,9 @@ class MintedGeneration:
 
     def _neighbours(self) -> dict[str, tuple[Neighbour, ...]]:
         """By host, the workers there, in the order of ranks."""
-        here: dict[str, list[Neighbour]] = {}
+        here: dict[str, list[Neighbour]] = defaultdict(list)
         for rank, seat in enumerate(self.roster):
-            here.setdefault(seat.host, []).append(_neighbour(rank, seat.worker, seat.address))
+            here[seat.host].append(_neighbour(rank, seat.worker, seat.address))
         return {host: tuple(neighbours) for host, neighbours in here.items()}
 
     def _speakers(self) -> dict[str, str]:

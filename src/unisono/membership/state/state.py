@@ -1,25 +1,26 @@
 """All that the coordinator knows, as one value."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, PlainSerializer
-from rpds import HashTrieMap, HashTrieSet
+from rpds import HashTrieSet
 
 from unisono.membership.messages import Arrived, JobOver
 from unisono.membership.state.elastic_config import ElasticConfig
+from unisono.membership.state.layered_map import LayeredMap
 from unisono.membership.state.roster import MintedGeneration
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Excluded, Worker
 from unisono.membership.state.tables import AgentTable, LinkTable, WorkerTable
 
 if TYPE_CHECKING:
-    Times = HashTrieMap[str, float]
-    Arrivals = HashTrieMap[str, Arrived]
+    Times = LayeredMap[float]
+    Arrivals = LayeredMap[Arrived]
     Names = HashTrieSet[str]
 else:  # as plain values they are what they are made of
-    Times = Annotated[Mapping[str, float], AfterValidator(HashTrieMap), PlainSerializer(dict)]
-    Arrivals = Annotated[Mapping[str, Arrived], AfterValidator(HashTrieMap), PlainSerializer(dict)]
+    Times = Annotated[Mapping[str, float], AfterValidator(LayeredMap), PlainSerializer(dict)]
+    Arrivals = Annotated[Mapping[str, Arrived], AfterValidator(LayeredMap), PlainSerializer(dict)]
     Names = Annotated[list[str], AfterValidator(HashTrieSet), PlainSerializer(sorted)]
 
 SAID_AGAIN = frozenset({"heard_at", "arrivals", "formed_by"})
@@ -73,7 +74,7 @@ class State:
     now: float = 0.0
     tick_at: float | None = None
     workers: WorkerTable = field(default_factory=WorkerTable)
-    heard_at: Times = field(default_factory=HashTrieMap)
+    heard_at: Times = field(default_factory=LayeredMap)
     agents: AgentTable = field(default_factory=AgentTable)
     last_worker: int = 0
     last_agent: int = 0
@@ -85,7 +86,7 @@ class State:
     judged_at: float = 0.0
     due_since: float | None = None
     arrival: float | None = None
-    arrivals: Arrivals = field(default_factory=HashTrieMap)
+    arrivals: Arrivals = field(default_factory=LayeredMap)
     formed_by: Names = field(default_factory=HashTrieSet)
     lost: tuple[str, ...] = ()
     broken: bool = False
@@ -153,6 +154,12 @@ class State:
     def is_at_work(self, worker: Worker) -> bool:
         """Whether it is a member of the generation that has not left its work."""
         return worker.phase in MEMBER and worker.id not in self.arrivals
+
+    def at_work(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Those of some workers that are."""
+        arrived = self.arrivals.of([worker.id for worker in workers])
+        found = zip(workers, arrived, strict=True)
+        return [worker for worker, message in found if message is None and worker.phase in MEMBER]
 
     def phase_of(self, worker: Worker) -> str:
         """What it does, for people: of a member, whether it has ``"arrived"`` at the end of its generation."""

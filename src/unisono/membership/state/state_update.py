@@ -91,7 +91,7 @@ class StateUpdate:
         """Of a worker that is no member any more, nobody waits to hear what members say of their generation."""
         if worker.id in self.state.arrivals or worker.id in self.state.formed_by:
             arrivals, formed_by = self.state.arrivals, self.state.formed_by
-            self.set(arrivals=arrivals.discard(worker.id), formed_by=formed_by.discard(worker.id))
+            self.set(arrivals=arrivals.drop(worker.id), formed_by=formed_by.discard(worker.id))
 
     @contextmanager
     def in_bulk(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class StateUpdate:
         self._set_workers(self.state.workers.drop(worker))
         self._let_go(worker)
         self._spoken.pop(worker.id, None)
-        self.set(heard_at=self.state.heard_at.discard(worker.id))
+        self.set(heard_at=self.state.heard_at.drop(worker.id))
         if (agent := self.state.agents.get(worker.agent)) is not None:
             self.put_agent(agent, started=agent.started - 1)
 
@@ -204,9 +204,8 @@ class StateUpdate:
         self._tell_working(Lost(generation=self.state.generation))
 
     def _tell_working(self, message: ToWorker) -> None:
-        arrivals = self.state.arrivals
-        if at_work := [member.id for member in self.state.members if member.id not in arrivals]:
-            self.tell_all(tuple(at_work), message)
+        if at_work := self.state.at_work(self.state.members):
+            self.tell_all(tuple([member.id for member in at_work]), message)
 
     def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
         """A worker that was to take part, or did, is given up.

@@ -1,12 +1,14 @@
 """Rows by id, as a value that never changes, and the index beside them."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache, reduce
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 from rpds import HashTrieMap, HashTrieSet
+
+from unisono.membership.state.layered_map import LayeredMap
 
 
 class HasId(Protocol):
@@ -39,7 +41,7 @@ class Table(Mapping[str, Row], Generic[Row]):
     """The type of the rows."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows: HashTrieMap[str, Row] = HashTrieMap()
+        self._rows: LayeredMap[Row] = LayeredMap()
         self._marked: HashTrieMap[Hashable, HashTrieSet[str]] = HashTrieMap()
         self.weight = 0
         self._taken: dict[str, Row] | None = None
@@ -116,7 +118,7 @@ class Table(Mapping[str, Row], Generic[Row]):
     def marked(self, *marks: Hashable) -> list[Row]:
         """The rows with one of these marks, of which no row has two, in order."""
         self._settle()
-        found = [self._rows[name] for mark in marks if mark in self._marked for name in self._marked[mark]]
+        found = self.of_ids([name for mark in marks if mark in self._marked for name in self._marked[mark]])
         return sorted(found, key=self.place)
 
     # -- the rows
@@ -132,10 +134,9 @@ class Table(Mapping[str, Row], Generic[Row]):
             return row
         return self._rows.get(name, default)
 
-    def of_ids(self, names: Iterable[str]) -> list[Any]:
+    def of_ids(self, names: Collection[str]) -> list[Any]:
         """The row of each of these ids; None where there is none."""
-        get = self.get if self._taken else self._rows.get
-        return [get(name) for name in names]
+        return [self.get(name) for name in names] if self._taken else self._rows.of(names)
 
     def __contains__(self, name: object) -> bool:
         return bool(self._taken and name in self._taken) or name in self._rows
@@ -186,12 +187,12 @@ class Table(Mapping[str, Row], Generic[Row]):
             self.weight -= self.weigh(before)
         if after is not None:
             self.weight += self.weigh(after)
-            self._rows = self._rows.insert(after.id, after)
+            self._rows = self._rows.put(after.id, after)
             for mark in now:
                 if mark not in left:
                     self._marked = self._marked.insert(mark, self._marked.get(mark, _NOBODY).insert(after.id))
         elif before is not None:
-            self._rows = self._rows.remove(before.id)
+            self._rows = self._rows.drop(before.id)
         if before is not None:
             for mark in left:
                 if mark not in now:
@@ -221,7 +222,7 @@ class Table(Mapping[str, Row], Generic[Row]):
                 moved[name] = comes
             self._more[mark] = self._more.get(mark, 0) + (1 if comes else -1)
 
-    def _settled(self) -> "HashTrieMap[str, Row]":
+    def _settled(self) -> LayeredMap[Row]:
         self._settle()
         return self._rows
 

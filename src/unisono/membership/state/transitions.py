@@ -1,6 +1,6 @@
 """The transitions from one state to the next: the effect of an event, and what follows from it."""
 
-from rpds import HashTrieMap, HashTrieSet
+from rpds import HashTrieSet
 
 from unisono.membership.agent_messages import Start
 from unisono.membership.messages import JobOver
@@ -18,6 +18,7 @@ from unisono.membership.state.arrival import (
 from unisono.membership.state.deadline import excused, hangs, next_tick
 from unisono.membership.state.event import Action, Event, Forget, Restarted, Tick
 from unisono.membership.state.events import hear
+from unisono.membership.state.layered_map import LayeredMap
 from unisono.membership.state.reach import keep_in_reach
 from unisono.membership.state.roster import MintedGeneration, Seat
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Signs, Worker, changed
@@ -97,10 +98,11 @@ def _regroup(update: StateUpdate) -> None:
     Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
     next boundary. Who computes wrong results goes wherever the others stand.
     """
-    current, workers, arrivals = update.state.minted, update.state.workers, update.state.arrivals
-    if current is None or workers.number(MEMBER) > len(arrivals) or workers.number(MEMBER, connected=False):
+    current, workers = update.state.minted, update.state.workers
+    arrived = len(update.state.arrivals)
+    if current is None or workers.number(MEMBER) > arrived or workers.number(MEMBER, connected=False):
         return
-    members = update.state.members
+    members, arrivals = update.state.members, update.state.arrivals.plain()
     faulty = [member for member in members if member.is_faulty]
     members = tuple(member for member in members if not member.is_faulty)
     holders = holders_among(members, current, arrivals)
@@ -226,7 +228,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         departures=before.departures,
     )
     update.actions.append(Forget(number))
-    update.set(arrivals=HashTrieMap(), formed_by=HashTrieSet())
+    update.set(arrivals=LayeredMap(), formed_by=HashTrieSet())
     update.hear_of([seat.worker for seat in seats])
     with update.in_bulk():
         for worker in [worker for worker in workers if worker.phase not in MEMBER or worker.signs.pulse.still_s]:

@@ -1,0 +1,58 @@
+"""A layered map is what a dict would be, and no map changes with the ones that are made from it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.membership.state.layered_map import FEW, SHARE, LayeredMap
+
+pytestmark = pytest.mark.unit
+
+NAMES = st.sampled_from([f"w{number}" for number in range(3 * FEW)])
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), NAMES, st.integers()),
+        st.tuples(st.just("drop"), NAMES, st.none()),
+        st.tuples(st.just("update"), st.dictionaries(NAMES, st.integers()), st.none()),
+    )
+)
+
+
+@given(st.dictionaries(NAMES, st.integers()), CHANGES, st.lists(NAMES))
+def test_whatever_is_done_to_it_it_has_the_entries_of_a_dict(
+    begun: dict[str, int], changes: list[tuple[str, object, object]], asked: list[str]
+) -> None:
+    found, wanted = LayeredMap(begun), dict(begun)
+    kept = [(found, dict(wanted))]
+    for verb, what, value in changes:
+        if verb == "put":
+            found, wanted = found.put(what, value), {**wanted, what: value}  # type: ignore[arg-type,dict-item]
+        elif verb == "update":
+            found, wanted = found.update(what), {**wanted, **what}  # type: ignore[arg-type,dict-item]
+        else:
+            found, wanted = found.drop(what), {name: one for name, one in wanted.items() if name != what}  # type: ignore[arg-type]
+        kept.append((found, dict(wanted)))
+    for each, entries in kept:
+        assert each == entries == dict(each.items()) == each.plain()
+        assert len(each) == len(entries)
+        assert {*each} == {*entries}
+        assert sorted(each.values()) == sorted(entries.values())
+        assert each.of(asked) == [entries.get(name) for name in asked]
+        assert [name in each for name in asked] == [name in entries for name in asked]
+        assert each == LayeredMap(entries)
+        assert hash(each) == hash(LayeredMap(entries))
+
+
+def test_a_name_that_is_not_there_is_no_entry() -> None:
+    found = LayeredMap({"w1": 1}).drop("w1")
+    assert found.get("w1", 2) == 2
+    assert found.drop("w1") is found
+    with pytest.raises(KeyError, match="w1"):
+        found["w1"]
+
+
+def test_one_entry_of_many_is_changed_without_a_copy_of_the_others() -> None:
+    many = LayeredMap(dict.fromkeys([f"w{number}" for number in range(FEW * SHARE)], 0))
+    one = many.put("w1", 1)
+    assert one._below is many._below
+    assert one.update(dict.fromkeys(many, 2))._below is not many._below
