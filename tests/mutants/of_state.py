@@ -74,8 +74,8 @@ MUTANTS = (
     Mutant(
         "the next generation is formed before all members have arrived",
         TRANSITIONS,
-        "if current is None or workers.number(MEMBER) > len(arrivals) or",
-        "if current is None or not arrivals or",
+        "if current is None or workers.number(MEMBER) > arrived or",
+        "if current is None or not arrived or",
     ),
     Mutant(
         "a generation is formed with a member that has no connection",

@@ -4,24 +4,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.membership.state.layered_map import FEW, SHARE, LayeredMap
+from unisono.membership.state.layered_map import FEW, LayeredMap
 
 pytestmark = pytest.mark.unit
 
-NAMES = st.sampled_from([f"w{number}" for number in range(3 * FEW)])
+NAMES = st.sampled_from([f"w{number}" for number in range(FEW + FEW // 2)])
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("put"), NAMES, st.integers()),
         st.tuples(st.just("drop"), NAMES, st.none()),
-        st.tuples(st.just("update"), st.dictionaries(NAMES, st.integers()), st.none()),
+        st.tuples(
+            st.just("update"),
+            st.dictionaries(NAMES, st.integers()) | st.just({f"w{number}": -1 for number in range(FEW + 1)}),
+            st.none(),
+        ),
     )
 )
 
 
-@given(st.dictionaries(NAMES, st.integers()), CHANGES, st.lists(NAMES))
+@given(st.booleans(), CHANGES, st.lists(NAMES))
 def test_whatever_is_done_to_it_it_has_the_entries_of_a_dict(
-    begun: dict[str, int], changes: list[tuple[str, object, object]], asked: list[str]
+    has_many: bool, changes: list[tuple[str, object, object]], asked: list[str]
 ) -> None:
+    begun = {f"w{number}": number for number in range(FEW + FEW // 2)} if has_many else {}
     found, wanted = LayeredMap(begun), dict(begun)
     kept = [(found, dict(wanted))]
     for verb, what, value in changes:
@@ -52,7 +57,11 @@ def test_a_name_that_is_not_there_is_no_entry() -> None:
 
 
 def test_one_entry_of_many_is_changed_without_a_copy_of_the_others() -> None:
-    many = LayeredMap(dict.fromkeys([f"w{number}" for number in range(FEW * SHARE)], 0))
+    many = LayeredMap({f"w{number}": 0 for number in range(10 * FEW)})
     one = many.put("w1", 1)
     assert one._below is many._below
     assert one.update(dict.fromkeys(many, 2))._below is not many._below
+    for number in range(10 * FEW):
+        one = one.put(f"w{number}", 3)
+        assert len(one._above) <= FEW
+    assert {*one.values()} == {3}
