@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from unisono.errors import JobError
+from unisono.errors import FIRST_SIGNAL, JobError
+from unisono.received import LONGEST_S
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -77,6 +79,7 @@ def simulate(
     answers.
     """
     from unisono.host.cgroup import usable_cores
+    from unisono.study.report.report import require_reports
     from unisono.study.simulation.calibration import measured as read_measured
     from unisono.study.simulation.scenario import read_scenario
     from unisono.study.simulation.search import Goal
@@ -87,11 +90,17 @@ def simulate(
         raise JobError(f"--minimise {minimise}: cost or time")
     if budget is not None and not 0 <= budget < float("inf"):
         raise JobError(f"--budget {budget}: a number from 0")
+    if out is not None:
+        require_reports()
     given = read_scenario(scenario, read_measured(measured or ()))
     wish = Goal("time" if minimise == "time" else "cost", None if deadline is None else seconds_of(deadline), budget)
     sets = [_names(each) for each in policies or ()]
     asked = SimulationSettings(wish, sets, seeds, seed, processes or usable_cores(), searches=minimise is not None)
-    found = simulation(given, asked)
+    try:
+        found = simulation(given, asked)
+    except KeyboardInterrupt:
+        typer.echo("unisono: ended by SIGINT: nothing is kept", err=True)
+        raise typer.Exit(FIRST_SIGNAL + signal.SIGINT) from None
     if as_json:
         typer.echo(json.dumps(written(found), indent=1))
     if not as_json or out is not None:
@@ -102,11 +111,13 @@ def seconds_of(text: str) -> float:
     """A time with its unit: ``90m``, ``8h``, ``1.5d``, ``3600``.
 
     Raises:
-        JobError: it is none, or not above 0.
+        JobError: it is none, not above 0, or longer than anybody lives to see.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?", text.strip(), re.ASCII)
     if found is None or not (seconds := float(found[1]) * UNITS[found[2] or ""]) > 0:
         raise JobError(f"--deadline {text[:40]}: a number with its unit, such as 8h, 90m or 2d")
+    if seconds > LONGEST_S:
+        raise JobError(f"--deadline {text[:40]}: no job takes more than thirty years")
     return seconds
 
 
@@ -116,15 +127,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _report(found: object, title: str, out: Path | None, quiet: bool) -> None:
     from unisono.cli.study_report import show
-    from unisono.study.report.report import HTML_NAME, require_reports, write_document
+    from unisono.study.report.report import HTML_NAME, write_document
     from unisono.study.report.simulated import simulated_document
     from unisono.study.report.simulated_charts import simulated_charts
     from unisono.study.simulation.simulation import Simulation
 
     assert isinstance(found, Simulation)
     console = Console(highlight=False, emoji=False)
-    if out is not None:
-        require_reports()
     pictures = [] if out is None else simulated_charts(found)
     document = simulated_document(found, pictures, f"Simulation: {title}")
     if not quiet:

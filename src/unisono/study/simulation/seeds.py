@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 from pydantic import TypeAdapter, ValidationError
 
 from unisono.errors import JobError, UnisonoError
+from unisono.host.parent_death import end_with_parent
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.market import MarketTrace
 from unisono.study.simulation.scenario import Scenario
@@ -100,23 +104,27 @@ def _places(request: Request) -> range:
 
 
 def _in_processes(requests: Sequence[Request]) -> list[SeedOutcomes]:
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", __name__, str(os.getpid())]
+    # In groups of their own: Ctrl-C is for this process, which ends them.
     running = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True) for _ in requests
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True, process_group=0)
+        for _ in requests
     ]
     try:
         for process, request in zip(running, requests, strict=True):
             assert process.stdin is not None
-            process.stdin.write(REQUEST.dump_json(request))
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # it has ended: its answer says so
+                process.stdin.write(REQUEST.dump_json(request))
+                process.stdin.close()
         return [_answer(process) for process in running]
     finally:
         for process in running:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+                with suppress(BrokenPipeError):
+                    if pipe is not None:
+                        pipe.close()
 
 
 def _answer(process: subprocess.Popen[bytes]) -> SeedOutcomes:
@@ -132,18 +140,17 @@ def _answer(process: subprocess.Popen[bytes]) -> SeedOutcomes:
 
 
 def _computed(request: Request) -> tuple[tuple[SimulatedOutcome, ...], ...]:
-    traces = [
-        {kind.name: MarketTrace.read(kind.trace) for kind in scenario.hosts if kind.trace}
-        for scenario in request.scenarios
-    ]
+    read = cache(MarketTrace.read)
     return tuple(
         tuple(simulate(scenario, seed, request.until_s, found) for seed in request.seeds)
-        for scenario, found in zip(request.scenarios, traces, strict=True)
+        for scenario in request.scenarios
+        for found in [{kind.name: read(kind.trace) for kind in scenario.hosts if kind.trace}]
     )
 
 
 def main() -> None:
-    """Read a request, and write the answer."""
+    """Read a request, and write the answer, unless the process that asks for it ends before."""
+    end_with_parent(int(sys.argv[1]))
     try:
         answer = SeedOutcomes(_computed(REQUEST.validate_json(sys.stdin.buffer.read())))
     except UnisonoError as error:
