@@ -76,6 +76,12 @@ def read(folder: Path, text: str) -> MarketTrace:
         (HEAD + "0,60,2,1.0,a\0\n", "line 2, column zone: .* no text"),
         (HEAD + '0,60,2,1.0,"a\n60,90,2,1.0,a\n', "line 2, column zone: .* a quote that begins or ends nothing"),
         (HEAD + "0,1e-300,2,1.0,a\n", "covers 1e-300 s"),  # which would be read again for ever
+        (HEAD + "\n" * 10**6, "line 1000001: a trace has 1000000 lines at most"),
+        (HEAD + "0,60,2,1.0,a" + " " * 3000 + "\n", "line 2: it is longer than 2000 bytes"),
+        (
+            HEAD + "".join(f"0,60,2,1.0,z{zone}\n" for zone in range(1001)),
+            "line 1002, column zone: 'z1000' is one zone more than the 1000",
+        ),
     ],
 )
 def test_a_wrong_trace_is_refused_by_line_and_column(tmp_path: Path, text: str, words: str) -> None:
@@ -178,6 +184,29 @@ def test_what_a_host_costs_follows_the_price() -> None:
     prices = HostPrices((0.0, 3600.0), (2.0, 4.0))
     assert prices.cost(0.0, 1800.0) == pytest.approx(1.0)
     assert prices.cost(1800.0, 5400.0) == pytest.approx(1.0 + 2.0)
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["drawn", "traced"])
+def test_what_comes_first_does_not_depend_on_how_far_the_market_is_drawn(tmp_path: Path, is_traced: bool) -> None:
+    trace = read(tmp_path, HEAD + "0,60,2,1.0,a\n60,100,0,3.0,a\n0,30,1,2.0,b\n30,100,3,0.5,b\n") if is_traced else None
+    near, far = (supply(SPOT, "7", until_s, trace) for until_s in (3000.0, 9000.0))
+
+    def before(found: Supply) -> list[list[tuple[float, float]]]:
+        return [[(stay.start, min(3000.0, stay.end)) for stay in host if stay.start < 3000.0] for host in found.stays]
+
+    assert before(near) == before(far)
+    assert near.stays != far.stays
+    assert all(near.prices[zone].at(at) == far.prices[zone].at(at) for zone in near.prices for at in range(0, 3000, 7))
+
+
+def test_a_job_is_done_in_a_market_that_changes_each_second_as_if_it_were_drawn_to_the_end(tmp_path: Path) -> None:
+    trace = read(tmp_path, "start,end,available,price_per_hour\n0,1,2,1.0\n1,2,2,2.0\n")
+    kind = HostKind(name="spot", count=2, workers=1, trace=tmp_path / "trace.csv", trace_from_s=0)
+    work = Workload(samples=99_000, batch_size=100, shards=2)
+    job = Scenario(work, StepTime(0.1, 0.0, 0.0, 0.0, 1.0), Durations(jitter=0), [kind], How())
+    near, far = (simulate(job, 0, until_s, {"spot": trace}) for until_s in (1e3, 1e12))
+    assert near == far
+    assert near.cost == pytest.approx(2 * 1.5 * near.seconds / 3600, rel=0.01)
 
 
 def test_the_same_seed_draws_the_same_market_and_another_one_another() -> None:

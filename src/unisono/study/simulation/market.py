@@ -85,7 +85,8 @@ class Supply:
 def supply(kind: HostKind, seed: str, until_s: float, trace: MarketTrace | None = None) -> Supply:
     """What there is of a kind of hosts, drawn by a seed.
 
-    A trace is read from a drawn place on, or from that of the kind; where it ends, from its beginning.
+    A trace is read from a drawn place on, or from that of the kind; where it ends, from its beginning. What comes
+    before a moment does not depend on how much longer it is drawn.
 
     Args:
         kind: the kind.
@@ -100,11 +101,20 @@ def supply(kind: HostKind, seed: str, until_s: float, trace: MarketTrace | None 
         return trace.supply(kind, drawn % trace.length_s, until_s)
     if kind.between_losses_s is None:
         return Supply(kind, [[Stay(0.0)] for _ in range(kind.count)], constant)
-    zones = [list(range(kind.count))[zone :: kind.zones] for zone in range(kind.zones)]
     stays: list[list[Stay]] = [[] for _ in range(kind.count)]
-    for hosts in zones:
-        _draw_zone(kind, chance, hosts, stays, until_s)
+    for zone in range(min(kind.zones, kind.count)):
+        chance = random.Random(f"{seed}/{kind.name}/{zone}") if zone else chance  # noqa: S311 (no secret)
+        _draw_zone(kind, chance, range(zone, kind.count, kind.zones), stays, until_s)
     return Supply(kind, stays, constant)
+
+
+def changes_per_s(kind: HostKind, trace: MarketTrace | None = None) -> float:
+    """How often something of a kind of hosts changes in the market, on average: as many values a second are drawn."""
+    if trace is not None:
+        return len(trace.rows) / trace.length_s
+    if kind.between_losses_s is None:
+        return 0.0
+    return (kind.whole_zone * kind.count + (1 - kind.whole_zone) * kind.zones) / kind.between_losses_s
 
 
 def _draw_zone(
@@ -164,14 +174,16 @@ class MarketTrace:
         prices: dict[str, list[tuple[float, float]]] = defaultdict(list)
         free = list(range(kind.count))  # a heap
         there: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by zone, hosts and since when, as they came
+        now: dict[str, TraceRow] = {}
         for moment, rows in self._changes(offset_s, until_s):
             for row in rows:
+                now[row.zone] = row
                 prices[row.zone].append((moment, kind.price if row.price is None else row.price))
                 while len(there[row.zone]) > row.available:
                     host, since = there[row.zone].pop()
                     stays[host].append(Stay(since, moment, row.zone))
                     heappush(free, host)
-            for row in sorted(rows, key=lambda row: (prices[row.zone][-1][1], row.zone)):
+            for row in sorted(now.values(), key=lambda row: (prices[row.zone][-1][1], row.zone)) if free else ():
                 while free and len(there[row.zone]) < row.available:
                     there[row.zone].append((heappop(free), moment))
         for zone, hosts in there.items():
@@ -180,23 +192,23 @@ class MarketTrace:
         return Supply(kind, stays, {zone: _prices(changes) for zone, changes in prices.items()})
 
     def _changes(self, offset_s: float, until_s: float) -> Iterator[tuple[float, Sequence[TraceRow]]]:
-        """The rows of all zones each time that one begins, from a place of the trace on."""
-        found: list[tuple[float, Sequence[TraceRow]]] = []
-        now: dict[str, TraceRow] = {}
-        for row in sorted(self.rows, key=lambda row: row.start):
-            now[row.zone] = row
-            if found and found[-1][0] == row.start:
-                found.pop()
-            found.append((row.start, [*now.values()]))
-        starts = [start for start, _ in found]
+        """The rows that begin at each moment, from a place of the trace on; at first those of all zones."""
+        begin = {start: [*rows] for start, rows in groupby(sorted(self.rows, key=_start), key=_start)}
+        starts = [*begin]
         place = max(0, bisect_right(starts, offset_s) - 1)
         moment, turn = 0.0, 0
+        now = {row.zone: row for start in starts[: place + 1] for row in begin[start]}
+        rows: Sequence[TraceRow] = [*now.values()]
         while moment < until_s:
-            yield moment, found[place][1]
+            yield moment, rows
             place += 1
-            if place == len(found):
+            if place == len(starts):
                 place, turn = 0, turn + 1
-            moment = turn * self.length_s + starts[place] - offset_s
+            moment, rows = turn * self.length_s + starts[place] - offset_s, begin[starts[place]]
+
+
+def _start(row: TraceRow) -> float:
+    return row.start
 
 
 def _prices(changes: Iterable[tuple[float, float]]) -> HostPrices:

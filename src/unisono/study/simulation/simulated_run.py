@@ -14,13 +14,19 @@ from unisono.errors import JobError
 from unisono.study.simulation.agenda import Agenda
 from unisono.study.simulation.coordination import Coordination, Host
 from unisono.study.simulation.ledger import Ledger, SimulatedOutcome, SizeChange
-from unisono.study.simulation.market import HostPrices, MarketTrace, Supply, supply
+from unisono.study.simulation.market import HostPrices, MarketTrace, Supply, changes_per_s, supply
 from unisono.study.simulation.scenario import Incident, Scenario
 from unisono.study.simulation.step_clock import StepClock
 from unisono.study.simulation.training import SimulatedTraining
 
 MOST_MARKS = 2000
 """Changes of the number of workers that are kept for pictures."""
+
+FEW_CHANGES, MOST_CHANGES = 1e5, 3e6
+"""Changes of the market that are drawn at once, and in all: a job that is not done then is given up."""
+
+FURTHER = 8.0
+"""By which factor the market is drawn further if a job has not been done before."""
 
 COLLECTED_EACH = (300_000, 20, 100)
 """Objects, and collections of younger ones, after which Python looks for cycles."""
@@ -37,8 +43,16 @@ def simulate(
         until_s: the virtual seconds after which it is given up.
         traces: the traces of kinds of hosts, by their names.
     """
+    known = traces or {}
+    each_s = 1 / max(1e-300, sum(changes_per_s(kind, known.get(kind.name)) for kind in scenario.hosts))
+    until_s, drawn_s = min(until_s, MOST_CHANGES * each_s), FEW_CHANGES * each_s
     with _few_collections():
-        return _SimulatedRun(scenario, seed, until_s, traces or {}).play()
+        while drawn_s < until_s:
+            found = (run := _SimulatedRun(scenario, seed, drawn_s, known)).play()
+            if run.is_over:
+                return found
+            drawn_s *= FURTHER
+        return _SimulatedRun(scenario, seed, until_s, known).play()
 
 
 @contextmanager
@@ -56,10 +70,12 @@ class _SimulatedRun(Agenda):
     def __init__(self, scenario: Scenario, seed: int, until_s: float, traces: Mapping[str, MarketTrace]) -> None:
         super().__init__()
         self._scenario, self._seed, self._until_s = scenario, seed, until_s
-        self._ledger = Ledger()
+        self._ledger = Ledger("waiting")
         clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(seed), scenario.network)
         self._training = SimulatedTraining(scenario, clock, self._market)
-        self._supplies = [supply(kind, str(seed), until_s, traces.get(kind.name)) for kind in scenario.hosts]
+        self._supplies = [
+            supply(kind, str(seed), until_s + kind.notice_s, traces.get(kind.name)) for kind in scenario.hosts
+        ]
         self._there: dict[str, Host] = {}
         self._billed: list[tuple[HostPrices, float, float]] = []
         self._since: dict[str, tuple[HostPrices, float]] = {}
@@ -67,13 +83,18 @@ class _SimulatedRun(Agenda):
         self._starts = self._losses = self._generations = 0
         self._coordination = self._started()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether more time would change nothing."""
+        return self._training.is_endless or self._training.is_done
+
     def play(self) -> SimulatedOutcome:
         for given in self._supplies:
             for number in range(len(given.stays)):
                 self._expect(given, number)
         for incident in self._scenario.incidents:
             self.at(incident.at_s, partial(self._befalls, incident))
-        while self.now <= self._until_s and self.go_on():
+        while self.now <= self._until_s and not self._training.is_endless and self.go_on():
             if (over := self._coordination.over) is None:
                 continue
             if over.digest:
@@ -98,6 +119,8 @@ class _SimulatedRun(Agenda):
             self.at(stay.end, partial(self._expect, given, number, turn + 1))
 
     def _comes(self, host: Host, prices: HostPrices) -> None:
+        if not self._marks and self._ledger.part == "waiting":
+            self._ledger.turn("start", self.now)
         self._there[host.agent] = host
         self._since[host.agent] = prices, self.now
         self.later(host.kind.boot_s, partial(self._joins, host))

@@ -21,8 +21,8 @@ GUESS = 2.0
 GUESS_SEEDS = 4
 """So many are simulated with each of these."""
 
-LONGEST = 20.0
-"""Times what a job would take with one worker less trouble: after that it is given up."""
+LONGEST, LONGEST_ALONE = 20.0, 2.0
+"""Times the deadline, and times what the slowest number of workers takes without trouble: then a job is given up."""
 
 MATTERS = 0.005
 """A change of the median that is told."""
@@ -118,8 +118,9 @@ class SimulationSettings:
 
 def until_s(scenario: Scenario, deadline_s: float | None) -> float:
     """The virtual seconds after which a job is given up."""
-    slowest = min(rate.samples_per_s for rate in rates(scenario, 1))
-    return max(LONGEST * (deadline_s or 0.0), 2 * scenario.work.samples / slowest, 86_400.0)
+    speed = min(1.0, *(kind.speed for kind in scenario.hosts if kind.count))
+    slowest = speed * min(rate.samples_per_s for rate in rates(scenario, scenario.room))
+    return max(LONGEST * (deadline_s or 0.0), LONGEST_ALONE * scenario.work.samples / slowest, 86_400.0)
 
 
 def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:

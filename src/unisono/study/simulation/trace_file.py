@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 from unisono.errors import JobError, Unreadable
 from unisono.received import decimal_number, open_file, whole_number
 
-LARGEST_TRACE = 64 * 2**20
+MOST_LINES = 10**6
+"""A year in steps of five minutes, of nine zones. They take some hundreds of MB."""
+
+LONGEST_LINE = 2000
 """Bytes."""
 
 LONGEST_FIELD = 60
 """Characters."""
+
+MOST_ZONES = 1000
+"""As many as a kind of hosts may have."""
 
 LATEST_S = 1e12
 """No moment is later, or earlier than as long before 1970."""
@@ -39,13 +44,14 @@ DATE = re.compile(r"(19|20)[0-9]{2}(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])")
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """A line of a trace: so many hosts, at such a price, from one moment to another, in seconds."""
+    """So many hosts, at such a price, from one moment to another, in seconds; and the number of its line."""
 
     start: float
     end: float
     available: int
     price: float | None
     zone: str
+    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +73,27 @@ def read_rows(path: Path) -> list[TraceRow]:
     Raises:
         JobError: it cannot be read, or a value is wrong; names line and column.
     """
-    rows = sorted(_rows(path), key=lambda found: (found[1].zone, found[1].start))
+    rows = sorted(_rows(path), key=lambda row: (row.zone, row.start))
     if not rows:
         raise JobError(f"the trace {path} has no rows")
-    _require_prices(rows)
-    by_zone: dict[str, list[tuple[TraceLine, TraceRow]]] = defaultdict(list)
-    for line, row in rows:
-        by_zone[row.zone].append((line, row))
+    _require_prices(path, rows)
+    by_zone: dict[str, list[TraceRow]] = defaultdict(list)
+    for row in rows:
+        by_zone[row.zone].append(row)
+    if len(by_zone) > MOST_ZONES:
+        first = sorted(min(row.line for row in found) for found in by_zone.values())[MOST_ZONES]
+        raise _line_at(path, first).wrong("zone", f"is one zone more than the {MOST_ZONES} that a trace may have")
     for found in by_zone.values():
-        _require_whole(found)
-    _require_one_span([*by_zone.values()])
-    return [row for _, row in rows]
+        _require_whole(path, found)
+    _require_one_span(path, [*by_zone.values()])
+    return rows
 
 
-def _rows(path: Path) -> Iterator[tuple[TraceLine, TraceRow]]:
-    text = _text(path).split("\n")
-    columns = _columns(path, text[0])
+def _rows(path: Path) -> Iterator[TraceRow]:
+    """Lines are read one by one, and only their values are kept: a file may have many."""
     are_moments: bool | None = None
-    for number, written in enumerate(text[1:], start=2):
-        if not written.strip():
-            continue
-        line = _line(path, number, columns, written)
+    zones: dict[str, str] = {}
+    for line in _lines(path):
         moments = {column: _is_moment(line, column) for column in ("start", "end")}
         for column, is_moment in moments.items():
             if are_moments not in (None, is_moment):
@@ -96,19 +102,35 @@ def _rows(path: Path) -> Iterator[tuple[TraceLine, TraceRow]]:
         start, end = _time(line, "start"), _time(line, "end")
         if not end > start:
             raise line.wrong("end", "is not after its start")
-        yield line, TraceRow(start, end, _available(line), _price(line), line.fields.get("zone", ""))
+        zone = line.fields.get("zone", "")
+        yield TraceRow(start, end, _available(line), _price(line), zones.setdefault(zone, zone), line.number)
 
 
-def _text(path: Path) -> str:
-    """What is no UTF-8 is found in its field later."""
+def _lines(path: Path) -> Iterator[TraceLine]:
+    """All lines behind the first that are not blank. What is no UTF-8 is found in its field."""
+    columns: Sequence[str] = ()
     try:
         with open_file(path) as file:
-            if os.fstat(file.fileno()).st_size > LARGEST_TRACE:
-                raise JobError(f"{path} is larger than {LARGEST_TRACE} bytes")
-            data: bytes = file.read(LARGEST_TRACE + 1)
+            for number in count(1):
+                data = file.readline(LONGEST_LINE)
+                written = data.decode(errors="surrogateescape").removesuffix("\n").removesuffix("\r")
+                if number == 1:
+                    columns = _columns(path, written.removeprefix("\ufeff"))
+                elif not data:
+                    return
+                elif written.strip():
+                    yield _line(path, number, columns, written)
+                if number > MOST_LINES:
+                    raise JobError(f"{path}, line {number}: a trace has {MOST_LINES} lines at most")
+                if len(data) == LONGEST_LINE and not data.endswith(b"\n"):
+                    raise JobError(f"{path}, line {number}: it is longer than {LONGEST_LINE} bytes")
     except (OSError, Unreadable) as error:
         raise JobError(f"the trace {path} cannot be read: {error}") from error
-    return data.decode(errors="surrogateescape").removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def _line_at(path: Path, number: int) -> TraceLine:
+    """A line that was read before."""
+    return next(line for line in _lines(path) if line.number == number)
 
 
 def _columns(path: Path, written: str) -> list[str]:
@@ -130,14 +152,16 @@ _HEAD = (
 
 def _line(path: Path, number: int, columns: Sequence[str], written: str) -> TraceLine:
     fields = [_unquoted(field) for field in written.split(",")]
+    for column, field in zip(columns, fields, strict=False):
+        if len(field) > LONGEST_FIELD:
+            why = f"{field[:20]!r} … is longer than {LONGEST_FIELD} characters"
+            raise JobError(f"{path}, line {number}, column {column}: {why}")
     if len(fields) != len(columns):
         where = columns[len(fields)] if len(fields) < len(columns) else str(len(columns) + 1)
         counts = f"the line has {len(fields)} fields, and the first has {len(columns)}"
         raise JobError(f"{path}, line {number}, column {where}: {counts}")
     for column, field in zip(columns, fields, strict=True):
         place = f"{path}, line {number}, column {column}"
-        if len(field) > LONGEST_FIELD:
-            raise JobError(f"{place}: {field[:20]!r} … is longer than {LONGEST_FIELD} characters")
         if not field.isprintable():
             raise JobError(f"{place}: {field!a} has characters that are no text, or no UTF-8")
         if '"' in field:
@@ -195,30 +219,32 @@ def _price(line: TraceLine) -> float | None:
     return price
 
 
-def _require_prices(rows: Sequence[tuple[TraceLine, TraceRow]]) -> None:
+def _require_prices(path: Path, rows: Sequence[TraceRow]) -> None:
     """All rows have a price, or none has."""
-    with_price = [line for line, row in rows if row.price is not None]
-    without = min((line for line, row in rows if row.price is None), key=lambda line: line.number, default=None)
-    if with_price and without is not None:
-        raise without.wrong("price_per_hour", f"is no price, and line {with_price[0].number} has one")
+    with_price = next((row for row in rows if row.price is not None), None)
+    without = min((row.line for row in rows if row.price is None), default=None)
+    if with_price is not None and without is not None:
+        raise _line_at(path, without).wrong("price_per_hour", f"is no price, and line {with_price.line} has one")
 
 
-def _require_whole(rows: Sequence[tuple[TraceLine, TraceRow]]) -> None:
+def _require_whole(path: Path, rows: Sequence[TraceRow]) -> None:
     """Rows of a zone follow each other without gaps and overlaps."""
-    for (earlier, before), (line, row) in pairwise(rows):
+    for before, row in pairwise(rows):
         if row.start != before.end:
             what = "overlaps" if row.start < before.end else "leaves a gap behind"
             place = f" in zone {row.zone}" if row.zone else ""
             by = f"by {abs(row.start - before.end):g} s: each row begins where the one before it ends"
-            raise line.wrong("start", f"{what} line {earlier.number}{place}, {by}")
+            raise _line_at(path, row.line).wrong("start", f"{what} line {before.line}{place}, {by}")
 
 
-def _require_one_span(zones: Sequence[Sequence[tuple[TraceLine, TraceRow]]]) -> None:
+def _require_one_span(path: Path, zones: Sequence[Sequence[TraceRow]]) -> None:
     """All zones begin and end at the same moments: nobody knows what was between."""
-    (first, begins), (last, ends) = zones[0][0], zones[0][-1]
+    first, last = zones[0][0], zones[0][-1]
     for found in zones[1:]:
-        (line, row), (final, until) = found[0], found[-1]
-        if row.start != begins.start:
-            raise line.wrong("start", f"is the beginning of zone {row.zone!r}, and line {first.number} has another one")
-        if until.end != ends.end:
-            raise final.wrong("end", f"is the end of zone {until.zone!r}, and line {last.number} has another one")
+        begins, ends = found[0], found[-1]
+        if begins.start != first.start:
+            why = f"is the beginning of zone {begins.zone!r}, and line {first.line} has another one"
+            raise _line_at(path, begins.line).wrong("start", why)
+        if ends.end != last.end:
+            why = f"is the end of zone {ends.zone!r}, and line {last.line} has another one"
+            raise _line_at(path, ends.line).wrong("end", why)

@@ -19,6 +19,12 @@ from unisono.train.state.policy_state import Hook, PolicyState, observed
 CHUNK = 1024
 """Steps that are drawn at once where no policy looks at each."""
 
+MOST_AGAIN = 20
+"""Times the steps that the work takes: a job that has done more of them, again and again, is given up."""
+
+LONGEST_STRIDE = 2**16
+"""Steps from one question to the policies to the next at most: all of them are drawn at once."""
+
 Market = Callable[[], Mapping[str, float | int | None]]
 
 
@@ -60,11 +66,17 @@ class SimulatedTraining:
         self._checkpoints: list[tuple[float, TrainedSoFar]] = [(0.0, self.now)]
         self._steady, self._asked_at = 0, 0
         self._stride = 1
+        self._done = 0  # steps, with those that were lost
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing more to do."""
         return self.stopped or self.now.samples >= self._work.samples
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether so many steps were lost that nobody would wait for the end."""
+        return self._done * self._work.batch_size > MOST_AGAIN * (self._work.samples + self._work.batch_size)
 
     @property
     def asks(self) -> bool:
@@ -86,7 +98,7 @@ class SimulatedTraining:
         """Seconds of the next steps, and of the checkpoints in each."""
         shape = self._policies.shape
         seconds = self._clock.draw(self._cut(crew), shape.samples, shape.shards, steps)
-        self._stride = max(1, int(self._scenario.job.ask_every_s / float(seconds[-1])))
+        self._stride = max(1, int(min(LONGEST_STRIDE, self._scenario.job.ask_every_s / float(seconds[-1]))))
         numbers = np.arange(self.now.steps + 1, self.now.steps + steps + 1)
         due = numbers % self._every == 0 if self._every else np.zeros(steps, dtype=bool)
         return seconds, np.where(due, self._scenario.seconds.stall_s, 0.0)
@@ -101,6 +113,7 @@ class SimulatedTraining:
         """
         if not steps:
             return
+        self._done += steps
         before, per_step, mean_s = self.now, self.per_step, seconds / steps
         self.now = TrainedSoFar(before.steps + steps, before.samples + steps * per_step, before.trained_s + seconds)
         self._steady += steps
