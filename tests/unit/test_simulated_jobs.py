@@ -116,6 +116,13 @@ def test_when_all_are_lost_the_job_goes_back_to_its_newest_whole_checkpoint(tmp_
     assert found.lost["waiting"] > 200.0
 
 
+def test_a_job_waits_until_its_first_host_is_there_and_starts_then(tmp_path: Path) -> None:
+    spot = HostKind(name="spot", count=2, workers=2, boot_s=10.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
+    found = played(replace(PLAIN, hosts=[spot]), alone("0,300,0", "300,900000,2"), tmp_path)
+    assert found.lost["waiting"] == pytest.approx(300.0)
+    assert found.lost["start"] == pytest.approx(10.0 + TOOK.start_s + TOOK.form_s)
+
+
 def test_a_job_that_all_leave_with_notice_goes_on_where_it_was(tmp_path: Path) -> None:
     spot = HostKind(
         name="spot", count=2, workers=2, boot_s=0.0, notice_s=60.0, trace=tmp_path / "trace.csv", trace_from_s=0.0
@@ -167,6 +174,22 @@ def test_a_job_without_checkpoints_on_hosts_that_vanish_is_never_done(tmp_path: 
     assert found.steps < 1000
 
 
+def test_a_job_that_loses_its_steps_again_and_again_is_given_up_before_all_its_time_has_passed(tmp_path: Path) -> None:
+    spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
+    (tmp_path / "trace.csv").write_text(alone("0,200,2", "200,300,0"))
+    given = replace(PLAIN, hosts=[spot], job=How(failure_timeout_s=40.0))
+    found = simulate(given, 0, 1e9, {"spot": MarketTrace.read(tmp_path / "trace.csv")})
+    assert not found.done
+    assert found.seconds < 1e6
+
+
+def test_policies_are_asked_now_and_then_however_seldom_they_are_to_be_asked() -> None:
+    job = How(policies=("spot",), ask_every_s=1e9)
+    work = Workload(samples=10**11, batch_size=1000, shards=4)
+    quick = replace(PLAIN, work=work, step=replace(STEP, a_c=1e-6, a_r=0.0), job=job)
+    assert simulate(replace(quick, work=work.model_copy(update={"samples": 10**9})), 0, LONG_S).done
+
+
 SCENARIO = """
 [work]
 samples = 8000
@@ -197,6 +220,16 @@ workers = 2
         (("workers = 2", "workers = 2\n[job]\npolicies = 3"), "job.policies"),
         (("workers = 2", "workers = 2\n[[incidents]]\nat_s = 3.0"), "kill or resize"),
         (("[work]", "[work"), "is no TOML"),
+        (("samples = 8000", "samples = 10_000_000_000"), "1.25e[+]09 steps: no more than 1e[+]08 are simulated"),
+        (("samples = 8000", f"samples = {'9' * 5000}"), "is no TOML: .*digits"),
+        (("samples = 8000", "samples = 2026-01-31"), "work.samples"),
+        (("samples = 8000", "samples = 8000.5"), "work.samples"),
+        (("count = 2", "count = true"), "hosts.0.count"),
+        (("count = 2", "count = '2'"), "hosts.0.count"),
+        (("count = 2", "count = 2\nprice = '3'"), "hosts.0.price"),
+        (("count = 2", "count = 2\nspeed = inf"), "hosts.0.speed"),
+        (("count = 2", "count = 2\nwhole_zone = nan"), "hosts.0.whole_zone"),
+        (("a_c = 0.5", "a_c = true"), "step.a_c"),
     ],
 )
 def test_a_wrong_scenario_is_refused_by_its_place(tmp_path: Path, change: tuple[str, str], words: str) -> None:
@@ -206,6 +239,17 @@ def test_a_wrong_scenario_is_refused_by_its_place(tmp_path: Path, change: tuple[
     path.write_text(SCENARIO.replace(*change, 1))
     with pytest.raises(JobError, match=words):
         read_scenario(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\ufeff" + SCENARIO, SCENARIO.replace("\n", "\r\n"), SCENARIO.replace("8000", "8e3").replace("0.5", "5e-1")],
+    ids=["byte order mark", "carriage returns", "exponents"],
+)
+def test_a_scenario_is_what_it_says_however_it_was_written(tmp_path: Path, text: str) -> None:
+    for name, written in (("plain", SCENARIO), ("other", text)):
+        (tmp_path / name).write_bytes(written.encode())
+    assert read_scenario(tmp_path / "plain") == read_scenario(tmp_path / "other")
 
 
 def killed(**took: float) -> SimulatedOutcome:

@@ -20,6 +20,7 @@ from unisono.job import Job
 from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono.study.simulation.calibration import measured
 from unisono.study.simulation.commands import commands, left_out
+from unisono.study.simulation.network import NamedNetwork
 from unisono.study.simulation.scenario import (
     Durations,
     HostKind,
@@ -32,6 +33,7 @@ from unisono.study.simulation.scenario import (
 )
 from unisono.study.simulation.search import Goal, Simulate, frontier, margins, mixes, search, worth_trying
 from unisono.study.simulation.simulated_run import simulate
+from unisono.study.simulation.simulation import SimulationSettings, simulation
 
 pytestmark = pytest.mark.unit
 
@@ -208,6 +210,23 @@ def test_what_a_single_number_of_workers_does_not_tell_of_a_reduction_is_a_guess
     assert {name for name, source in alone.sources.items() if source == "fitted"} == {"a_c"}
 
 
+def test_a_guess_about_hosts_says_that_it_is_one_and_what_it_matters(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace("notice_s = 30", "notice_s = 30\nboot_s = 5"))
+    found = read_scenario(path)
+    about = {name: found.sources[name] for name in found.figures() if "." in name}
+    assert about == {
+        "steady.boot_s": "default",
+        "spot.boot_s": "given",
+        "spot.away_s": "default",
+        "spot.whole_zone": "default",
+    }
+    assert [kind.boot_s for kind in found.scaled("steady.boot_s", 2.0).hosts] == [120.0, 5.0]
+    assert found.scaled("spot.whole_zone", 2.0).hosts[1].whole_zone == 1.0
+    guessed = {one.name for one in simulation(found, SimulationSettings(seeds=2)).guesses}
+    assert "steady.boot_s" in guessed
+
+
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", 2, 0.4)
     (folder / "metrics.jsonl").write_text("")
@@ -234,6 +253,7 @@ def test_lines_of_a_run_that_make_no_sense_are_no_figures(tmp_path: Path) -> Non
     odd = ({"seconds": [1]}, {"seconds": {"total": 1e300}}, {"seconds": {"total": 1.0}, "world_size": 10**400})
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(f"{json.dumps({**step, **each})}\n" for each in odd)
+        file.write(f"{json.dumps({**step, 'generation': [1], 'seconds': {'total': 1.0}})}\n")
     found = measured([folder])
     assert found.step == sound.step
     assert found.seconds.keys() == sound.seconds.keys()
@@ -417,7 +437,16 @@ def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0h", "-3h", "8 hours", "1e9h", "h"])
+def test_slow_hosts_and_slow_networks_have_the_time_that_their_jobs_take(tmp_path: Path) -> None:
+    old = SLOW.model_copy(update={"count": 1, "speed": 0.01})
+    alone = replace(SCENARIO, hosts=[old])
+    assert simulation(alone, SimulationSettings(seeds=1)).variants[0].outcomes[0].done
+    network = NamedNetwork(latency_s=0.0, bytes_per_s=1e6, gradient_bytes=1e9, topology="direct")
+    steady = replace(SCENARIO, hosts=[SLOW], network=network)
+    assert simulation(steady, SimulationSettings(seeds=1)).variants[0].outcomes[0].done
+
+
+@pytest.mark.parametrize("text", ["", "0h", "-3h", "8 hours", "1e9h", "h", "9999999d", "9" * 400])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="--deadline"):
         seconds_of(text)

@@ -177,7 +177,9 @@ def _sources(found: Simulation) -> WrittenTable:
         [Field(name), Field(found.scenario.sources.get(name, "default")), Field(number(value))]
         for name, value in figures.items()
     ]
-    return WrittenTable(["figure", "from", "value"], rows, text_columns=2, note="Seconds, but for gamma and jitter.")
+    return WrittenTable(
+        ["figure", "from", "value"], rows, text_columns=2, note="Seconds, but for gamma, jitter, and shares."
+    )
 
 
 def _guesses(found: Simulation) -> list[Section]:

@@ -111,9 +111,11 @@ def _run_folders(given: Path) -> list[Path]:
 
 def _steps(run: Record) -> Iterable[tuple[Layout, Mapping[str, Any]]]:
     """What each step took, with its layout, behind the first ones of each generation."""
-    seen: dict[Any, int] = defaultdict(int)
+    seen: dict[int, int] = defaultdict(int)
     for line in run.steps:
         generation = line.get("generation", 0)
+        if type(generation) is not int:
+            continue
         seen[generation] += 1
         if seen[generation] > WARM_UP and (layout := layout_of(run, line)) is not None:
             yield layout, line["seconds"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,6 +21,9 @@ LARGEST_FILE = 2**20
 
 MOST_HOSTS = 20_000
 
+MOST_STEPS = 10**8
+"""More would take minutes to simulate, each seed."""
+
 Source = Literal["given", "measured", "fitted", "default"]
 """Where a figure is from: the scenario's file or the command line, a run, a fit to runs, or this module."""
 
@@ -29,9 +33,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Part(BaseModel):
-    """A table of the file: closed, and its numbers are numbers."""
+    """A table of the file: closed, and its numbers are numbers, neither texts nor true."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Workload(_Part):
@@ -50,9 +54,14 @@ class Workload(_Part):
     noise_scale: Annotated[float, Field(gt=0, le=1e15)] | None = None
 
     @model_validator(mode="after")
-    def _shards_fit(self) -> Workload:
+    def _is_a_job(self) -> Workload:
         if self.shards > self.batch_size:
             raise ValueError(f"shards={self.shards} is more than batch_size={self.batch_size}")
+        if (steps := self.samples / self.batch_size) > MOST_STEPS:
+            raise ValueError(
+                f"samples={self.samples} in batches of {self.batch_size} are {steps:.3g} steps: no more than "
+                f"{MOST_STEPS:g} are simulated"
+            )
         return self
 
 
@@ -94,6 +103,16 @@ class HostKind(_Part):
     def is_spot(self) -> bool:
         """Whether hosts may be taken away."""
         return self.between_losses_s is not None or self.trace is not None
+
+    def figures(self) -> dict[str, float]:
+        """What may be a guess, and changes time or cost: how hosts begin, and how a market that is drawn takes them."""
+        names = ["boot_s", *(["away_s", "whole_zone"] if self.between_losses_s is not None else [])]
+        return {name: getattr(self, name) for name in names}
+
+    def scaled(self, name: str, factor: float) -> HostKind:
+        """The same with one of these multiplied; a share is 1 at most."""
+        value = getattr(self, name) * factor
+        return self.model_copy(update={name: min(1.0, value) if name == "whole_zone" else value})
 
 
 class Durations(_Part):
@@ -222,7 +241,7 @@ class Scenario:
         hosts: the kinds of hosts.
         job: the settings of the job.
         incidents: what happens in every seed.
-        sources: the sources of the figures of ``step``, ``seconds`` and ``network``, by name.
+        sources: the sources of the figures of ``step``, ``seconds``, ``network`` and hosts (``spot.boot_s``), by name.
         measured_to: the largest number of workers that was measured; 0 if none was. What is beyond is extrapolation.
         network: the network by which reductions are forecast; None if they take what the fitted step says.
     """
@@ -250,15 +269,20 @@ class Scenario:
             return replace(self, network=replace(self.network, **{name: getattr(self.network, name) * factor}))
         if name in STEP:
             return replace(self, step=replace(self.step, **{name: getattr(self.step, name) * factor}))
+        kind_name, _, of_kind = name.rpartition(".")
+        if kind_name:
+            kinds = [kind.scaled(of_kind, factor) if kind.name == kind_name else kind for kind in self.hosts]
+            return replace(self, hosts=kinds)
         return replace(self, seconds=self.seconds.model_copy(update={name: getattr(self.seconds, name) * factor}))
 
     def figures(self) -> dict[str, float]:
-        """All figures of ``step`` and ``seconds``, and of ``network`` if there is one, by name."""
+        """All figures of ``step``, ``seconds`` and hosts, and of ``network`` if there is one, by name."""
         step, network = asdict(self.step), self.network
-        if network is None:
-            return {**step, **self.seconds.model_dump()}
-        step = {name: value for name, value in step.items() if name not in REDUCTION}
-        return {**step, **{name: getattr(network, name) for name in LINK}, **self.seconds.model_dump()}
+        if network is not None:
+            step = {name: value for name, value in step.items() if name not in REDUCTION}
+            step |= {name: getattr(network, name) for name in LINK}
+        hosts = {f"{kind.name}.{name}": value for kind in self.hosts for name, value in kind.figures().items()}
+        return {**step, **self.seconds.model_dump(), **hosts}
 
 
 STEP = tuple(StepTime.__dataclass_fields__)
@@ -316,6 +340,9 @@ def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenar
         sources[name] = "given" if name in given else "measured" if name in measured.seconds else "default"
     network = None if found.network is None else _network(path, found.network, measured.link, sources)
     hosts = [_with_trace_beside(kind, path.parent) for kind in found.hosts]
+    for kind in hosts:
+        for name in kind.figures():
+            sources[f"{kind.name}.{name}"] = "given" if name in kind.model_fields_set else "default"
     known_to = measured.measured_to
     scenario = Scenario(found.work, step, seconds, hosts, found.job, found.incidents, sources, known_to, network)
     _require_room(path, scenario)
@@ -346,15 +373,29 @@ def _file(path: Path) -> _File:
             text = file.read(LARGEST_FILE + 1)
         if len(text) > LARGEST_FILE:
             raise JobError(f"{path} is larger than {LARGEST_FILE} bytes: a scenario is a short text")
-        return _File.model_validate(tomllib.loads(text.decode()))
+        found = tomllib.loads(text.decode("utf-8-sig").replace("\r\n", "\n"))
+        # As JSON, in which lists and paths are what they are in TOML.
+        return _File.model_validate_json(json.dumps(_whole(found), default=str))
     except (OSError, Unreadable, UnicodeDecodeError) as error:
         raise JobError(f"the scenario {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{path} is no TOML: {error}") from error
     except RecursionError:
         raise JobError(f"{path} is nested too deep for a scenario") from None
     except ValidationError as error:
         raise JobError(f"{path}: {problems(error)}") from error
+    except ValueError as error:  # a number of thousands of digits, too
+        raise JobError(f"{path} is no TOML: {error}") from error
+
+
+def _whole(found: Any) -> Any:
+    """The same values; ``1e9`` is a whole number, too."""
+    match found:
+        case dict():
+            return {name: _whole(value) for name, value in found.items()}
+        case list():
+            return [_whole(value) for value in found]
+        case float() if found.is_integer() and abs(found) < 2**63:
+            return int(found)
+    return found
 
 
 def problems(error: ValidationError) -> str:
