@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from unisono.train.config.bits import OPERATIONS, bits_of
 
@@ -32,6 +33,13 @@ def test_each_operation_has_a_digest_and_leaves_the_scripts_generator_alone() ->
     assert len(set(found.values())) == len(found)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_grad_enabled() is enabled
+
+
+def test_every_optimizer_of_torch_that_takes_dense_gradients_takes_a_step() -> None:
+    """A job's optimizer is known later than its bits are compared, so all are."""
+    kinds = [one for one in vars(torch.optim).values() if isinstance(one, type) and issubclass(one, Optimizer)]
+    left_out = {Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
+    assert {f"a step of {kind.__name__}" for kind in kinds if kind not in left_out} <= set(OPERATIONS)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The bits that a machine computes: operations on fixed inputs, each with a digest of its result."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -64,9 +64,11 @@ def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[T
     return (found, *torch.autograd.grad(found.square().sum(), leaves))
 
 
-def _stepped(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> Operation:
+def _stepped(
+    make: Callable[..., torch.optim.Optimizer], shapes: Sequence[tuple[int, ...]] = ((1003,), (17, 33)), **settings: Any
+) -> Operation:
     def operation(draw: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        weights = [draw(1003).requires_grad_(), draw(17, 33).requires_grad_()]
+        weights = [draw(*shape).requires_grad_() for shape in shapes]
         optimizer = make(weights, lr=0.01, **settings)
         for _ in range(3):
             for weight in weights:
@@ -147,5 +149,15 @@ OPERATIONS: dict[str, Operation] = {
     "a step of SGD": _stepped(torch.optim.SGD, momentum=0.9, weight_decay=0.01),
     "a step of Adam": _stepped(torch.optim.Adam),
     "a step of AdamW": _stepped(torch.optim.AdamW),
+    "a step of Muon": _stepped(torch.optim.Muon, ((17, 33),)),
+    "a step of NAdam": _stepped(torch.optim.NAdam),
+    "a step of RAdam": _stepped(torch.optim.RAdam),
+    "a step of Adamax": _stepped(torch.optim.Adamax),
+    "a step of Adadelta": _stepped(torch.optim.Adadelta),
+    "a step of Adafactor": _stepped(torch.optim.Adafactor),
+    "a step of Adagrad": _stepped(torch.optim.Adagrad),
+    "a step of ASGD": _stepped(torch.optim.ASGD),
+    "a step of RMSprop": _stepped(torch.optim.RMSprop, momentum=0.9),
+    "a step of Rprop": _stepped(torch.optim.Rprop),
 }
 """By the name that a person knows."""
