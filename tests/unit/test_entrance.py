@@ -1,3 +1,4 @@
+import asyncio
 import os
 import re
 import shutil
@@ -7,9 +8,13 @@ import stat
 import subprocess
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+from websockets.asyncio.client import connect
 
 from unisono.errors import JobError
 from unisono.host.certificate import Certificate
@@ -384,3 +389,38 @@ def test_a_worker_is_told_what_to_trust(tmp_path: Path) -> None:
     found = CoordinatorAccess.from_environ({**told, "UNISONO_CERTIFICATE": "/c"})
     assert found is not None
     assert found.certificate == Path("/c")
+
+
+# --- how a coordinator ends
+
+
+class EndsNow(listener.WebSocketProtocol):
+    """Its server ends as soon as the other side hangs up, before the connection is gone."""
+
+    ended = False
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            self.shutdown()
+            self.ended = True
+
+
+async def hung_up(app: Any) -> bool:
+    """Whether a connection was ended so."""
+    loop, config = asyncio.get_running_loop(), Config(app, ws_ping_interval=None, log_config=None)
+    config.load()
+    protocol = EndsNow(config, ServerState(), {}, stuck_s=1.0)
+    served = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+    async with served, connect(f"ws://127.0.0.1:{served.sockets[0].getsockname()[1]}"):
+        pass
+    return protocol.ended
+
+
+def test_a_coordinator_ends_well_while_a_worker_is_hanging_up() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await receive()
+
+    assert asyncio.run(hung_up(app))

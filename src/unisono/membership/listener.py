@@ -156,6 +156,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._patience.cancel()
         self.writable.set()
 
+    def shutdown(self) -> None:
+        """The coordinator ends. Whoever is hanging up just now need not be told."""
+        if self.transport.is_closing():
+            self.stop_keepalive()
+        else:
+            super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Whoever waits to send learns of the end when it tries."""
         self.resume_writing()
