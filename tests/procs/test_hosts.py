@@ -172,8 +172,8 @@ class Job:
         (line,) = re.findall(r"unisono join (https://.*)", self.a.text)
         return ["join", *shlex.split(line)]
 
-    def join(self, *options: str, **settings: str) -> Command:
-        words = self.invitation()
+    def join(self, *options: str, without: str = "", **settings: str) -> Command:
+        words = [word for word in self.invitation() if word != without]
         self.until(
             lambda: self.a.journal("asked for"), "workers of the first host, the first of which is the main worker"
         )
@@ -449,6 +449,61 @@ def test_nobody_takes_part_or_looks_on_who_is_not_let_in(job: Job) -> None:
     stopped = job.b.ask("stop", url, "--token-file", str(token), *trusted)
     assert stopped.returncode == 0, stopped.stderr
     assert job.wait() == 75, job.text
+
+
+OVERHEARS = """
+import socket, sys
+with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3)) as cable, open(sys.argv[2], "wb") as file:
+    cable.bind((sys.argv[1], 0))
+    print(flush=True)
+    while True:
+        file.write(cable.recv(2**16))
+        file.flush()
+"""
+
+
+@contextmanager
+def overheard(host: Host, path: Path) -> Iterator[Path]:
+    """A file with all that goes over the cable as long as the context lasts."""
+    command = [*host.enter, sys.executable, "-c", OVERHEARS, host.name, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield path
+        process.kill()
+
+
+IN_THE_STATE = b"running_mean"
+"""The name of a tensor that a worker is handed when it joins."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--insecure-data",)], ids=["private", "insecure"])
+def test_what_workers_of_two_hosts_say_is_read_on_the_way_only_where_the_person_lets_it_and_the_journal_says_so(
+    job: Job, serial: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    with overheard(job.b.host, tmp_path / "overheard") as heard:
+        job.run("-n", "1:2", "--here", "1", *options, **LONG)
+        joined = job.join("-n", "1", **LONG)  # the command that is printed has the option
+        job.together()
+        assert job.end() == serial["weights_sha256"], job.text
+        assert joined.wait() == 0, job.text
+        data = heard.read_bytes()
+    assert len(data) > 100_000
+    assert (IN_THE_STATE in data) is bool(options)
+    assert [one.get("insecure_data", False) for one in job.a.journal("started")] == [bool(options)]
+
+
+@pytest.mark.slow
+def test_a_host_that_was_not_told_that_others_speak_plain_text_is_refused_and_the_job_goes_on(
+    job: Job, serial: dict[str, Any]
+) -> None:
+    job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", "--insecure-data", **{**LONG, "PACE_S": "0.1"})
+    joined = job.join("-n", "1", without="--insecure-data", **LONG)
+    assert joined.wait() == 2, job.text
+    assert "give --insecure-data to all of them, or to none" in job.b.text
+    assert job.end() == serial["weights_sha256"], job.text
+    assert job.a.steps == list(range(serial["steps"]))
 
 
 @pytest.mark.slow
