@@ -199,6 +199,18 @@ def test_what_comes_first_does_not_depend_on_how_far_the_market_is_drawn(tmp_pat
     assert all(near.prices[zone].at(at) == far.prices[zone].at(at) for zone in near.prices for at in range(0, 3000, 7))
 
 
+def test_the_price_over_time_follows_the_market_also_while_the_workers_stay_the_same(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD + "0,50,1,1.0,a\n50,9000,1,4.0,a\n0,70,9,2.0,b\n70,9000,9,3.0,b\n")
+    kind = HostKind(name="spot", count=1, workers=2, boot_s=0, trace=tmp_path / "trace.csv", trace_from_s=0)
+    work, took = Workload(samples=10_000, batch_size=100, shards=2), Durations(start_s=0, form_s=0.5, jitter=0)
+    outcome = simulate(Scenario(work, StepTime(1.0, 0.0, 0.0, 0.0, 1.0), took, [kind], How()), 0, 1e6, {"spot": trace})
+    assert [(mark.seconds, mark.workers, mark.price) for mark in outcome.marks] == [
+        (0.5, 2, 0.5),
+        (50.0, 2, 2.0),
+        (100.5, 0, 2.0),
+    ]
+
+
 def test_a_job_is_done_in_a_market_that_changes_each_second_as_if_it_were_drawn_to_the_end(tmp_path: Path) -> None:
     trace = read(tmp_path, "start,end,available,price_per_hour\n0,1,2,1.0\n1,2,2,2.0\n")
     kind = HostKind(name="spot", count=2, workers=1, trace=tmp_path / "trace.csv", trace_from_s=0)

@@ -133,7 +133,8 @@ def _frontier(found: Simulation) -> Chart:
     axis.scatter(*_places(done), color=FAINT, label="tried")
     best = frontier(done)
     axis.plot(*_places(best), color=SERIES[0], marker="o", linewidth=1, label="none is better in both")
-    axis.scatter(*_places(found.candidates[:1]), color=SERIES[1], marker="*", s=130, zorder=5, label="recommended")
+    label = "recommended" if found.wish.holds(found.candidates[0].answer) else "nearest to the limits"
+    axis.scatter(*_places(found.candidates[:1]), color=SERIES[1], marker="*", s=130, zorder=5, label=label)
     _name(axis, [*found.candidates[:1], *best])
     explain(figure, axis)
     words = "Mixes of hosts by median time and cost, with few seeds. The line joins those that no other beats in both."

@@ -18,7 +18,7 @@ start     the first workers start
 
 @dataclass(frozen=True, slots=True)
 class SizeChange:
-    """A moment at which the number of workers changed, for pictures."""
+    """A moment at which the number of workers, or the price of one, changed, for pictures."""
 
     seconds: float
     workers: int
@@ -41,7 +41,7 @@ class SimulatedOutcome:
         losses: the number of times that workers were lost or left on notice.
         generations: the number of generations.
         worker_seconds: seconds of training, times workers.
-        marks: the changes of the number of workers.
+        marks: the changes of the number of workers, and of the price.
     """
 
     seed: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +20,8 @@ from unisono.study.simulation.scenario import Incident, Scenario
 from unisono.study.simulation.step_clock import StepClock
 from unisono.study.simulation.training import SimulatedTraining
 
-MOST_MARKS = 2000
-"""Changes of the number of workers that are kept for pictures."""
+MOST_MARKS, MANY_MARKS = 2000, 100_000
+"""Changes of the number of workers, or of the price, that are kept for pictures, and until the end."""
 
 FEW_CHANGES, MOST_CHANGES = 1e5, 3e6
 """Changes of the market that are drawn at once, and in all: a job that is not done then is given up."""
@@ -79,6 +80,7 @@ class _SimulatedRun(Agenda):
         self._there: dict[str, Host] = {}
         self._billed: list[tuple[HostPrices, float, float]] = []
         self._since: dict[str, tuple[HostPrices, float]] = {}
+        self._rented = {kind.name: Counter[str]() for kind in scenario.hosts}  # hosts that are there, by zone
         self._marks: list[SizeChange] = []
         self._starts = self._losses = self._generations = 0
         self._coordination = self._started()
@@ -92,6 +94,7 @@ class _SimulatedRun(Agenda):
         for given in self._supplies:
             for number in range(len(given.stays)):
                 self._expect(given, number)
+            self._expect_price(iter(sorted({at for prices in given.prices.values() for at in prices.times})))
         for incident in self._scenario.incidents:
             self.at(incident.at_s, partial(self._befalls, incident))
         while self.now <= self._until_s and not self._training.is_endless and self.go_on():
@@ -112,17 +115,28 @@ class _SimulatedRun(Agenda):
             return
         stay = given.stays[number][turn]
         host = Host(f"{given.kind.name}-{number}.{turn}", given.kind)
-        self.at(stay.start, partial(self._comes, host, given.prices[stay.zone]))
+        self.at(stay.start, partial(self._comes, host, stay.zone, given.prices[stay.zone]))
         if math.isfinite(stay.end):
             self.at(max(stay.start, stay.end - given.kind.notice_s), partial(self._is_warned, host))
-            self.at(stay.end, partial(self._goes, host))
+            self.at(stay.end, partial(self._goes, host, stay.zone))
             self.at(stay.end, partial(self._expect, given, number, turn + 1))
 
-    def _comes(self, host: Host, prices: HostPrices) -> None:
+    def _expect_price(self, times: Iterator[float]) -> None:
+        """Plan the next moment at which a price changes."""
+        if (moment := next(times, None)) is not None:
+            self.at(moment, partial(self._price_changes, times))
+
+    def _price_changes(self, times: Iterator[float]) -> None:
+        if self._marks and self._price() != self._marks[-1].price:
+            self._mark(self._marks[-1].workers)
+        self._expect_price(times)
+
+    def _comes(self, host: Host, zone: str, prices: HostPrices) -> None:
         if not self._marks and self._ledger.part == "waiting":
             self._ledger.turn("start", self.now)
         self._there[host.agent] = host
         self._since[host.agent] = prices, self.now
+        self._rented[host.kind.name][zone] += 1
         self.later(host.kind.boot_s, partial(self._joins, host))
 
     def _joins(self, host: Host) -> None:
@@ -134,11 +148,12 @@ class _SimulatedRun(Agenda):
             host.noticed = True
             self._coordination.warn(host)
 
-    def _goes(self, host: Host) -> None:
+    def _goes(self, host: Host, zone: str) -> None:
         host.alive = False
         self._there.pop(host.agent, None)
         if (found := self._since.pop(host.agent, None)) is not None:
             self._billed.append((*found, self.now))
+            self._rented[host.kind.name][zone] -= 1
         self._coordination.vanish(host)
 
     def _befalls(self, incident: Incident) -> None:
@@ -153,11 +168,11 @@ class _SimulatedRun(Agenda):
         Of a kind of which no host is there it is the price in the cheapest zone.
         """
         spot = [one for one in self._supplies if one.kind.is_spot] or self._supplies
-        paid: dict[str, list[float]] = {one.kind.name: [] for one in spot}
-        for agent, (prices, _) in self._since.items():
-            if (known := paid.get(self._there[agent].kind.name)) is not None:
-                known.append(prices.at(self.now))
-        return max(max(paid[one.kind.name], default=one.lowest(self.now)) / one.kind.workers for one in spot)
+        return max(self._dearest(one) / one.kind.workers for one in spot)
+
+    def _dearest(self, given: Supply) -> float:
+        paid = [given.prices[zone].at(self.now) for zone, hosts in self._rented[given.kind.name].items() if hosts]
+        return max(paid, default=given.lowest(self.now))
 
     # -- starts of the job
 
@@ -187,6 +202,8 @@ class _SimulatedRun(Agenda):
 
     def _mark(self, workers: int) -> None:
         self._marks.append(SizeChange(self.now, workers, self._price(), self._training.now.samples))
+        if len(self._marks) > MANY_MARKS:
+            self._marks = self._marks[::2]
 
     def _outcome(self) -> SimulatedOutcome:
         self._note_start()
