@@ -230,6 +230,8 @@ workers = 2
         (("count = 2", "count = 2\nspeed = inf"), "hosts.0.speed"),
         (("count = 2", "count = 2\nwhole_zone = nan"), "hosts.0.whole_zone"),
         (("a_c = 0.5", "a_c = true"), "step.a_c"),
+        (("a_c = 0.5", "a_c = 0"), "a step takes no time"),
+        (("count = 2", "count = 1_000_000_000"), "hosts.0.count: Input should be less than or equal to 20000$"),
     ],
 )
 def test_a_wrong_scenario_is_refused_by_its_place(tmp_path: Path, change: tuple[str, str], words: str) -> None:

@@ -17,6 +17,7 @@ from unisono.cli.app import application
 from unisono.cli.simulate import seconds_of
 from unisono.errors import JobError
 from unisono.job import Job
+from unisono.study.report.simulated_charts import simulated_charts
 from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono.study.simulation.calibration import measured
 from unisono.study.simulation.commands import commands, left_out
@@ -31,9 +32,9 @@ from unisono.study.simulation.scenario import (
     Workload,
     read_scenario,
 )
-from unisono.study.simulation.search import Goal, Simulate, frontier, margins, mixes, search, worth_trying
+from unisono.study.simulation.search import Candidate, Goal, Simulate, frontier, margins, mixes, search, worth_trying
 from unisono.study.simulation.simulated_run import simulate
-from unisono.study.simulation.simulation import SimulationSettings, simulation
+from unisono.study.simulation.simulation import Simulation, SimulationSettings, simulation
 
 pytestmark = pytest.mark.unit
 
@@ -227,6 +228,17 @@ def test_a_guess_about_hosts_says_that_it_is_one_and_what_it_matters(tmp_path: P
     assert "steady.boot_s" in guessed
 
 
+def test_lines_of_a_run_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", 2, 0.4)
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write('{"event": "lo\n{"event": "lost"}\n')
+    (tmp_path / "job.toml").write_text(JOB)
+    words = ["simulate", str(tmp_path / "job.toml"), "--from", str(folder), "--seeds", "1", "--processes", "1"]
+    done = CliRunner().invoke(application(words), words)
+    assert done.exit_code == 0, done.output
+    assert "journal.jsonl: line 5 cannot be read and is left out" in done.stderr
+
+
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", 2, 0.4)
     (folder / "metrics.jsonl").write_text("")
@@ -250,12 +262,18 @@ def test_lines_of_a_run_that_make_no_sense_are_no_figures(tmp_path: Path) -> Non
     with (folder / "journal.jsonl").open("a") as file:
         file.writelines(f"{json.dumps({'time': START.isoformat(), **line})}\n" for line in deranged)
     step = {"step": 30, "loss": 1.0, "batch_size": 64, "world_size": 2, "generation": 1}
-    odd = ({"seconds": [1]}, {"seconds": {"total": 1e300}}, {"seconds": {"total": 1.0}, "world_size": 10**400})
+    odd = (
+        {"seconds": {"total": 1.0}, "world_size": 9},
+        {"seconds": [1]},
+        {"seconds": {"total": 1e300}},
+        {"seconds": {"total": 1.0}, "world_size": 10**400},
+    )
     with (folder / "metrics.jsonl").open("a") as file:
         file.writelines(f"{json.dumps({**step, **each})}\n" for each in odd)
         file.write(f"{json.dumps({**step, 'generation': [1], 'seconds': {'total': 1.0}})}\n")
     found = measured([folder])
     assert found.step == sound.step
+    assert found.measured_to == sound.measured_to
     assert found.seconds.keys() == sound.seconds.keys()
     Durations.model_validate(dict(found.seconds))
 
@@ -497,6 +515,21 @@ def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
     assert "extrapolation" in page
     assert "unisono run -n" in page
     assert (out / "plots" / "candidates.png").stat().st_size > 5000
+
+
+def test_what_is_beyond_the_limits_is_the_nearest_and_not_recommended() -> None:
+    goal = Goal(deadline_s=1.0)
+    (variant,) = simulation(SCENARIO, SimulationSettings(goal, seeds=1)).variants
+    late = Candidate(SCENARIO, variant.answer)
+    found = Simulation(SCENARIO, goal, [variant], rates(SCENARIO, 8), (), [late], [late])
+    for wish, label in ((goal, "nearest to the limits"), (Goal(), "recommended")):
+        answered = replace(late, answer=answer(variant.outcomes, wish.deadline_s))
+        (chart,) = (
+            one
+            for one in simulated_charts(replace(found, wish=wish, candidates=[answered]))
+            if one.name == "candidates"
+        )
+        assert label in {text.get_text() for text in chart.figure.legends[0].get_texts()}
 
 
 def test_limits_alone_are_answered_and_a_table_without_limits_has_no_column_for_them(tmp_path: Path) -> None:

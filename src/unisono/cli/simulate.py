@@ -92,7 +92,10 @@ def simulate(
         raise JobError(f"--budget {budget}: a number from 0")
     if out is not None:
         require_reports()
-    given = read_scenario(scenario, read_measured(measured or ()))
+    known = read_measured(measured or ())
+    for words in known.damaged:
+        typer.echo(f"unisono: {words}", err=True)
+    given = read_scenario(scenario, known)
     wish = Goal("time" if minimise == "time" else "cost", None if deadline is None else seconds_of(deadline), budget)
     sets = [_names(each) for each in policies or ()]
     asked = SimulationSettings(wish, sets, seeds, seed, processes or usable_cores(), searches=minimise is not None)

@@ -58,12 +58,12 @@ def measured(folders: Sequence[Path]) -> MeasuredFigures:
     durations = events.durations()
     if (jitter := _jitter(by_layout, medians)) is not None:
         durations["jitter"] = jitter
-    link = _link(runs)
+    link, damaged = _link(runs), [words for run in runs for words in run.damaged]
     if not medians:
-        return MeasuredFigures(seconds=durations, link=link)
+        return MeasuredFigures(seconds=durations, link=link, damaged=damaged)
     step = fit(medians, {layout: median(found) for layout, found in computed.items()})
     step, guessed = with_guesses(step, medians)
-    return MeasuredFigures(step, durations, max(layout.workers for layout in medians), guessed, link)
+    return MeasuredFigures(step, durations, max(layout.workers for layout in medians), guessed, link, damaged)
 
 
 def with_guesses(step: StepTime, seen: Collection[Layout]) -> tuple[StepTime, frozenset[str]]:

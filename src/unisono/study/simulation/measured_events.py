@@ -199,6 +199,8 @@ def layout_of(run: Record, line: Mapping[str, Any]) -> Layout | None:
     total = took.get("total") if isinstance(took, Mapping) else None
     if not is_count(workers) or not is_count(batch) or not isinstance(total, float) or not 0 < total < LONGEST_S:
         return None
+    if workers > run.job.shards:  # a job never has so many
+        return None
     return Layout(workers, batch, run.job.shards)
 
 

@@ -222,7 +222,7 @@ class _File(_Part):
     """A scenario's file."""
 
     work: Workload
-    hosts: Annotated[tuple[HostKind, ...], Field(min_length=1, max_length=64)]
+    hosts: Annotated[tuple[HostKind, ...], Field(max_length=64)]
     step: dict[str, float] = Field(default_factory=dict, max_length=5)
     seconds: Durations = Durations()
     network: NetworkTable | None = None
@@ -308,6 +308,7 @@ class MeasuredFigures:
         measured_to: the largest number of workers among them.
         guessed: the figures of the step that what was measured does not tell.
         link: measured figures of the network, by name.
+        damaged: the lines of records that could not be read and are left out, for people.
     """
 
     step: StepTime | None = None
@@ -315,6 +316,7 @@ class MeasuredFigures:
     measured_to: int = 0
     guessed: Collection[str] = ()
     link: Mapping[str, float] = field(default_factory=dict)
+    damaged: Sequence[str] = ()
 
 
 def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenario:
@@ -333,6 +335,8 @@ def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenar
     _require_step(path, found.step, known)
     sources |= dict.fromkeys(found.step, "given")
     step = StepTime(**{"a_r": 0.0, "b_r": 0.0, "gamma": 1.0, "b_c": 0.0, **known, **found.step})
+    if not step.a_c + step.b_c > 0:
+        raise JobError(f"{path}: a step takes no time: step.a_c and step.b_c are 0")
     sources = {**dict.fromkeys(STEP, "default"), **sources}
     given = found.seconds.model_dump(exclude_unset=True)
     seconds = Durations.model_validate({**measured.seconds, **given})

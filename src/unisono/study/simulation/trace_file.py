@@ -161,11 +161,12 @@ def _line(path: Path, number: int, columns: Sequence[str], written: str) -> Trac
         counts = f"the line has {len(fields)} fields, and the first has {len(columns)}"
         raise JobError(f"{path}, line {number}, column {where}: {counts}")
     for column, field in zip(columns, fields, strict=True):
-        place = f"{path}, line {number}, column {column}"
         if not field.isprintable():
-            raise JobError(f"{place}: {field!a} has characters that are no text, or no UTF-8")
+            why = f"{field!a} has characters that are no text, or no UTF-8"
+            raise JobError(f"{path}, line {number}, column {column}: {why}")
         if '"' in field:
-            raise JobError(f"{place}: {field!r} has a quote that begins or ends nothing")
+            why = f"{field!r} has a quote that begins or ends nothing"
+            raise JobError(f"{path}, line {number}, column {column}: {why}")
     return TraceLine(path, number, dict(zip(columns, fields, strict=True)))
 
 
