@@ -25,6 +25,7 @@ from serial_runs import SerialRuns
 from training import SETTINGS, Trained
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.elastic.entrance import make_certificate
+from unisono.launch.tuning import KEEPING
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
@@ -354,8 +355,9 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
 def test_workers_of_two_devices_on_two_hosts_train_to_the_weights_of_one_and_one_of_them_dies(
     job: Job, serial: dict[str, Any]
 ) -> None:
-    job.run("-n", "1:2", "--here", "1", "--devices-per-worker", "2", **LONG)
-    joined = job.join("-n", "1", **LONG)
+    settings = {**LONG, **KEEPING.variables}  # with the allocator's own for devices, both hosts would load torch anew
+    job.run("-n", "1:2", "--here", "1", "--devices-per-worker", "2", **settings)
+    joined = job.join("-n", "1", **settings)
     job.together()
     (dies,) = job.workers_on(job.b.host)
     os.kill(dies, signal.SIGKILL)
