@@ -83,7 +83,7 @@ class RayNodes:
         return int(self._answer(do="alive")["alive"])
 
     def requested(self) -> int:
-        """How many bundles the autoscaler is asked for."""
+        """For how many bundles that wait the autoscaler is to add nodes."""
         return int(self._answer(do="requested")["requested"])
 
     def running(self) -> list[psutil.Process]:

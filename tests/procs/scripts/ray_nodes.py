@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
 from ray.autoscaler._private.fake_multi_node.node_provider import (
     FAKE_HEAD_NODE_ID,
     FAKE_HEAD_NODE_TYPE,
@@ -98,11 +97,11 @@ def drain(node: str) -> None:
 
 
 def requested() -> int:
-    """How many bundles the autoscaler was asked for: by its first version's way, or by its second's."""
-    client = ray._raylet.GcsClient(address=cluster.address)
-    old = json.loads(client.internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL, None) or "[]")
-    new = get_cluster_resource_state(client).cluster_resource_constraints
-    return int(len(old) + sum(each.count for one in new for each in one.resource_requests))
+    """For how many bundles that wait the autoscaler is to add nodes."""
+    state = get_cluster_resource_state(ray._raylet.GcsClient(address=cluster.address))
+    return sum(
+        len(one.resource_requests) for group in state.pending_gang_resource_requests for one in group.bundle_selectors
+    )
 
 
 def metrics() -> str:

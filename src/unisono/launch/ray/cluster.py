@@ -1,4 +1,4 @@
-"""What is asked of Ray itself, in one place: bundles, nodes, the autoscaler. Needs a connection to a cluster."""
+"""What is asked of Ray itself, in one place: bundles, and nodes. Needs a connection to a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.autoscaler.sdk import request_resources
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -25,6 +24,8 @@ def draining_nodes() -> frozenset[str]:
 class Bundles:
     """The bundles of a job: those that it cannot begin without are placed together, all others one by one.
 
+    Ray's autoscaler adds nodes for groups that wait. Ray removes them when the job has ended, also if it was killed.
+
     Args:
         bundle: the resources of each.
         smallest: the number without which the job cannot begin.
@@ -36,7 +37,6 @@ class Bundles:
         sizes = [smallest, *[1] * (largest - smallest)]
         self._groups = [placement_group([self._bundle] * size, strategy="PACK") for size in sizes]
         self._where = [(group, index) for group, size in zip(self._groups, sizes, strict=True) for index in range(size)]
-        request_resources(bundles=[self._bundle] * largest)
 
     def __len__(self) -> int:
         return len(self._where)
@@ -64,7 +64,6 @@ class Bundles:
 
     def close(self) -> None:
         """Give all of them back."""
-        request_resources(bundles=[])
         for group in self._groups:
             remove_placement_group(group)
 
