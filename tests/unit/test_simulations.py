@@ -457,10 +457,11 @@ def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
 
 def test_slow_hosts_and_slow_networks_have_the_time_that_their_jobs_take(tmp_path: Path) -> None:
     old = SLOW.model_copy(update={"count": 1, "speed": 0.01})
-    alone = replace(SCENARIO, hosts=[old])
+    long = replace(SCENARIO, work=Workload(samples=40_000, batch_size=8, shards=8))  # its steps are drawn several times
+    alone = replace(long, hosts=[old])
     assert simulation(alone, SimulationSettings(seeds=1)).variants[0].outcomes[0].done
     network = NamedNetwork(latency_s=0.0, bytes_per_s=1e6, gradient_bytes=1e9, topology="direct")
-    steady = replace(SCENARIO, hosts=[SLOW], network=network)
+    steady = replace(long, hosts=[SLOW], network=network)
     assert simulation(steady, SimulationSettings(seeds=1)).variants[0].outcomes[0].done
 
 
@@ -552,7 +553,10 @@ def test_an_unknown_policy_is_refused_by_name(tmp_path: Path) -> None:
     words = ["simulate", str(scenario), "--seeds", "1", "--processes", "1", "--policies", "nonsense"]
     done = CliRunner().invoke(application(words), words)
     assert isinstance(done.exception, JobError)
-    assert "nonsense" in str(done.exception)
+    assert str(done.exception).startswith("--policies: there is no policy 'nonsense': choose of ")
+    assert "spot" in str(done.exception), "it is one here"
+    with pytest.raises(JobError, match=r"job.policies: there is no policy 'nonsense'"):
+        simulation(replace(SCENARIO, job=How(policies=("nonsense",))), SimulationSettings(seeds=1))
 
 
 def test_the_scenario_of_the_guide_is_read(tmp_path: Path) -> None:

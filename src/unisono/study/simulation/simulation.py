@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from unisono.adapt.named import NAMED
 from unisono.errors import JobError
+from unisono.received import require_named
 from unisono.study.simulation.answers import Expectation, WorkerRate, answer, rates
 from unisono.study.simulation.commands import commands, left_out
 from unisono.study.simulation.ledger import SimulatedOutcome
 from unisono.study.simulation.scenario import Scenario
 from unisono.study.simulation.search import Candidate, Goal, Simulate, margins, search
 from unisono.study.simulation.seeds import KnownOutcomes
+from unisono.study.simulation.training import SPOT
 
 GUESS = 2.0
 """By which figures that nobody measured are multiplied and divided, to see what they matter."""
@@ -130,6 +133,8 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
         JobError: a policy is unknown, a trace cannot be read, or the simulated job fails.
     """
     chosen = asked.policies or [scenario.job.policies]
+    for names in chosen:
+        require_named(names, [*NAMED, SPOT], "policy", "--policies" if asked.policies else "job.policies")
     scenarios = [_with(scenario, names) for names in chosen]
     known = KnownOutcomes(asked.first_seed, until_s(scenario, asked.wish.deadline_s), asked.processes)
     found = known.of(scenarios, asked.seeds)

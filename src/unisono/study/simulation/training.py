@@ -16,6 +16,9 @@ from unisono.study.simulation.scenario import Scenario
 from unisono.study.simulation.step_clock import Array, Crew, StepClock
 from unisono.train.state.policy_state import Hook, PolicyState, observed
 
+SPOT = "spot"
+"""The policy that sees the simulated market, which none of the command line does."""
+
 CHUNK = 1024
 """Steps that are drawn at once where no policy looks at each."""
 
@@ -204,7 +207,8 @@ class SimulatedTraining:
 
 def _policies(scenario: Scenario, market: Market) -> list[Policy]:
     """New ones, that nobody has asked yet."""
-    others = policies_named([name for name in scenario.job.policies if name != "spot"], scenario.work.batch_size)
-    if "spot" not in scenario.job.policies:
+    names = [name for name in scenario.job.policies if name != SPOT]
+    others = policies_named(names, scenario.work.batch_size, "--policies or job.policies")
+    if SPOT not in scenario.job.policies:
         return others
     return [SpotPolicy(market, budget=scenario.job.spot_budget, fewest=scenario.job.fewest), *others]
