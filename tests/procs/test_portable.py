@@ -15,6 +15,7 @@ import pytest
 
 from training import Trained, control_of, whole_lines
 from unisono.host.processor_paths import variables_of
+from unisono.launch.elastic.address import WHERE
 
 QEMU = "qemu-x86_64"
 PROCESSORS = ("Haswell", "EPYC", "Skylake-Client")
@@ -130,7 +131,7 @@ def test_a_worker_on_an_emulated_processor_trains_with_a_native_one_to_the_bits_
     asked = ("run", "--numerics", "portable", "-n", "2:2", "--coordinator", "127.0.0.1:0", "--here", "1")
     with subprocess.Popen([*unisono, *asked, "--run-dir", str(run_dir), str(script)]) as job:
         try:
-            while not (run_dir / "token").exists() and job.poll() is None:
+            while not (run_dir / WHERE).exists() and job.poll() is None:
                 time.sleep(0.05)
             how = ("join", "--run-dir", str(run_dir), "--no-warm-start", "--numerics", "portable", str(script))
             subprocess.run([sys.executable, "-c", JOIN, str(python), "unisono", *how], check=True)
@@ -189,7 +190,7 @@ def test_beside_an_emulated_processor_a_worker_is_killed_and_another_joins_and_n
     here = ("--numerics", "portable", "--run-dir", str(job.run_dir))
     with ExitStack() as opened:
         start(*unisono, "run", *here, "-n", "2:3", "--coordinator", "127.0.0.1:0", "--here", "1", str(script))
-        until((job.run_dir / "token").exists)
+        until((job.run_dir / WHERE).exists)
         how = ("join", *here, "--no-warm-start", str(script))
         start(sys.executable, "-c", JOIN, str(python), "unisono", *how)
         until(lambda: trained() == ["w1", "w2"])
