@@ -183,6 +183,13 @@ def test_a_job_that_loses_its_steps_again_and_again_is_given_up_before_all_its_t
     assert found.seconds < 1e6
 
 
+def test_a_policy_that_counts_steps_acts_as_it_does_in_a_job() -> None:
+    work = Workload(samples=64_000, batch_size=64, shards=4, noise_scale=1000.0)
+    found = played(replace(PLAIN, work=work, job=How(policies=("noise-scale",))))
+    assert found.done
+    assert found.steps < 500, "batches of 512 samples from step 150 on, each worth five of the first"
+
+
 def test_policies_are_asked_now_and_then_however_seldom_they_are_to_be_asked() -> None:
     job = How(policies=("spot",), ask_every_s=1e9)
     work = Workload(samples=10**11, batch_size=1000, shards=4)

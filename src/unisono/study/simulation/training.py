@@ -25,6 +25,9 @@ CHUNK = 1024
 MOST_AGAIN = 20
 """Times the steps that the work takes: a job that has done more of them, again and again, is given up."""
 
+BY_STEP = frozenset({"noise-scale"})
+"""Policies that look at each so many steps, and follow up in each of the next: they are asked after all."""
+
 LONGEST_STRIDE = 2**16
 """Steps from one question to the policies to the next at most: all of them are drawn at once."""
 
@@ -101,7 +104,8 @@ class SimulatedTraining:
         """Seconds of the next steps, and of the checkpoints in each."""
         shape = self._policies.shape
         seconds = self._clock.draw(self._cut(crew), shape.samples, shape.shards, steps)
-        self._stride = max(1, int(min(LONGEST_STRIDE, self._scenario.job.ask_every_s / float(seconds[-1]))))
+        every_s = 0.0 if BY_STEP.intersection(self._scenario.job.policies) else self._scenario.job.ask_every_s
+        self._stride = max(1, int(min(LONGEST_STRIDE, every_s / float(seconds[-1]))))
         numbers = np.arange(self.now.steps + 1, self.now.steps + steps + 1)
         due = numbers % self._every == 0 if self._every else np.zeros(steps, dtype=bool)
         return seconds, np.where(due, self._scenario.seconds.stall_s, 0.0)
