@@ -1,5 +1,6 @@
 """Bytes that came from a file, a socket or a store, on their way to becoming values; and who has sent them."""
 
+import errno
 import importlib
 import json
 import os
@@ -96,11 +97,13 @@ def open_file(path: Path) -> BufferedReader:
         Unreadable: it is no file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise Unreadable(f"{path} is no file")
-    return file
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise Unreadable(f"{path} is no file")
 
 
 def read_part(path: Path, first: int, most: int) -> bytes:

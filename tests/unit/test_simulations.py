@@ -300,6 +300,14 @@ def test_a_pipe_in_place_of_a_scenario_is_not_waited_for(tmp_path: Path) -> None
         read_scenario(tmp_path / "job.toml")
 
 
+def test_a_folder_in_place_of_a_scenario_is_named_and_not_kept_open(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(JobError, match=f"Is a directory: '{tmp_path}'"):
+            read_scenario(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 # -- answers
 
 
