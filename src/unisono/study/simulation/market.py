@@ -176,6 +176,7 @@ class MarketTrace:
         there: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by zone, hosts and since when, as they came
         now: dict[str, TraceRow] = {}
         for moment, rows in self._changes(offset_s, until_s):
+            is_full = bool(free)  # no zone had room, or hosts would be there
             for row in rows:
                 now[row.zone] = row
                 prices[row.zone].append((moment, kind.price if row.price is None else row.price))
@@ -183,7 +184,8 @@ class MarketTrace:
                     host, since = there[row.zone].pop()
                     stays[host].append(Stay(since, moment, row.zone))
                     heappush(free, host)
-            for row in sorted(now.values(), key=lambda row: (prices[row.zone][-1][1], row.zone)) if free else ():
+            roomy = (rows if is_full else now.values()) if free else ()
+            for row in sorted(roomy, key=lambda row: (prices[row.zone][-1][1], row.zone)):
                 while free and len(there[row.zone]) < row.available:
                     there[row.zone].append((heappop(free), moment))
         for zone, hosts in there.items():
