@@ -197,6 +197,7 @@ def data_network_command(
     size: Annotated[list[int] | None, typer.Option(help="bytes of a bucket; repeat for more")] = None,
     rounds: Rounds = None,
     seed: Seed = 0,
+    model: Models = None,
     calls: Annotated[int, typer.Option(help="of strangers beside a job, in the end; 0 to leave that out")] = 10_000,
     only_strangers: Annotated[bool, typer.Option("--only-strangers", help="that alone")] = False,
     quick: Quick = False,
@@ -211,6 +212,7 @@ def data_network_command(
         sizes=tuple(size or (usual.sizes[:2] if quick else usual.sizes)),
         rounds=rounds or (1 if quick else usual.rounds),
         turns=2 if quick else usual.turns,
+        models=_models(model, ("tiny",) if quick else usual.models),
         seed=seed,
         siege=Siege(calls, turns=2 if quick else Siege().turns) if calls else None,
     )

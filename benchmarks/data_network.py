@@ -8,16 +8,29 @@ from typing import Any
 
 from benchmarks.allreduce import shown_size, shown_time
 from benchmarks.crew import Crew
-from benchmarks.figures import Ratio, slowest_turns, times_as_long
+from benchmarks.figures import Ratio, slowest, slowest_turns, times_as_fast, times_as_long
 from benchmarks.harness import Entry, measure
-from benchmarks.link import Cable, slow_link
+from benchmarks.link import Cable, Link, slow_link
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.networked import NETWORKS, Networked, NetworkedTimes
 from benchmarks.report import Grid, Report
 from benchmarks.strangers import Siege, besieged
+from benchmarks.task import Option, Task, Trained
+from benchmarks.workloads import WORKLOADS
 
 FAST = Cable("100gbit", "0ms", "16mb")
 """So fast that the processors are the limit."""
+
+
+DDP = "DDP"
+
+WAYS: dict[str, tuple[str, dict[str, Option]]] = {
+    DDP: ("ddp", {"bucket_mb": 25}),
+    "Gloo": ("unisono", {"transport": "process_group", "insecure_data": True}),
+    "plain": ("unisono", {"transport": "sockets", "insecure_data": True}),
+    "TLS": ("unisono", {"transport": "sockets"}),
+}
+"""How a step is trained: by DDP, which takes Gloo, and by Unisono over each network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,7 @@ class Choice:
         sizes: of buckets, in bytes.
         rounds: fresh processes.
         turns: of each network, for each size.
+        models: names in ``WORKLOADS``, of which steps are trained.
         seed: of the order.
         siege: a job among strangers, in the end; None to leave it out.
     """
@@ -37,6 +51,7 @@ class Choice:
     sizes: tuple[int, ...] = (2**8, 10**6, 26 * 10**6, 105 * 10**6)
     rounds: int = 3
     turns: int = 5
+    models: tuple[str, ...] = ("resnet", "gpt", "tower")
     seed: int = 0
     siege: Siege | None = field(default_factory=Siege)
 
@@ -80,11 +95,15 @@ def run(choice: Choice) -> Report:
         with slow_link(cable) as link:
             entry = Entry("data network", Crew(link.hosts), "networked", task, NetworkedTimes)
             (found,) = measure([entry], choice.rounds, meter, order)
+            steps, failed = trained(choice, link, meter, order)
+        failures += failed
         failures += [found.failure] if found.failure else []
         rows = [row(size, found.runs) for size in choice.sizes] if found.runs else []
         right &= all(worker.is_right for one in found.runs for worker in one)
         grids.append(grid(link.speed, rows, right=right))
-        figures[link.speed] = [asdict(one) for one in rows]
+        figures[link.speed] = {"reductions": [asdict(one) for one in rows], "steps": [asdict(one) for one in steps]}
+        if steps:
+            grids.append(grid_of_steps(link.speed, steps))
     if choice.siege is not None:
         with slow_link(FAST) as link:
             among = besieged(choice.siege, link)
@@ -109,6 +128,63 @@ def row(size: int, runs: Sequence[Sequence[NetworkedTimes]]) -> Row:
     seconds = {name: [statistics.median(each) for each in turns[name]] for name in NETWORKS}
     gloo, plain, tls = (turns[name] for name in NETWORKS)
     return Row(size, seconds, busy, times_as_long(plain, gloo), times_as_long(tls, plain))
+
+
+# -- a step
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """What was found about the step of a model.
+
+    Attributes:
+        model: its name.
+        seconds: of a step, by way: one figure for each run.
+    """
+
+    model: str
+    seconds: dict[str, list[float]]
+
+    def cells(self) -> tuple[str, ...]:
+        """For the table."""
+        times = [shown_time(statistics.median(self.seconds[name])) for name in WAYS]
+        pairs = (("plain", DDP), ("plain", "Gloo"), ("TLS", "plain"))
+        ratios = [times_as_fast(self.seconds[other], self.seconds[one]) for one, other in pairs]
+        return (self.model, *times, *(f"{ratio:.2f}" for ratio in ratios))
+
+
+def trained(choice: Choice, link: Link, meter: NoiseMeter, order: random.Random) -> tuple[list[StepRow], list[str]]:
+    """Train a step of each model in each way; what was found, and what has failed."""
+    rows, failures = [], []
+    crew = Crew(link.hosts, 1, "tuned")
+    for model in choice.models:
+        batch_size = WORKLOADS[model].batch_size
+        entries = [
+            Entry(
+                name,
+                crew,
+                "training",
+                Task(contender=contender, options=options, workload=model, batch_size=batch_size),
+                Trained,
+            )
+            for name, (contender, options) in WAYS.items()
+        ]
+        found = measure(entries, choice.rounds, meter, order)
+        failures += [f"{model}, {name}: {one.failure}" for name, one in zip(WAYS, found, strict=True) if one.failure]
+        if all(one.runs and not one.failure for one in found):
+            seconds = [[slowest([worker.seconds for worker in run]) for run in one.runs] for one in found]
+            rows.append(StepRow(model, dict(zip(WAYS, seconds, strict=True))))
+    return rows, failures
+
+
+def grid_of_steps(speed: str, rows: Sequence[StepRow]) -> Grid:
+    """For the screen."""
+    return Grid(
+        f"a training step on two hosts, one worker each; {speed}; how many times as long (95 % interval)",
+        ("model", *WAYS, "plain / DDP", "plain / Gloo", "TLS / plain"),
+        [one.cells() for one in rows],
+        ("DDP takes Gloo. Gloo, plain and TLS are Unisono's step over that network.",),
+    )
 
 
 def grid(speed: str, rows: Sequence[Row], *, right: bool) -> Grid:
