@@ -163,6 +163,19 @@ def test_the_policies_of_the_job_decide_in_virtual_time() -> None:
     assert {2, 4} <= {mark.workers for mark in found.marks}, "two workers for 1.0 each are what the budget pays"
 
 
+def test_shards_are_split_by_speed_where_a_policy_asks_for_it() -> None:
+    step = StepTime(a_c=0.0, b_c=0.05, a_r=0.1, b_r=0.0, gamma=1.0)
+    fast, slow = (
+        STEADY.model_copy(update={"name": name, "count": 1, "workers": 1, "speed": speed})
+        for name, speed in (("fast", 1.0), ("slow", 0.5))
+    )
+    mixed = Scenario(Workload(samples=120_000, batch_size=120, shards=12), step, TOOK, [fast, slow], How())
+    even, split = played(mixed), played(replace(mixed, job=How(policies=("straggler",))))
+    assert even.seconds == pytest.approx(1000 * (60 * 0.05 / 0.5 + 0.1), rel=0.02), "six shards of ten samples each"
+    assert split.seconds == pytest.approx(1000 * (80 * 0.05 + 0.1), rel=0.1), "eight for the fast one"
+    assert split.generations == 2
+
+
 def test_a_job_without_checkpoints_on_hosts_that_vanish_is_never_done(tmp_path: Path) -> None:
     spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
     job = How(failure_timeout_s=40.0)

@@ -365,6 +365,16 @@ class Coordination:
         decisions = self._training.ask(generation.crew, seconds, generation.number, self.state.departures)
         for decision in decisions:
             self._carry_out(generation, decision)
+        if self._training.balances and not generation.over:
+            self._tell_speeds(generation)
+
+    def _tell_speeds(self, generation: SimulatedGeneration) -> None:
+        """Members say what a shard takes them: by that the coordinator splits the shards."""
+        crew, acts = generation.crew, self._acts
+        for place, shard_s in enumerate(self._training.shard_seconds(crew)):
+            names = [name for name, at in zip(generation.workers, crew.places, strict=True) if at == place]
+            pulse = Pulse(doing="call", shard_s=shard_s)
+            self._say_all(names, Progress(acts=acts, step=acts, pulse=pulse))
 
     def _carry_out(self, generation: SimulatedGeneration, decision: Decision) -> None:
         value = decision.value

@@ -90,6 +90,17 @@ class SimulatedTraining:
         return not self._policies.is_empty
 
     @property
+    def balances(self) -> bool:
+        """Whether shards are to be split by speed."""
+        return self._policies.balances
+
+    def shard_seconds(self, crew: Crew) -> list[float]:
+        """Seconds of a shard, of each load of a crew; 0 of one without shards."""
+        shape, cut = self._policies.shape, self._cut(crew)
+        typical = self._clock.typical(cut, shape.samples, shape.shards)
+        return [busy_s / max(1, load.shards) for load, busy_s in zip(cut.loads, typical, strict=True)]
+
+    @property
     def per_step(self) -> float:
         """Samples that a step brings."""
         batch = self._policies.batch_size
