@@ -51,7 +51,7 @@ class Choice:
     sizes: tuple[int, ...] = (2**8, 10**6, 26 * 10**6, 105 * 10**6)
     rounds: int = 3
     turns: int = 5
-    models: tuple[str, ...] = ("resnet", "gpt", "tower")
+    models: tuple[str, ...] = ("gpt", "tower")
     seed: int = 0
     siege: Siege | None = field(default_factory=Siege)
 
