@@ -140,26 +140,26 @@ class Agents:
         done, _ = ray.wait([place.ended], timeout=0)
         if not done:
             return
-        place.actor, where = None, _where(place)
-        code = None
+        place.actor, code = None, None
         try:
             code = ray.get(place.ended)
         except RayActorError as error:
             self._lost(place, _line(error))
         except RayTaskError as error:
-            place.is_over, self.last_words = True, f"it could not be started on {where}: {_line(error.cause)}"
+            place.is_over, self.last_words = True, f"it could not be started on {_where(place)}: {_line(error.cause)}"
             self._say(f"an agent has ended: {self.last_words}")
         else:
-            if code == KILLED:
-                self._lost(place, f"it was killed on {where}")
-            else:
-                if (
-                    code == PREEMPTED
-                ):  # with a drained node, or on a cloud's notice: Ray finds another one for the bundle
-                    place.left = place.left or place.node
-                place.is_over = code != PREEMPTED
-                self.last_words = f"exit code {code}, on {where}"
+            self._ended(place, code)
         self._note(place, code)
+
+    def _ended(self, place: _Place, code: int) -> None:
+        if code == KILLED:
+            self._lost(place, f"it was killed on {_where(place)}")
+            return
+        if code == PREEMPTED:  # with a drained node, or on a cloud's notice: Ray finds another one for the bundle
+            place.left = place.left or place.node
+        place.is_over = code != PREEMPTED
+        self.last_words = f"exit code {code}, on {_where(place)}"
 
     def _note(self, place: _Place, code: int | None) -> None:
         self.ends.append(AgentEnd(place.agent, _where(place), None if code == KILLED else code))
