@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ begun = pytest.StashKey[float]()
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run its own folder for temporary files. Every child inherits it, so it is our mark as well."""
     config.stash[reported] = set()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; its children would ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     patch = pytest.MonkeyPatch()
     config.add_cleanup(patch.undo)
     if "PYTEST_DEBUG_TEMPROOT" not in os.environ:  # tmp_path stays where it was, to be looked at after a failure
