@@ -23,7 +23,7 @@ Row = TypeVar("Row", bound=HasId)
 
 
 class Table(Mapping[str, Row], Generic[Row]):
-    """Rows by id, as a value. A table with another row shares all but O(log n) with the one before.
+    """Rows by id, as a value. A table with another row shares nearly all with the one before: see ``LayeredMap``.
 
     Beside the rows stand the ids of the rows with each mark, and the sum of the rows' weights. A subclass says what
     marks and weights are. Rows and index change together, so whoever asks the index looks at no row.
