@@ -24,7 +24,7 @@ QEMU := qemu-user
 SSH := openssh-server openssh-client iproute2
 BROWSER := chromium fonts-dejavu-core
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
-	tests/unit/test_frameworks.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
+	tests/unit/test_frameworks.py tests/unit/test_not_finite_guests.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
 
 # Where this is set (in container images), each of the suite's thousand processes would compile the package again. What is
 # kept lies in __pycache__, which git ignores.
@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: bench-accelerators help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -142,6 +142,9 @@ bench-allreduce: $(BENCH_READY)  ## the all-reduce alone, beside Gloo and the me
 bench-shards: $(BENCH_READY)  ## more shards than workers, exact beside native, one worker beside the plain loop
 	@$(BIN)/python -m benchmarks shards $(OPTIONS)
 
+bench-accelerators: $(READY)  ## waits, copies and memory of a step on the simulated accelerator; needs g++
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.accelerators
+
 bench-recovery: $(READY)  ## a worker is killed: how long the others stand still, how soon a new one takes part
 	@$(BIN)/python -m benchmarks recovery $(OPTIONS)
 
@@ -190,7 +193,7 @@ bench-monitor: $(READY)  ## what it costs to measure the gradients' noise in eve
 bench-timeline: $(READY)  ## what it costs to write down what each worker does when
 	@$(BIN)/python -m benchmarks timeline $(OPTIONS)
 
-bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results; --state: weights and the rest
+bench-checks: $(READY)  ## what it costs to check the gradients' memory; --all: all of it; --audit: results; --state: weights and the rest; --finite: looks for NaN
 	@$(BIN)/python -m benchmarks checks $(OPTIONS)
 
 flips: $(READY)  ## 300 bits that flip at drawn places and moments: none may end in other weights

@@ -18,6 +18,7 @@ from benchmarks import (
     data_network,
     device_memory,
     disturbed,
+    finite_looks,
     flips,
     growth,
     guests,
@@ -444,11 +445,18 @@ def checks_command(
     everything: Annotated[bool, typer.Option("--all", help="check all of large gradients, too")] = False,
     audit: Annotated[bool, typer.Option("--audit", help="instead: compute a hundredth of the work twice")] = False,
     state: Annotated[bool, typer.Option("--state", help="instead: weights and all that goes with them")] = False,
+    finite: Annotated[
+        bool, typer.Option("--finite", help="instead: whether gradients of all models are finite")
+    ] = False,
     seed: Seed = 0,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
     """What it costs to check gradients, results or the state in every step: beside a job that does not."""
+    if finite:
+        models, steps, repeats = (("tiny",), 5, 1) if quick else (("mlp", "resnet", "gpt"), 20, rounds or 3)
+        _publish(finite_looks.run(models, steps, repeats), output)
+        return
     pair = "state" if state else "audit" if audit else "checks-all" if everything else "checks"
     choice = _side_by_side(pair, model, workers, step_ms, quick=quick)
     _publish(pairs.run(_often(choice, rounds, turns, seed)), output)
@@ -457,12 +465,18 @@ def checks_command(
 @app.command("flips")
 def flips_command(
     number: Annotated[int, typer.Option("--flips", "-n", min=1, help="how many")] = 300,
+    any_time: Annotated[
+        bool, typer.Option("--any-time", help="of one worker, at moments that are drawn in time")
+    ] = False,
     seed: Seed = 0,
     quick: Quick = False,
     output: Output = RESULTS,
 ) -> None:
-    """Bits that flip at drawn places and moments of small trainings: none may end in other weights."""
-    _publish(flips.run(flips.Choice(40 if quick else number, seed)), output)
+    """Bits that flip at drawn places and moments of small trainings: none may end in other weights.
+
+    With --any-time some may: those that strike while an update is made, which one worker alone does not see.
+    """
+    _publish(flips.run(flips.Choice(40 if quick else number, seed, any_time)), output)
 
 
 @app.command("coordinator")

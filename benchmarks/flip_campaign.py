@@ -13,6 +13,8 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import Timer
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,8 +34,14 @@ from unisono.train.step.step import Step
 
 SHARDS, BATCH, STEPS = 4, 32, 9
 CHECKPOINT_EVERY = 3
-PLACES = ("partial_sum", "gradient", "weights", "buffers", "optimizer", "checkpoint")
+PLACES = ("partial_sum", "gradient", "weights", "buffers", "optimizer", "checkpoint", "shard_buffer", "last_moment")
 MOMENTS = ("step_begins", "step_computed", "step_ends")
+AT_REST = ("weights", "optimizer", "buffers")
+"""What is struck at the last moment: a step is worked out, and its update is about to be made. And at any time."""
+
+ANY_TIME = "any_time"
+"""A place of its own: whatever lies at rest in one worker's memory, after a drawn share of a step's time."""
+
 MOST_WRITES = 12
 """Of a partial sum or a gradient in a step, of which one is struck: models here have more."""
 
@@ -83,21 +91,30 @@ class Result:
     words: str = ""
 
 
-def drawn(seed: int, count: int) -> list[Flip]:
-    """So many flips, the same for the same seed."""
+def drawn(seed: int, count: int, *, any_time: bool = False) -> list[Flip]:
+    """So many flips, the same for the same seed.
+
+    Args:
+        seed: of what is drawn.
+        count: how many.
+        any_time: whether they strike one worker at moments that are drawn in time.
+    """
     draw = random.Random(seed)  # noqa: S311  nothing secret
-    return [_drawn(draw) for _ in range(count)]
+    found = [_drawn(draw) for _ in range(count)]
+    at_once = {"workers": 1, "splits_update": False, "rank": 0, "place": ANY_TIME}
+    return [replace(one, **at_once) for one in found] if any_time else found  # type: ignore[arg-type]
 
 
 def _drawn(draw: random.Random) -> Flip:
     workers, splits = draw.randint(1, 3), draw.random() < 1 / 3
     model, place = draw.choice(("digits", "char_lm")), draw.choice(PLACES)
-    if place == "buffers":
+    if place in ("buffers", "shard_buffer"):
         model = "digits"  # the other has none
     return Flip(
         model=model,
         workers=workers,
-        splits_update=splits,
+        # Of what is split, the others may update their parts by then, which nobody looks at meanwhile.
+        splits_update=splits and place != "last_moment",
         is_elastic=draw.random() < 1 / 2,
         place=place,
         rank=draw.randrange(workers),
@@ -144,6 +161,8 @@ def struck(one: Flip, serial: str, folder: Path) -> Result:
         found = _digest(trade, one.model, striker)
     except UnisonoError as error:
         return Result(one, "error" if striker.done else "wrong", f"{type(error).__name__}: {error}")
+    finally:
+        striker.close()
     if found != serial:
         return Result(one, "wrong", f"the weights are {found[:8]}… instead of {serial[:8]}…")
     return Result(one, "right" if striker.done else "missed")
@@ -154,16 +173,25 @@ class _Striker:
 
     def __init__(self, one: Flip) -> None:
         self.done = False
+        self._begun, self._timer = 0.0, Timer(0, lambda: None)
         self._flip, self._draw, self._writes = one, random.Random(one.draw), 0  # noqa: S311  nothing secret
+        self._run: Run | None = None
 
     def attach(self, run: Run) -> None:
         """Listen to the run of the worker that is to be struck."""
         if run.rank != self._flip.rank or self._flip.place == "checkpoint":
             return
-        if self._flip.place in ("partial_sum", "gradient"):
+        self._run = run if self._flip.place == "last_moment" else None
+        if self._flip.place == ANY_TIME:
+            run.on("step_begins", self._set_timer)
+        elif self._flip.place in ("partial_sum", "gradient", "shard_buffer", "last_moment"):
             run.on("step_begins", self._arm)
         else:
             run.on(MOMENTS[self._flip.moment % len(MOMENTS)], self._strike)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """The training is over."""
+        self._timer.cancel()
 
     def strike_file(self, folder: Path) -> None:
         """Flip a bit of a file of the newest checkpoint."""
@@ -175,9 +203,24 @@ class _Striker:
     def _strike(self, run: Run, step: Step) -> None:
         if self.done or step.number < self._flip.step:
             return
-        tensors = [one for one in tensors_in(run, self._flip.place) if one.numel()]  # type: ignore[arg-type]
+        self._hit_one(run, self._flip.place)
+
+    def _hit_one(self, run: Run, place: str) -> None:
+        tensors = [one for one in tensors_in(run, place) if one.numel()]  # type: ignore[arg-type]
         if tensors:
             self._hit(self._draw.choice(tensors))
+
+    def _set_timer(self, run: Run, step: Step) -> None:
+        """A step takes about as long as the one before. The first ones take longer."""
+        before, self._begun = self._begun, perf_counter()
+        if not self.done and step.number == max(2, self._flip.step):
+            self._timer = Timer(self._draw.random() * (self._begun - before), self._hit_any, (run,))
+            self._timer.start()
+
+    def _hit_any(self, run: Run) -> None:
+        """Strike memory that is at rest: the more of it there is, the more often."""
+        tensors = [one for place in AT_REST for one in tensors_in(run, place)]  # type: ignore[arg-type]
+        self._hit(self._draw.choices(tensors, [one.nbytes for one in tensors])[0])
 
     def _arm(self, run: Run, step: Step) -> None:
         if not self.done and step.number >= self._flip.step:
@@ -185,10 +228,15 @@ class _Striker:
             run.inside.exact.require_engine().witness = self._witness
 
     def _witness(self, place: str, values: Tensor) -> None:
-        if self.done or place != self._flip.place:
+        if self.done or place != ("gradient" if self._flip.place == "last_moment" else self._flip.place):
+            return
+        if self._run is not None:
+            self._hit_one(self._run, AT_REST[self._flip.moment % len(AT_REST)])
             return
         self._writes += 1
-        if place == "gradient" or self._writes > self._flip.moment:
+        if place == "gradient" or self._writes > self._flip.moment % (
+            SHARDS if place == "shard_buffer" else MOST_WRITES
+        ):
             self._hit(values)
 
     def _hit(self, tensor: Tensor) -> None:

@@ -132,7 +132,7 @@ def loss_fn(model, batch):
     """
     inputs, targets = batch
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=PADDING)
-    return loss, (targets != PADDING).sum()
+    return unisono.Weighted(loss, (targets != PADDING).sum())
 
 
 def metrics(model, batch):

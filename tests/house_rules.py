@@ -24,8 +24,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership", "loggers"),
     ("plan",),
     ("job",),
-    ("jsonl", "arguments"),
-    ("received", "host", "words", "spans", "telemetry"),
+    ("jsonl", "arguments", "device", "device_words"),
+    ("received", "host", "words", "finite", "spans", "telemetry"),
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
@@ -79,6 +79,7 @@ FRAGMENT = re.compile(
     r"(?:as|by|for|how|likewise|of|over|that|to|told|when|where|which|who|whose|with)\b", re.IGNORECASE
 )
 """How a description begins that cannot be read without the name before it."""
+KINDS_OF_DEVICES = frozenset({"cuda", "xpu", "mps", "hpu", "mtia", "privateuseone", "fakegpu"})
 NAMELESS = frozenset({"util", "utils", "helper", "helpers", "misc"})
 
 
@@ -385,6 +386,20 @@ def json_in_one_place(house: House) -> Iterator[Breach]:
                     yield Breach(source.path, node.lineno, "json", words)
 
 
+def kinds_of_devices(house: House) -> Iterator[Breach]:
+    """One module knows what kinds of accelerators there are: all others ask it."""
+    for source, node in _walk(house):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=kind) if kind in KINDS_OF_DEVICES:
+                words = f"torch.{kind}"
+            case ast.Constant(value=str(text)) if text.partition(":")[0] in KINDS_OF_DEVICES:
+                words = f"{text!r}"
+            case _:
+                continue
+        if source.module != f"{house.name}.device":
+            yield Breach(source.path, node.lineno, "devices", f"{words}: ask {house.name}.device")
+
+
 def naming(house: House) -> Iterator[Breach]:
     """A module is called by its noun, and nothing is a manager."""
     for source in house:
@@ -507,6 +522,7 @@ RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     no_shell,
     no_code_from_text,
     json_in_one_place,
+    kinds_of_devices,
     naming,
     one_meaning,
     described_by_nouns,

@@ -493,6 +493,7 @@ class SimulatedTransport(Transport):
         if divisor is not None:
             total /= divisor
         if tally is not None:
+            tally.finished.look(total)
             tally.keep(total, 0)
         return total
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from xdist.scheduler import LoadScopeScheduling
 
 KINDS = ("procs", "cluster", "unit")
 
 TOGETHER = {
+    "test_accelerators.py": "the jobs of one device, and of three that speak with each other",
     "test_accelerate.py": "the serial run",
     "test_adaptive.py": "the serial runs",
     "test_checkpoint_crash.py": "the run whose disk is never full",
@@ -69,3 +70,36 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return file if PurePath(file).name in TOGETHER else nodeid
+
+    # A process begins a test when it knows the next one, or that there is none. xdist gives a process that takes the
+    # place of a crashed one a single test, for which the whole run then waits; or fails, if it has not collected yet.
+
+    def schedule(self) -> None:
+        if self.collection is None:
+            super().schedule()
+        self._fill()
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        super().mark_test_complete(node, item_index, duration)
+        self._fill()
+
+    def _fill(self) -> None:
+        for node in self.nodes:
+            while (
+                node in self.registered_collections
+                and not node.shutting_down
+                and self._pending_of(self.assigned_work[node]) < 2
+            ):
+                self._reschedule(node)  # which gives it a test, or tells it that there is none
+
+    def remove_node(self, node: Any) -> str | None:
+        """The test in which it crashed. Others do what it had yet to do; xdist would have them crash as well."""
+        work = self.assigned_work.pop(node)
+        pending = [(scope, test) for scope, tests in work.items() for test, is_done in tests.items() if not is_done]
+        if not pending:
+            return None
+        scope, crashed = pending[0]
+        work[scope][crashed] = True
+        self.workqueue.update({scope: tests for scope, tests in work.items() if not all(tests.values())})
+        self._fill()
+        return str(crashed)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoWarning
 from unisono.host.script_end import ScriptEnd
 from unisono.job import Job
+from unisono.testing.flip import flip_in
+from unisono.train.config.run_config import Communication
+from unisono.train.record.callbacks import Event
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, HostProcess
 from unisono.train.state.ending import LeaveRequest
@@ -69,6 +73,21 @@ class Kill:
     step: int
     rank: int
     points: int = 0
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A bit flips in a weight of whoever has a rank, once.
+
+    Attributes:
+        step: as soon as the moment comes in one that is not before this one.
+        moment: of a step, as ``Run.on`` knows them.
+        rank: counted around if there are fewer workers.
+    """
+
+    step: int
+    moment: Event = "step_begins"
+    rank: int = 0
 
 
 @dataclass
@@ -132,14 +151,22 @@ class ScriptWorld(World):
 
     Attributes:
         formed: the workers of each generation, by rank.
+        flips: those that are still to come.
     """
 
-    def __init__(self, script: Callable[[Any], None], shards: int, workers: range, kills: Sequence[Kill]) -> None:
+    def __init__(
+        self,
+        script: Callable[[Any], None],
+        shards: int,
+        workers: range,
+        kills: Sequence[Kill],
+        flips: Sequence[Flip] = (),
+    ) -> None:
         super().__init__(script, workers.start, 0, ())
         self._names = (f"w{number:03}" for number in itertools.count(1))
         self.shards, self.most, self.wanted = shards, workers.stop - 1, workers.start
         self.formed: list[Sequence[str]] = []
-        self._kills, self._doomed = deque(kills), dict[str, int]()
+        self._kills, self._doomed, self.flips = deque(kills), dict[str, int](), deque(flips)
         self._pool: ThreadPoolExecutor
 
     def run(self, pool: ThreadPoolExecutor) -> World:
@@ -164,6 +191,13 @@ class ScriptWorld(World):
         if self._kills and self._kills[0].step <= step.number and self._kills[0].rank % run.world_size == run.rank:
             assert self._running is not None
             self._doomed[self._running.name] = self._kills.popleft().points
+
+    def flip(self, moment: Event, run: Run, step: Step) -> None:
+        """A bit flips if it is to."""
+        due = self.flips[0] if self.flips else None
+        if due and due.moment == moment and due.step <= step.number and due.rank % run.world_size == run.rank:
+            self.flips.popleft()
+            flip_in(run, "weights", 12)
 
     def kill(self) -> NoReturn:
         """The worker that runs is killed."""
@@ -245,7 +279,7 @@ class WorkerThread(HostProcess):
         """Its place, instead of one that the coordinator gives."""
         return self._place
 
-    def leave_request(self) -> LeaveRequest:
+    def leave_request(self, how: Communication) -> LeaveRequest:
         """The one that ``Scene.kill`` knows."""
         return self.leave
 
@@ -253,6 +287,8 @@ class WorkerThread(HostProcess):
         """It is closed when the script ends."""
         assert run.job.shards == self._place.world.shards
         run.on("step_begins", self._place.world.step_begins)
+        for moment in get_args(Event):
+            run.on(moment, partial(self._place.world.flip, moment))
         self.newest = run
 
 
@@ -314,6 +350,7 @@ class Cluster:
         shards: int,
         arguments: Sequence[str] = (),
         kills: Sequence[Kill] = (),
+        flips: Sequence[Flip] = (),
         folder: Path | None = None,
         **settings: str,
     ) -> Done:
@@ -325,13 +362,14 @@ class Cluster:
             shards: of its job.
             arguments: its own.
             kills: in the order in which they are to happen.
+            flips: likewise.
             folder: of the run; by default a new one.
             settings: environment variables.
         """
         folder = folder or self._folder / f"run-{next(self._numbers)}"
         first, most = (workers, workers) if isinstance(workers, int) else workers
         scene = Scene(script, arguments)
-        scene.world = ScriptWorld(scene.work, shards, range(first, most + 1), kills)
+        scene.world = ScriptWorld(scene.work, shards, range(first, most + 1), kills, flips)
         variables = {"UNISONO_RUN_DIR": str(folder), "UNISONO_OVERLAP": "0", **settings}
         printed = io.StringIO()
         with set_up(scene, variables), redirect_stdout(printed), ThreadPoolExecutor(MOST_THREADS, THREADS) as pool:

@@ -16,8 +16,8 @@ class SerialRuns:
 
     Args:
         kept: a folder that all processes that run tests share.
-        launches: starts the process whose forks they are. Tests' other jobs are not forked from it: so serial runs go
-            through sets of words in another order than what is compared with them.
+        launches: starts the process whose forks they are. They have another hash seed than tests' other jobs, so they
+            go through sets of words in another order than what is compared with them.
     """
 
     def __init__(self, kept: Path, launches: Callable[[], Launches]) -> None:

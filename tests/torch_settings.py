@@ -16,6 +16,12 @@ class Switch:
     write: Callable[[Any, Any], Any]
 
 
+def _compilers() -> Any:
+    from unisono.train.config.compilers import Compilers  # loads torch
+
+    return Compilers
+
+
 DETERMINISM = ("off", "warn", "on")  # torch counts them 0, 1, 2
 
 TORCH_SWITCHES: Mapping[str, Switch] = {
@@ -51,6 +57,11 @@ TORCH_SWITCHES: Mapping[str, Switch] = {
         lambda t, v: setattr(t.backends.cudnn, "benchmark", v),
     ),
     "gradients": Switch(True, lambda t: t.is_grad_enabled(), lambda t, v: t.set_grad_enabled(v)),
+    "compilers": Switch(
+        ANY,  # they take seconds to load
+        lambda _: _compilers().current() if "torch._dynamo" in sys.modules else ANY,
+        lambda _, v: v.apply(),
+    ),
     "process group": Switch(
         False,
         lambda t: t.distributed.is_available() and t.distributed.is_initialized(),

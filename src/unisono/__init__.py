@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from unisono.train.run import Run
     from unisono.train.start import init
     from unisono.train.state.first_weights import load
-    from unisono.train.step.loss import BackwardDone
+    from unisono.train.step.loss import BackwardDone, Weighted
     from unisono.train.step.step import Step
     from unisono.train.trainer import Callback, Trainer
 
@@ -82,6 +82,7 @@ __all__ = [
     "Trainer",
     "View",
     "WandbLogger",
+    "Weighted",
     "__version__",
     "accelerate",
     "digest",
@@ -131,6 +132,7 @@ _HOMES = {
     "Trainer": "unisono.train.trainer",
     "View": "unisono.adapt.view",
     "WandbLogger": "unisono.loggers.wandb",
+    "Weighted": "unisono.train.step.loss",
     "digest": "unisono.train.model.tensors",
     "init": "unisono.train.start",
     "load": "unisono.train.state.first_weights",

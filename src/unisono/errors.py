@@ -8,7 +8,7 @@
     ├── DataError (ValueError)         a data set or a batch that cannot be used
     ├── ModelError (ValueError)        a model or optimizer that cannot be trained as it is
     ├── LossError (ValueError)         a loss that is no scalar
-    │   └── NonFiniteLoss              a loss that is NaN or infinite: names step, shard and rank
+    │   └── NonFiniteLoss              a loss or gradient that is NaN or infinite: names step, shard and rank
     ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
     ├── MemoryFault                    memory or a processor that did not do what it is there for, and cannot be mended
@@ -31,15 +31,19 @@ class UnisonoError(Exception):
 
     Attributes:
         exit_code: the exit code of a worker whose script ends with this error.
+        says_all: whether the message and the script's line say all that helps: a setting, a folder or a checkpoint was
+            refused, and our own code has nothing to look for.
     """
 
     exit_code = 1
+    says_all = False
 
 
 class JobError(UnisonoError, ValueError):
     """A setting, or a combination of settings, that cannot work."""
 
     exit_code = 2
+    says_all = True
 
 
 class JobMismatch(JobError):
@@ -61,7 +65,7 @@ class LossError(UnisonoError, ValueError):
 
 
 class NonFiniteLoss(LossError):
-    """A loss that is NaN or infinite."""
+    """A loss or gradient that is NaN or infinite."""
 
 
 class PolicyError(UnisonoError):
@@ -78,6 +82,8 @@ class MemoryFault(UnisonoError):
 
 class CheckpointError(UnisonoError):
     """A checkpoint that is damaged, missing or belongs to another job."""
+
+    says_all = True
 
 
 class Unreadable(UnisonoError, ValueError):

@@ -9,7 +9,7 @@ from unisono.errors import JobError
 from unisono.received import short
 
 Reduction = Literal["exact", "native"]
-Precision = Literal["float32", "bf16"]
+Precision = Literal["float32", "bf16", "fp16"]
 Compression = Literal["none", "bf16"]
 NumericsLevel = Literal["native", "portable"]
 
@@ -39,14 +39,15 @@ class Job(BaseModel):
         seed: the seed of every random stream.
         threads: torch threads per worker; one thread and two give other bits.
         reduction: ``exact`` adds along the summation tree, ``native`` is the backend's own all-reduce.
-        precision: ``float32`` leaves dtypes alone, ``bf16`` runs forward passes under autocast.
+        precision: ``float32`` leaves dtypes alone, ``bf16`` and ``fp16`` run forward passes under autocast; ``fp16``
+            scales losses, too.
         compression: ``bf16`` rounds every leaf and every node of the summation tree to bfloat16, on every number of
             workers alike, and sends half the bytes.
         bucket_mb: the size of the buckets that are reduced together, in MiB.
         deterministic: whether operations without a deterministic version are refused.
         numerics: ``native`` computes as fast as each processor can, ``portable`` the same bits on x86 processors of
             several makers and generations.
-        on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
+        on_nan: the reaction to a loss or gradient that is NaN or infinite: ``stop`` the job or ``skip`` the step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,6 +1,6 @@
 """All mistakes."""
 
-from mutants import of_second_order, of_service, of_split_updates, of_state, of_training
+from mutants import of_devices, of_second_order, of_service, of_split_updates, of_state, of_training
 
 MUTANTS = (
     *of_state.MUTANTS,
@@ -8,4 +8,5 @@ MUTANTS = (
     *of_training.MUTANTS,
     *of_split_updates.MUTANTS,
     *of_second_order.MUTANTS,
+    *of_devices.MUTANTS,
 )

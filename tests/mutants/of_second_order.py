@@ -6,7 +6,6 @@ OWNED = "train/step/owned_update.py"
 PIECES = "train/step/shared_pieces.py"
 KFAC = "train/model/kfac.py"
 LAYERS = "train/model/kfac_layers.py"
-UPDATE = "train/step/step_update.py"
 GRADIENTS = "train/step/gradients.py"
 FIGURES = "adapt/curvature.py"
 PROBE = "train/step/curvature_probe.py"
@@ -61,11 +60,11 @@ MUTANTS = (
         FACTORS,
     ),
     Mutant(
-        "K-FAC takes a factor that is not finite where such steps are skipped",
-        UPDATE,
-        'if trouble := next(filter(None, (one.trouble() for one in sharing_in(call.optimizers))), ""):',
-        'if trouble := "":',
-        FACTORS,
+        "an update is made from what is not finite: a gradient, or a factor of K-FAC",
+        "train/step/engine.py",
+        "diverges=not gradients.is_finite()",
+        "diverges=False",
+        ("tests/unit/test_not_finite.py", *FACTORS),
     ),
     Mutant(
         "K-FAC does not count the factors that it has seen",

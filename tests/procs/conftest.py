@@ -40,7 +40,7 @@ def started(warm: None, tmp_path: Path) -> Iterator[list[Training]]:
 @pytest.fixture(scope="session")
 def serial_launches(nothing_outlives_the_run: None) -> Iterator[Launches]:
     """What forks serial runs. It has torch loaded: a test that has none of its own to make does not ask for it."""
-    with launches(os.environ) as found:
+    with launches({**os.environ, "PYTHONHASHSEED": "1"}) as found:
         yield found
 
 

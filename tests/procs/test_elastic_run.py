@@ -192,7 +192,7 @@ def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) ->
         os.kill(job.coordinator, signal.SIGUSR1)
     assert launcher.wait(PATIENCE_S) == 75, job.text
     assert "is started again" not in job.text
-    assert "start it again with the same --run-dir" in job.text
+    assert "left with a checkpoint: start it again with the same --run-dir" in job.text
     assert job.result["exit_code"] == 75
     again = job.start("-n", "2", "--max-restarts", "1")
     job.formed(2, "w3", "w4")  # numbers are never used again

@@ -390,7 +390,8 @@ def test_a_crash_in_native_code_leaves_its_stacks_in_the_log(run: Run) -> None:
 
 def test_workers_that_all_leave_with_a_checkpoint_make_it_75(run: Run) -> None:
     assert run("sys.exit(75)", workers=3) == 75
-    assert "start it again" in run.lines[-1]
+    assert "start it again" in run.lines[-2]
+    assert "to go on: " in run.lines[-1]
 
 
 def test_what_an_earlier_start_left_is_not_taken_for_this_ones(run: Run) -> None:

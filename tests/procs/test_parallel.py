@@ -69,7 +69,7 @@ def test_what_cannot_be_computed_together_is_refused_with_the_cure(launched: Lau
     begins = [
         "ModelError: run.parallelize: no parameter lies in parts by the plan of up",
         "JobError: run.parallelize: the model is spread over devices already",
-        "ModelError: optimizer parameter 0 belongs to no module: make the optimizer after run.parallelize",
+        "ModelError: optimizer.group0.0 belongs to no module: make the optimizer after run.parallelize",
         "JobError: run.pipeline and run.parallelize in one script",
     ]
     lines = [line.removeprefix("[rank 0] ") for line in said.splitlines() if "Error: " in line]

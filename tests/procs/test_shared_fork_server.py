@@ -33,8 +33,8 @@ pytestmark = [
 
 def environment(**further: str) -> dict[str, str]:
     """That of the workers of a job that is started without further options."""
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return {**os.environ, **threads, **Tuning.of_this_process().variables, **further}
+    set_by_launchers = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    return {**os.environ, **set_by_launchers, **Tuning.of_this_process().variables, **further}
 
 
 @asynccontextmanager
@@ -80,6 +80,7 @@ async def test_its_workers_see_what_a_fresh_one_sees(folder: Path) -> None:
         "x",
         "",
         UNISONO_OWN="1",
+        PYTHONHASHSEED="0",
         **variables,
         **{SHARED_FORK_SERVER: os.environ[SHARED_FORK_SERVER]},
     )

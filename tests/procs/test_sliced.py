@@ -1,6 +1,7 @@
 """Models in slices: the bits of the job that has none, on any number of devices and workers."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from unisono.train.model.tensors import digest_tensors
 pytestmark = pytest.mark.procs
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "sliced.py")
-CASES = {"language", "clipped", "residual", "unused", "meta", "matrices", "images", "narrow", "parts"}
-QUICK = ("language", "unused", "matrices", "narrow", "parts")
+CASES = {"language", "clipped", "residual", "unused", "meta", "matrices", "images", "narrow", "pairs", "parts"}
+QUICK = ("language", "unused", "matrices", "narrow", "pairs", "parts")
 
 
 def results(output: str) -> dict[str, list[str]]:
@@ -94,6 +95,22 @@ def test_a_checkpoint_of_four_devices_goes_on_with_other_numbers_of_them(
         assert results(said)["language"] == serial["language"]
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("way", ["slices", "stages"])
+@pytest.mark.parametrize("on_nan", ["skip", "stop"])
+def test_nothing_is_updated_from_a_gradient_that_is_nan(
+    on_nan: str, way: str, workers: int, launched: Launches, tmp_path: Path
+) -> None:
+    told = {"UNISONO_DEVICES_PER_WORKER": "2"}
+    said = launched(2 * workers, SCRIPT.replace("sliced", "not_finite"), on_nan, way, folder=tmp_path / "run", **told)
+    seen = re.findall(r"step (\d+) loss \S+ is_finite=True changed=(\w+)", said)
+    trouble = "step 4: the gradient of body.weight is nan in one of shards 0 to 3; nothing was updated"
+    if on_nan == "stop":
+        assert f"after True {trouble}" in said
+    assert [int(step) for step, changed in seen if changed == "False"] == ([4, 10] if on_nan == "skip" else [])
+    assert len(seen) == (12 if on_nan == "skip" else 4)
+
+
 def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_path: Path) -> None:
     said = launched(2, SCRIPT, "refused", folder=tmp_path / "run", UNISONO_DEVICES_PER_WORKER="2")
     words = [line.removeprefix("[rank 0] ModelError: ") for line in said.splitlines() if "Error: " in line]
@@ -101,6 +118,7 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
         "AdamW(fused=True) gives an element other bits",
         "Adafactor may need whole tensors",
         "2.scale is a single number",
+        "run.fully_shard: 0.weight of an earlier call and 1.weight are one parameter (tied weights)",
         "weight is no part of a model in slices, and each worker has 2 devices",
         "1.weight is no part of a model in slices",
         "Scalar (Scalar) is on the meta device",

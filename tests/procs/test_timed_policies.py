@@ -57,12 +57,12 @@ def test_goodput_goes_to_more_workers_and_larger_batches(serial_with: SerialWith
     assert digest == serial_with(decided)
 
 
-def test_a_notice_takes_a_worker_and_leaves_a_checkpoint_and_after_it_the_worker_comes_back(
+def test_a_notice_leaves_a_checkpoint_and_brings_a_worker_that_goes_when_it_is_not_needed_any_more(
     serial_with: SerialWith, tmp_path: Path
 ) -> None:
     digest, decided = decided_by("spot", tmp_path / "run", "-n", "1:3")
     resizes = [(step, value) for step, _, verb, value, why in decided if verb == "resize"]
-    assert [value for _, value in resizes] == [1, 2]
+    assert [value for _, value in resizes] == [3, 2]
     at_notice = {verb for step, _, verb, _, why in decided if step == resizes[0][0] and why.get("notices") == 1}
     assert at_notice == {"checkpoint", "resize"}
     assert (tmp_path / "run" / "journal.jsonl").read_text().count('"event": "observed"') == 3  # only news

@@ -75,7 +75,15 @@ def test_a_sane_script_is_identical_on_one_worker_and_on_three(tmp_path: Path) -
     rows = [line.split() for line in done.output.splitlines() if line.split()[:1] in (["1"], ["3"])]
     assert rows[0][2] == rows[1][2]
     assert rows[1][3] == "identical"
+    assert "nothing was trained" not in done.words
     assert done.progress.splitlines() == ["run 1 of 2: 1 worker", "run 2 of 2: 3 workers"]
+
+
+def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--workers 1,2 --steps 1", ("Adam(model.parameters())", "Adam(model.parameters(), lr=0.0)"))
+
+    assert done.code == 0, done.output
+    assert "But nothing was trained: after the last step all parameters are what they were" in done.words
 
 
 def test_a_loss_that_depends_on_the_rank_is_found_with_step_shard_and_line(tmp_path: Path) -> None:

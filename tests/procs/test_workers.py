@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -180,13 +181,17 @@ def serial_of_six_epochs(six_epochs: Path, serial_runs: SerialRuns) -> str:
     return serial_runs(six_epochs).end()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_the_same_bits(
-    six_epochs: Path, serial_of_six_epochs: str, tmp_path: Path
+    six_epochs: Path, serial_of_six_epochs: str, tmp_path: Path, number: int
 ) -> None:
     with started(3, six_epochs, tmp_path / "run") as process:
         pids_of(process, 3)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(timeout=60) == 75
+        assert process.stdout is not None
+        command = shlex.join([sys.executable, "-m", "unisono", *words(3, six_epochs, tmp_path / "run")])
+        assert f"unisono: to go on: {command}\n" in process.stdout.read()
     interrupted = json.loads((tmp_path / "run" / "result.json").read_text())
     resumed = finished(2, six_epochs, tmp_path / "run")
     assert resumed.returncode == 0, resumed.stderr

@@ -1,5 +1,6 @@
 """Runs of a single worker in the process of the test."""
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,15 @@ from unisono.data.streams import generators_kept
 from unisono.train.config.numerics import apply_numerics
 
 Start = Callable[..., unisono.Run]
+
+
+@pytest.fixture(autouse=True)
+def accelerate_as_new() -> Iterator[None]:
+    """accelerate keeps what its first user in a process said, transformers' arguments among them: no test hears it."""
+    yield
+    if accelerate := sys.modules.get("accelerate.state"):
+        for state in (accelerate.AcceleratorState, accelerate.PartialState, accelerate.GradientState):
+            state._reset_state()
 
 
 @pytest.fixture

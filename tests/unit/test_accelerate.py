@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from script_cluster import Cluster, Done, Kill
+from script_cluster import Cluster, Done, Flip, Kill
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -37,6 +38,17 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     kills = [Kill(2, 1, points), Kill(5, 0, points), Kill(8, 2, points), Kill(11, 0, points), Kill(15, 1, points)]
     done = cluster(SCRIPT, 3, shards=8, kills=kills)
     assert len(done.world.formed) > 5
+    assert done.said == serial.said
+    assert done.outcome == serial.outcome
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("step", "moment"), [(3, "step_begins"), (7, "step_ends"), (19, "step_ends")])
+def test_a_fault_of_the_memory_sets_back_all_that_a_training_counts(
+    cluster: Cluster, serial: Done, workers: int, step: int, moment: Any
+) -> None:
+    done = cluster(SCRIPT, workers, shards=8, flips=[Flip(step, moment)])
+    assert not done.world.flips
     assert done.said == serial.said
     assert done.outcome == serial.outcome
 

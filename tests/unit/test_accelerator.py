@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import DataLoaderConfiguration, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
@@ -24,14 +23,6 @@ pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore")]
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 LABELS = INPUTS.sum(1, keepdim=True)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """accelerate keeps what it was made with for the whole process."""
-    yield
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
 
 
 Made = Callable[..., Any]
@@ -108,6 +99,18 @@ def test_accumulated_batches_are_one_global_batch(made: Made) -> None:
     accelerator, model, *others = made(gradient_accumulation_steps=2)
     assert train(accelerator, model, *others) == [4] * 3
     torch.testing.assert_close(model.weight.detach(), by_hand(16))
+
+
+def test_what_only_the_optimizer_holds_is_carried_along(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    optimizer.add_param_group({"params": [offset := torch.zeros(1, requires_grad=True)], "lr": 0.1})
+    model.train()
+    for inputs, labels in loader:
+        accelerator.backward(F.mse_loss(model(inputs) + offset, labels))
+        optimizer.step()
+    held = accelerator.run.inside.trained.capture().model["optimizer.group1.0"]
+    assert torch.equal(held, offset.detach())
+    assert held.any()
 
 
 def test_first_batches_are_skipped(made: Made) -> None:

@@ -73,7 +73,7 @@ class ByRank(unisono.Policy):
 run = unisono.init(batch_size=16, shards=4, policies=[ByRank()])
 model = nn.Linear(4, 2)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-data = torch.utils.data.TensorDataset(torch.randn(256, 4))
+data = torch.utils.data.TensorDataset(torch.randn(256, 4, generator=torch.Generator().manual_seed(0)))
 for step in run.steps(data, epochs=2):
     step.run(lambda model, batch: model(batch[0]).square().mean())
 run.finish()

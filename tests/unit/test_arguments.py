@@ -25,7 +25,7 @@ WRONG = {
     "reduction": ("loose", 1),
     "precision": ("bf8",),
     "compression": (True,),
-    "bucket_mb": ("x", None, True),
+    "bucket_mb": ("x", True),
     "deterministic": ("yes", 1),
     "on_nan": ("go on",),
     "device": (1.5, True, [], b"cpu"),
@@ -139,6 +139,7 @@ def test_the_verbs_of_a_run_refuse_other_types_by_name(start: Callable[..., unis
         r"run.log\('a', 'x'\): needs a number": lambda: run.log("a", "x"),
         r"run.log\('a', None\): needs a number": lambda: run.log("a", None),
         r"run.log\(5, …\): needs a name": lambda: run.log(5, 1.0),  # type: ignore[arg-type]
+        r"run.log\('.udc80', …\): needs a name": lambda: run.log("\udc80", 1.0),
     }
     for words, call in wrong.items():
         with pytest.raises(JobError, match=words):

@@ -116,9 +116,9 @@ def test_a_weight_may_be_given_and_a_shard_of_weight_0_counts_for_nothing(start:
         loss.backward()
         return unisono.BackwardDone(loss, torch.tensor(len(kept)))
 
-    def returned(model: Any, batch: Any) -> tuple[Tensor, int]:
+    def returned(model: Any, batch: Any) -> unisono.Weighted:
         kept = batch[0][batch[0][:, 0] > 0]
-        return (mean(model, [kept]), len(kept)) if len(kept) else (torch.tensor(0.0), 0)
+        return unisono.Weighted(mean(model, [kept]) if len(kept) else torch.tensor(0.0), len(kept))
 
     _, losses = trained(start, of_some, 8)
     _, expected = trained(start, returned, 8)

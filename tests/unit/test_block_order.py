@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 import unisono
 from benchmarks import shuffles
 from benchmarks.thread_crew import Trade, train
+from unisono.data.content import PLACES
 from unisono.data.feed import Asked, Feed
 from unisono.data.order import BlockwiseOrder
 from unisono.data.sampler_order import LoopKey
@@ -105,7 +106,7 @@ def trained(run: unisono.Run, blocks: BlockShuffle = OF_SIXTEEN) -> tuple[str, i
 def test_weights_are_the_same_on_any_number_of_workers_and_in_a_run_that_resumes(tmp_path: Path) -> None:
     job = Job.create(batch_size=20, shards=5)
     ((serial, read),) = train(Trade(job, 1, tmp_path / "serial"), trained)
-    assert read == 2 * 16  # each block once in an epoch
+    assert 2 * 16 <= read <= 2 * 16 + PLACES  # each block once in an epoch, beside those that are compared at first
     for workers in (2, 3, 5):
         assert {digest for digest, _ in train(Trade(job, workers, tmp_path / f"{workers}"), trained)} == {serial}
     train(Trade(job, 3, tmp_path / "run", checkpoint_every=5, stop_after=17), trained)

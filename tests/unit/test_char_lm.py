@@ -82,11 +82,11 @@ def test_the_loss_of_a_batch_is_the_token_weighted_mean_of_its_shards(char_lm: M
     dataset = char_lm.NextByte([b"a", b"bcdefgh", b"ij", b"klmnop"], context=8)
     inputs, targets = (torch.stack(part) for part in zip(*(dataset[index] for index in range(4)), strict=True))
     model = char_lm.Gpt(layers=1, width=32, context=8).eval()
-    whole, total = char_lm.loss_fn(model, (inputs, targets))
+    whole = char_lm.loss_fn(model, (inputs, targets))
     shards = [char_lm.loss_fn(model, (inputs[part], targets[part])) for part in (slice(0, 1), slice(1, 4))]
-    assert [int(count) for _, count in shards] == [2, 8 + 3 + 7]
-    assert total == 20
-    torch.testing.assert_close(sum(loss * count for loss, count in shards) / total, whole)
+    assert [int(shard.weight) for shard in shards] == [2, 8 + 3 + 7]
+    assert whole.weight == 20
+    torch.testing.assert_close(sum(shard.loss * shard.weight for shard in shards) / whole.weight, whole.loss)
 
 
 def test_no_byte_sees_itself_or_a_later_one(char_lm: ModuleType) -> None:

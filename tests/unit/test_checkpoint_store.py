@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from same_trees import same
+from unisono.checkpoint.snapshot import FrozenSnapshot
 from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
 from unisono.checkpoint.writer import Writer, WriterOrder, mark_of, origin
 from unisono.errors import CheckpointError, UnisonoWarning
@@ -501,6 +502,10 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         lambda folder: rewrite_manifest(folder, format=2),
         r"has format 2, this version .* reads format 1",
     ),
+    "format of escape codes": (
+        lambda folder: rewrite_manifest(folder, format="\x1b[31m" + 5000 * "x"),
+        r"has format '\\x1b\[31mx{1,200}\.\.\.x{1,200}', this version",
+    ),
 }
 
 
@@ -612,3 +617,74 @@ def test_a_folder_named_like_a_checkpoint_that_is_none_says_so(tmp_path: Path) -
     (tmp_path / "step-00000001").mkdir()
     with pytest.raises(CheckpointError, match="has no manifest"):
         load_weights(tmp_path / "step-00000001")
+
+
+# -- weights that are not finite --------------------------------------------------------------------------------------
+
+
+def spoiled(step: int, name: str = "weight") -> Snapshot:
+    found = {"weight": torch.zeros(3), "mask": torch.full((2,), -torch.inf), "mean": torch.zeros(2)}
+    found[name] = torch.tensor([1.0, torch.nan if name != "weight" else torch.inf])
+    return Snapshot(step, found, [{"state": {}}], {"trained": ["weight"]})
+
+
+def healthy(step: int) -> Snapshot:
+    return Snapshot(step, {**spoiled(0).model, "weight": torch.zeros(2)}, [{"state": {}}], {"trained": ["weight"]})
+
+
+def test_checkpoints_with_weights_that_are_not_finite_do_not_push_out_the_newest_healthy_one(tmp_path: Path) -> None:
+    told: Events = []
+    with closing(
+        CheckpointStore(tmp_path, keep=2, on_event=lambda event, **fields: told.append((event, fields)))
+    ) as store:
+        for one in (healthy(1), healthy(2), spoiled(3), spoiled(4, "mean"), spoiled(5)):
+            store.save(one)
+        store.wait()
+        assert store.steps() == [2, 4, 5]
+        manifests = [json.loads((folder_of(store, step) / "manifest.json").read_text()) for step in (2, 4, 5)]
+        assert [one["not_finite"] for one in manifests] == [
+            {"tensors": 0, "first": []}, {"tensors": 1, "first": ["mean"]}, {"tensors": 1, "first": ["weight"]},
+        ]  # fmt: skip
+        with pytest.warns(
+            UnisonoWarning, match="goes on from step 2, since .*step-00000004 holds .* NaN or infinite: 'mean'"
+        ):
+            found = store.newest()
+        assert found is not None
+        assert found.step == 2
+        assert [fields["step"] for event, fields in told if event == "checkpoint not finite"] == [4, 5]
+
+
+def test_where_none_is_healthy_the_newest_is_used_and_manifests_that_say_nothing_are_healthy(tmp_path: Path) -> None:
+    with closing(CheckpointStore(tmp_path, keep=2)) as store:
+        for one in (spoiled(1), spoiled(2)):
+            store.save(one)
+        store.wait()
+        found = store.newest()
+        assert found is not None
+        assert found.step == 2
+        rewrite_manifest(folder_of(store, 1), not_finite=None)
+        with pytest.warns(UnisonoWarning, match="goes on from step 1"):
+            assert store.newest().step == 1
+
+
+def test_names_of_a_forged_manifest_move_no_cursor_and_fill_no_terminal(tmp_path: Path) -> None:
+    forged = {"tensors": 10**6, "first": ["\x1b[2Jweight\n", "w" * 10**5] * 10**3}
+    with closing(CheckpointStore(tmp_path)) as store:
+        for one in (healthy(1), spoiled(2)):
+            store.save(one)
+        store.wait()
+        rewrite_manifest(folder_of(store, 2), not_finite=forged)
+        with pytest.warns(UnisonoWarning, match="goes on from step 1") as told:
+            store.newest()
+        words = str(told[0].message)
+        assert words.isprintable()
+        assert len(words) < 2000
+
+
+def test_a_bit_that_flips_in_the_copy_of_registered_objects_keeps_a_checkpoint_from_its_name() -> None:
+    average = torch.arange(8.0)
+    frozen = FrozenSnapshot.of(Snapshot(3, {}, [], {"registered": {"average": {"values": average}}}))
+    frozen.require_verified()
+    next(iter(frozen.tensors["state"].values()))[2] += 1
+    with pytest.raises(CheckpointError, match="registered objects"):
+        frozen.require_verified()

@@ -116,6 +116,21 @@ def test_a_sane_script_parts_nowhere(workers: int) -> None:
     assert compare_ranks(traced(workers)) is None
 
 
+def test_a_run_in_which_only_buffers_change_has_trained_nothing() -> None:
+    def kept(line: Line, rank: int) -> None:
+        if line["kind"] == "weights":
+            line["tensors"] |= {name: f"{name}@0" for name in TRAINED}
+
+    def one_of_them(line: Line, rank: int) -> None:
+        kept(line, rank)
+        if line["kind"] == "weights" and line["step"] > 1:
+            line["tensors"]["0.bias"] = "0.bias@1"
+
+    assert not traced(2, kept).has_trained
+    assert traced(2, one_of_them).has_trained
+    assert traced().has_trained
+
+
 def test_devices_that_hold_other_stages_part_nowhere_and_are_found_where_they_hold_the_same() -> None:
     def staged(line: Line, rank: int) -> None:
         if line["kind"] == "update":

@@ -224,13 +224,23 @@ def test_under_verify_optimizers_update_whole_tensors() -> None:
 def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", Mock(side_effect=AssertionError))
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(torch, "Stream", Mock())
     fourth = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert configured(fourth, device=None).device == torch.device("cuda", 1)
     assert configured(fourth, device="cuda:0").device == torch.device("cuda", 0)
     assert configured(fourth).device == torch.device("cpu")
+
+
+def test_a_device_that_torch_cannot_seed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    with pytest.raises(JobError, match=r"device=mps: torch .* has no is_initialized, Stream for such devices"):
+        configured(device="mps")
+    with pytest.raises(JobError, match=r"device='xpu': torch .* sees no device of this kind here"):
+        configured(device="xpu")
 
 
 class Often(Policy):

@@ -26,7 +26,7 @@ from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono.train.step.loss import BackwardDone
+from unisono.train.step.loss import BackwardDone, Weighted
 from waves import waved
 
 pytestmark = [
@@ -66,7 +66,7 @@ def data() -> TensorDataset:
 def loss_fn(model: Any, batch: Any) -> Any:
     weights = 1.0 + (batch[1] == 2)
     errors = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return (errors * weights).sum() / weights.sum(), weights.sum()
+    return Weighted((errors * weights).sum() / weights.sum(), weights.sum())
 
 
 def trained(
@@ -129,9 +129,10 @@ def test_a_monitor_measures_every_so_many_steps_from_where_it_ended_before(tmp_p
 def test_the_confidence_of_a_layer_is_the_share_of_its_gradient_that_is_no_noise(tmp_path: Path) -> None:
     model, shards, sizes = Net(attends=False), [], []
     for shard in range(5):
-        loss, weight = loss_fn(model, [each[4 * shard : 4 * shard + 4] for each in data().tensors])
-        shards.append(torch.cat([one.flatten() for one in torch.autograd.grad(loss, list(model.first.parameters()))]))
-        sizes.append(float(weight))
+        shard_loss = loss_fn(model, [each[4 * shard : 4 * shard + 4] for each in data().tensors])
+        gradients = torch.autograd.grad(shard_loss.loss, list(model.first.parameters()))
+        shards.append(torch.cat([one.flatten() for one in gradients]))
+        sizes.append(float(shard_loss.weight))
     mean = torch.stack([one * size for one, size in zip(shards, sizes, strict=True)]).sum(0) / sum(sizes)
     exact = GradientNorms([float(one.square().sum()) for one in shards], sizes, float(mean.square().sum()))
     ((_, (found,)),) = on(1, tmp_path, lambda run: trained(run, at=[0], confidence=True, critical=False))
@@ -155,7 +156,7 @@ def hessian(model: Net) -> Tensor:
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 return torch.func.functional_call(model, named, x)
 
-        returned: Tensor = loss_fn(moved, (inputs, labels))[0]
+        returned: Tensor = loss_fn(moved, (inputs, labels)).loss
         return returned
 
     flat = torch.cat([one.flatten() for one in parameters])
@@ -241,7 +242,7 @@ def asked(run: Run, loss: Callable[[Any, Any], Any], **settings: Any) -> None:
 
 
 def backward(model: Any, batch: Any) -> BackwardDone:
-    loss = loss_fn(model, batch)[0]
+    loss = loss_fn(model, batch).loss
     loss.backward()
     return BackwardDone(loss)
 
@@ -250,7 +251,7 @@ def backward(model: Any, batch: Any) -> BackwardDone:
     ("loss", "settings", "error", "words"),
     [
         (backward, {"vectors": 1, "critical": False}, LossError, "goes backward by itself"),
-        (lambda model, batch: loss_fn(model, batch)[0] * math.nan, {}, NonFiniteLoss, "the loss is nan"),
+        (lambda model, batch: loss_fn(model, batch).loss * math.nan, {}, NonFiniteLoss, "the loss is nan"),
         (loss_fn, {"start": 0.0}, JobError, "above 0 for start"),
         (loss_fn, {"iterations": -1}, JobError, "needs numbers from 0 on"),
         (loss_fn, {"vectors": 1.5}, JobError, "needs a whole number"),

@@ -1,5 +1,6 @@
 """The network between workers: nobody without its keys can read it, add to it, or keep workers from meeting."""
 
+import json
 import socket
 import ssl
 import struct
@@ -20,6 +21,7 @@ from network_keys import private
 from unisono.errors import JobError, LaunchError, NoProgress, WorkerLost
 from unisono.reduce.admission import MOST_STRANGERS, Impostor, identify, receive
 from unisono.reduce.data_network import NetworkKeys, connect_all, keys_from, write_keys
+from unisono.reduce.rpc_message import Address, address_of, calling, listen
 from unisono.reduce.socket_group import SocketGroup, SocketWork
 from unisono.reduce.wire import Broken, Wire
 
@@ -31,12 +33,18 @@ PLAIN = NetworkKeys.plain()
 CALL, ANSWER, PROOF = 44, 64, 32
 """Bytes of what a caller and the one who is called say by turns."""
 
-KEYS = pytest.mark.parametrize("kind", ["plain", "tls"])
+KEYS = pytest.mark.parametrize("kind", ["plain", "tls", "one host"])
 WORKERS = pytest.mark.parametrize("workers", [2, 3, 5])
 
 
 def keys_of(kind: str) -> NetworkKeys:
     return private() if kind == "tls" else PLAIN
+
+
+def at(value: bytes) -> Address:
+    """Where a worker says that it can be called."""
+    found = json.loads(value)
+    return found if isinstance(found, str) else (found[0], found[1])
 
 
 class Board:
@@ -55,13 +63,17 @@ class Board:
 
 @contextmanager
 def meeting(
-    workers: int, keys: Sequence[NetworkKeys], board: Board | None = None, timeout_s: float = PATIENCE_S
+    workers: int,
+    keys: Sequence[NetworkKeys],
+    board: Board | None = None,
+    timeout_s: float = PATIENCE_S,
+    host: str = HERE,
 ) -> Iterator[list[Future[list[Wire]]]]:
     """So many workers on their way to each other; each may have keys of its own."""
     board = board or Board()
     with ThreadPoolExecutor(workers) as pool:
         found = [
-            pool.submit(connect_all, rank, HERE, workers, board, keys[rank % len(keys)], timeout_s)
+            pool.submit(connect_all, rank, host, workers, board, keys[rank % len(keys)], timeout_s)
             for rank in range(workers)
         ]
         try:
@@ -78,7 +90,8 @@ def groups(
     workers: int, kind: str, board: Board | None = None, timeout_s: float = PATIENCE_S
 ) -> Iterator[list[SocketGroup]]:
     """So many workers that have met."""
-    with meeting(workers, [keys_of(kind)], board) as found, ExitStack() as opened:
+    host = "" if kind == "one host" else HERE
+    with meeting(workers, [keys_of(kind)], board, host=host) as found, ExitStack() as opened:
         yield [
             opened.enter_context(closing(SocketGroup(rank, one.result(PATIENCE_S), timeout_s)))
             for rank, one in enumerate(found)
@@ -232,10 +245,11 @@ def test_workers_meet_among_strangers_that_hold_connections_and_replay_what_othe
     sayings: list[Callable[[socket.socket], None]] = [*SAYINGS, partial(replayed, heard)]
 
     def called(name: str, value: bytes) -> bytes:  # a worker listens, and others do not know it yet
-        host, port = eval(value)  # noqa: S307 (our own words)
         for number in range(4 * MOST_STRANGERS):
             with suppress(OSError, EOFError):
-                strangers.append(stranger := socket.create_connection((host, port), PATIENCE_S))
+                strangers.append(stranger := calling(address := at(value)))
+                stranger.settimeout(PATIENCE_S)
+                stranger.connect(address)
                 sayings[number % len(sayings)](stranger)
         return value
 
@@ -274,10 +288,19 @@ def test_a_worker_that_speaks_plain_text_where_others_speak_tls_is_turned_away()
         assert all(isinstance(one.exception(PATIENCE_S), WorkerLost) for one in found)
 
 
-def test_an_address_that_is_none_is_not_called() -> None:
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        (HERE, b'["example.org", 443]'),
+        (HERE, b'"\\u0000unisono-00000000000000000000000000000000"'),
+        ("", b'["127.0.0.1", 443]'),
+        ("", b'"/run/somebody/socket"'),
+    ],
+)
+def test_an_address_that_is_none_is_not_called(host: str, told: bytes) -> None:
     board = Board()
-    board.altered = lambda name, value: b'["example.org", 443]'
-    with meeting(2, [PLAIN], board, timeout_s=0.5) as (_, second):
+    board.altered = lambda name, value: told
+    with meeting(2, [PLAIN], board, timeout_s=0.5, host=host) as (_, second):
         assert "which is no address of a worker" in str(second.exception(PATIENCE_S))
 
 
@@ -291,21 +314,22 @@ class Between:
         self._threads: list[threading.Thread] = []
 
     def __call__(self, name: str, value: bytes) -> bytes:
-        host, port = eval(value)  # noqa: S307 (our own words)
-        listening = socket.create_server((HERE, 0))
+        address = at(value)
+        listening = listen("" if isinstance(address, str) else HERE)
         self._open.append(listening)
-        self._start(self._connect, listening, (host, port))
-        return f'["{HERE}", {listening.getsockname()[1]}]'.encode()
+        self._start(self._connect, listening, address)
+        return json.dumps(address_of(listening)).encode()
 
     def _start(self, work: Callable[..., None], *args: object) -> None:
         self._threads.append(thread := threading.Thread(target=work, args=args))
         thread.start()
 
-    def _connect(self, listening: socket.socket, address: tuple[str, int]) -> None:
+    def _connect(self, listening: socket.socket, address: Address) -> None:
         with suppress(OSError):
             while True:
                 caller, _ = listening.accept()
-                called = socket.create_connection(address)
+                called = calling(address)
+                called.connect(address)
                 self._open += [caller, called]
                 self._start(self._pass_on, caller, called)
                 self._start(self._pass_on, called, caller)

@@ -21,7 +21,7 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
     "disk": {SHM: 8.0, "temporary folder free, GiB": 9.0, "current folder free, GiB": 9.0},
     "network": {"lo": "127.0.0.1", "eth0": "10.0.0.1"},
     "gpu driver": {"nvidia": None},
-    "torch": {"version": "2.13.0", "cuda build": None, "cuda devices": []},
+    "torch": {"version": "2.13.0", "cuda build": None, "devices": []},
     "workers": {"gloo": "works, with 2 workers"},
     "launcher": {"recognised": "single: one worker on host a"},
     "environment": {},
@@ -74,9 +74,9 @@ def test_what_nccl_understands_as_an_interface_is_no_problem(value: str) -> None
 
 
 def test_a_gpu_that_torch_cannot_see_is_a_problem_and_one_that_it_sees_is_none() -> None:
-    blind = {**HEALTHY, "gpu driver": {"nvidia": "NVRM"}, "torch": {"cuda build": "13.0", "cuda devices": []}}
+    blind = {**HEALTHY, "gpu driver": {"nvidia": "NVRM"}, "torch": {"cuda build": "13.0", "devices": []}}
     assert "sees no GPU" in Diagnosis.of(blind).problems[0].what
-    assert Diagnosis.of({**blind, "torch": {"cuda build": "13.0", "cuda devices": ["H200"]}}).problems == ()
+    assert Diagnosis.of({**blind, "torch": {"cuda build": "13.0", "devices": ["H200"]}}).problems == ()
 
 
 def test_what_stops_all_training_comes_first() -> None:
@@ -129,13 +129,13 @@ def test_secrets_are_hidden_and_other_programs_variables_left_out() -> None:
 
 
 def test_the_text_is_fit_for_a_bug_report() -> None:
-    text = Diagnosis.of({"torch": {"cuda devices": ["A", "B"], "mkl": True, "note": None}}).as_text()
+    text = Diagnosis.of({"torch": {"devices": ["A", "B"], "mkl": True, "note": None}}).as_text()
     assert text.splitlines()[2:] == [
         "torch",
-        "  cuda devices  A",
-        "                B",
-        "  mkl           yes",
-        "  note          none",
+        "  devices  A",
+        "           B",
+        "  mkl      yes",
+        "  note     none",
     ]
 
 

@@ -1,13 +1,15 @@
-"""Who hears SIGTERM, and notices of batch systems, while runs are open in a process and after."""
+"""Who hears SIGTERM, Ctrl-C, and notices of batch systems, while runs are open in a process and after."""
 
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 
+from unisono.host.again import again
 from unisono.train.state.ending import LeaveRequest
 
 pytestmark = pytest.mark.unit
@@ -88,6 +90,97 @@ def test_a_notice_that_is_ignored_stays_ignored() -> None:
         run.close()
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+# -- Ctrl-C
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_ends_a_script_at_once_until_its_first_step_begins() -> None:
+    run = LeaveRequest()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    run.close()
+
+
+def test_ctrl_c_in_a_loop_asks_to_leave_and_python_has_it_again_afterwards() -> None:
+    run = LeaveRequest()
+    run.hear_interrupts()
+    interrupt()
+    interrupt()  # the same one, by way of a launcher
+    assert run.requested
+    run.heed()
+    run.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_once_more_ends_the_script_at_once() -> None:
+    run = LeaveRequest()
+    run.hear_interrupts()
+
+    def ends() -> bool:
+        interrupt()
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        _becomes_true(ends)
+    run.close()
+
+
+def test_ctrl_c_that_comes_too_late_to_leave_ends_the_script_when_the_run_is_closed() -> None:
+    run = LeaveRequest()
+    run.hear_interrupts()
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_reaches_the_run_that_trains_also_where_another_one_is_open() -> None:
+    first, second = LeaveRequest(), LeaveRequest()
+    for run in (first, second):
+        run.hear_interrupts()
+        run.hear_interrupts()
+    interrupt()
+    assert (first.requested, second.requested) == (False, True)
+    for run in (first, second):
+        run.heed()
+        run.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_scripts_own_has_ctrl_c() -> None:
+    own: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: own.append(number))
+    try:
+        run = LeaveRequest()
+        run.hear_interrupts()
+        interrupt()
+        run.close()
+        assert (own, run.requested) == ([signal.SIGINT], False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_who_has_no_launcher_of_ours_is_told_what_was_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    run = LeaveRequest(says=True)
+    run.hear_interrupts()
+    interrupt()
+    run.heed()
+    run.close()
+    assert capfd.readouterr().err.startswith("unisono: SIGINT: the workers leave after this step, with a checkpoint")
+
+
+def test_the_command_that_goes_on_is_the_one_that_was_typed_with_the_run_folder() -> None:
+    folder = Path("runs/a b").absolute()
+    assert again(folder, ["python", "train.py", "--lr", "1"]) == f"UNISONO_RUN_DIR='{folder}' python train.py --lr 1"
+    named = ["python", "-m", "unisono", "run", "--run-dir", "runs/a b", "train.py"]
+    assert again(folder, named) == "python -m unisono run --run-dir 'runs/a b' train.py"
+    installed = ["/bin/python", "/nowhere/unisono", "run", "--run-dir=runs/a b", "train.py"]
+    assert again(folder, installed) == "/nowhere/unisono run '--run-dir=runs/a b' train.py"
 
 
 def _becomes_true(is_so: Callable[[], bool]) -> bool:

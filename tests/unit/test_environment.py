@@ -60,6 +60,11 @@ def test_without_variables_a_worker_is_alone() -> None:
     assert recognise({}, "a").describe() == "single: one worker on host a"
 
 
+def test_the_worker_of_an_elastic_job_knows_its_place_on_the_host_by_which_it_takes_a_device() -> None:
+    elastic = {"UNISONO_COORDINATOR": "http://127.0.0.1:1", "UNISONO_WORKER": "w3", "UNISONO_LOCAL_RANK": "2"}
+    assert recognise(elastic, "a") == Environment("single", 0, 1, 2, 3, "a")
+
+
 def test_the_host_is_named_by_the_system_unless_given() -> None:
     assert recognise({}).host
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.flip_campaign import PLACES, campaign, drawn
+from benchmarks.flip_campaign import ANY_TIME, PLACES, campaign, drawn
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -18,6 +18,13 @@ def test_the_same_seed_draws_the_same_flips_at_all_places() -> None:
     assert {one.place for one in flips} == set(PLACES)
     assert {(one.model, one.workers) for one in flips} == {(m, w) for m in ("digits", "char_lm") for w in (1, 2, 3)}
     assert {one.splits_update for one in flips} == {one.is_elastic for one in flips} == {False, True}
+
+
+def test_flips_at_any_time_strike_one_worker_once(torch_settings_restored: None) -> None:
+    pytest.importorskip("sklearn")
+    results = campaign(drawn(SEED, 3, any_time=True))
+    assert {(one.flip.place, one.flip.workers) for one in results} == {(ANY_TIME, 1)}
+    assert not [one for one in results if one.verdict == "missed"]
 
 
 def test_no_flipped_bit_ends_in_other_weights(torch_settings_restored: None, tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ def test_a_hint_names_file_line_and_code() -> None:
         ("from numpy import random as r\nr.permutation(3)", Topic.RANDOM),
         ("from random import shuffle\nshuffle(files)", Topic.RANDOM),
         ("import torch\ntorch.randn(3)", Topic.RANDOM),
+        ("from torch.utils.data import random_split\nrandom_split(whole, [3, 1])", Topic.RANDOM),
+        (
+            "import unisono\nfrom torch.utils.data import random_split\nrandom_split(whole, [3, 1])\nunisono.init()",
+            Topic.EARLY,
+        ),
         ("import numpy as np\nnp.random.default_rng()", Topic.GENERATOR),
         ("from torch import Generator\nGenerator()", Topic.GENERATOR),
         ("from os import urandom\nurandom(3)", Topic.UNSEEDED),

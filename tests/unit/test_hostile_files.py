@@ -346,6 +346,7 @@ KNOWN: dict[str, Any] = {
     "cleared": [0, 2],
     "returns": 1,
     "digests": {(4, 0): 5},
+    "given": {(4, 0): [8, 9, 10]},
     "wrong": {(4, 0): [6, 7]},
     "ignored": ["counter"],
     "before": {"3 counter": [1, 2]},

@@ -13,19 +13,20 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.checkpoint.quick_digest import flipped_bits
-from unisono.errors import JobMismatch, UnisonoWarning
+from unisono.errors import JobMismatch, NonFiniteLoss, UnisonoWarning
 from unisono.plan.audits import AuditResult
 from unisono.testing.fault import FlippedPlace
 from unisono.testing.flip import flip_in
 from unisono.train.group.control import Flags
+from unisono.train.recovery.known_states import BOUNDARY
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
 Start = Callable[..., unisono.Run]
 Disturb = Callable[[unisono.Run, str, int], None]
 
-EXPONENT, LOWEST = 23, 0
-"""A bit that no update rounds away, and one that it may."""
+EXPONENT, LOWEST, HUGE = 23, 0, 30
+"""A bit that no update rounds away, one that it may, and one that makes a number too large to compute with."""
 
 
 def data() -> TensorDataset:
@@ -110,6 +111,54 @@ def test_a_flipped_bit_of_the_only_copy_is_found_and_the_steps_are_computed_agai
     assert [line["step"] for line in lines] == list(range(12))
 
 
+@pytest.mark.parametrize(("place", "moment"), [("weights", "begin"), ("optimizer", "begin"), ("optimizer", "after")])
+def test_a_flipped_bit_by_which_losses_are_not_finite_is_gone_back_from(
+    start: Start, tmp_path: Path, place: FlippedPlace, moment: str
+) -> None:
+    expected, _ = train(start(run_dir=tmp_path / "undisturbed"))
+    with pytest.warns(UnisonoWarning, match="a bit in the memory of rank 0 .* goes back to step 3"):
+        assert train(start(verify_every=3), Once(place, HUGE, moment, 4))[0] == expected
+
+
+def test_a_flipped_bit_that_nobody_looks_for_names_memory_beside_the_rate_when_losses_are_not_finite(
+    start: Start,
+) -> None:
+    run, model = start(verify_every=0), nn.Linear(6, 3)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+
+    def loop() -> None:
+        for step in run.steps(data(), epochs=2):
+            if step.number == 2:
+                flip_in(run, "optimizer", HUGE)
+            step.run(cross_entropy)
+
+    with pytest.raises(
+        NonFiniteLoss, match=r"Lower the learning rate.* a bit has flipped, and the memory of the hosts"
+    ):
+        loop()
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+def test_a_bit_of_weights_that_the_script_has_written_is_found_if_it_flips_in_the_step_after(
+    start: Start, tmp_path: Path
+) -> None:
+    def digest(run: unisono.Run, disturb: Disturb = never) -> str:
+        model = net()
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        run.on("step_computed", lambda run, step: disturb(run, "computed", step.number))
+        for step in run.steps(data(), epochs=2):
+            step.run(cross_entropy)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+        return run.finish()
+
+    expected = digest(start(run_dir=tmp_path / "undisturbed"))
+    strike = Once("weights", EXPONENT, "computed", 4)
+    assert digest(start(verify_every=2), strike) == expected
+    assert strike.done
+
+
 def test_checkpoints_say_that_all_workers_held_what_is_in_them(start: Start) -> None:
     run = start(checkpoint_every=5)
     digest, _ = train(run)
@@ -189,8 +238,120 @@ def test_a_script_whose_replay_comes_by_other_weights_is_told_so(start: Start) -
             rates.append(rates[-1] * 0.9)  # known to nobody, as in a scheduler that is not registered
             step.run(loss_fn)
 
-    with pytest.raises(JobMismatch, match=r"step \d was computed again, after a fault, and came by other weights"):
+    with pytest.raises(JobMismatch, match=r"step \d was computed again, after a fault, with other .* another loss"):
         loop()
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+@pytest.mark.parametrize(
+    ("moment", "number"), [("begin", 0), ("begin", 1), ("begin", 2), ("begin", 5), ("after", 0), ("after", 2)]
+)
+def test_a_rate_that_follows_from_what_is_not_restored_is_refused_when_steps_are_computed_again(
+    start: Start, number: int, moment: str
+) -> None:
+    run, model = start(verify_every=3), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    disturb, rates = Once("weights", EXPONENT, moment, number), [0.1]
+
+    def loop() -> None:
+        for step in run.steps(data(), epochs=4):
+            disturb(run, "begin", step.number)
+            step.run(cross_entropy)
+            disturb(run, "after", step.number)
+            rates.append(rates[-1] * 0.8)
+            optimizer.param_groups[0]["lr"] = rates[-1]
+
+    with pytest.raises(JobMismatch, match=r"step \d was computed again, .*with other settings|registers nothing"):
+        loop()
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_a_rate_that_follows_from_the_steps_number_is_no_state(start: Start, tmp_path: Path, number: int) -> None:
+    def digest(run: unisono.Run, disturb: Disturb = never) -> str:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer)
+        for step in run.steps(data(), epochs=2):
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.8**step.number
+            disturb(run, "begin", step.number)
+            step.run(cross_entropy, clip_norm=1 / (1 + step.number))
+        return run.finish()
+
+    expected = digest(start(run_dir=tmp_path / "undisturbed"))
+    assert digest(start(verify_every=2), Once("weights", EXPONENT, "begin", number)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_a_scheduler_that_the_script_has_not_registered_goes_back_with_the_run(
+    start: Start, tmp_path: Path, number: int
+) -> None:
+    def digest(run: unisono.Run, disturb: Disturb = never) -> str:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+        run.prepare(model, optimizer)
+        for step in run.steps(data(), epochs=4):
+            disturb(run, "begin", step.number)
+            step.run(cross_entropy)
+            scheduler.step()
+        return run.finish()
+
+    expected = digest(start(run_dir=tmp_path / "undisturbed"))
+    assert digest(start(verify_every=100), Once("weights", EXPONENT, "begin", number)) == expected
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+@pytest.mark.parametrize("place", ["weights", "buffers", "optimizer"])
+def test_what_the_last_step_before_a_fault_leaves_is_compared_when_it_is_computed_again(
+    start: Start, place: FlippedPlace
+) -> None:
+    run, model = start(verify_every=3), net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    disturb, factors = Once(place, EXPONENT, "begin", 4), [1.0]
+    # What no loss and no setting shows:
+    list(model.parameters())[-1].register_hook(lambda gradient: gradient * factors[-1])
+
+    def loop() -> None:
+        for step in run.steps(data(), epochs=4):
+            disturb(run, "begin", step.number)
+            step.run(cross_entropy)
+            factors.append(factors[-1] * 0.5)
+
+    with pytest.raises(JobMismatch, match="step 4 was computed again, after a fault, with other weights"):
+        loop()
+
+
+def test_workers_that_differed_have_to_end_in_what_one_of_them_held_when_steps_are_computed_again(
+    start: Start,
+) -> None:
+    run, model = start(), net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    integrity = run.inside.integrity
+    integrity.know(0, run.inside.trained.capture().digests())
+    integrity.judge((1, 0), [Flags(digest=1), Flags(digest=2)])[1]()
+    integrity.judge((1, 0), [Flags(digest=2), Flags(digest=2)])
+    with pytest.raises(JobMismatch, match="with other weights"):
+        integrity.judge((1, 0), [Flags(digest=3), Flags(digest=3)])
+    integrity.go_back_from((2, 0), "they differ", (2, BOUNDARY), [1, 2, 3, 4])()
+    integrity.require_held(2, [3, 4])
+    with pytest.raises(JobMismatch, match="step 1 was computed again, after a fault, with another state"):
+        integrity.require_held(2, [2, 3])
+
+
+def test_a_scheduler_is_found_beside_another_one_that_the_script_has_registered(start: Start) -> None:
+    model, run = net(), start()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[4].parameters(), lr=0.1)]
+    run.prepare(model, optimizers)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.8) for one in optimizers]
+    run.register("scheduler", schedulers[0])
+    schedulers[1].state_dict()  # from now on its attributes lie in a dictionary of their own
+    next(iter(run.steps(data())))
+    registered = run.inside.trained.registered
+    assert sorted(registered) == ["scheduler", "unisono StepLR of optimizer 1"]
+    assert list(registered.values()) == schedulers
 
 
 @pytest.mark.parametrize("bits", [(3,), (40,), (63,), (3, 40), (3, 4), (62, 63)])
@@ -265,7 +426,7 @@ def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: St
     decisions: list[Callable[[], Callable[[], None]]] = [
         lambda: integrity.judge((1, 0), [Flags(lost=True)])[1],
         lambda: integrity.judge((1, 0), [Flags(digest=1), Flags(digest=2)])[1],
-        lambda: integrity.judge((1, 0), [Flags(flipped=True)])[1],
+        lambda: integrity.judge((1, 0), [Flags(digest=1, flipped=True)])[1],
         lambda: integrity.judge((1, 0), [Flags(digest=1)])[1],
         lambda: integrity.audited([finding], [0, 1], "a worker computes wrongly"),
     ]

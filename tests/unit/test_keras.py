@@ -9,7 +9,7 @@ from typing import Any
 import keras  # noqa: F401 (it sets a variable of the environment, which is no test's)
 import pytest
 
-from script_cluster import Cluster, Done, Kill
+from script_cluster import Cluster, Done, Flip, Kill
 
 pytestmark = [
     pytest.mark.cluster,
@@ -19,6 +19,9 @@ pytestmark = [
 
 SCRIPTS = Path(__file__).parents[1] / "procs" / "scripts"
 SCRIPT = SCRIPTS / "keras_training.py"
+
+EVERYWHERE: list[tuple[int, Any]] = [(3, "step_begins"), (7, "step_ends"), (8, "step_computed"), (24, "step_ends")]
+"""Steps and moments: an epoch's end, before and behind its evaluation, the begin of one, and the last step."""
 
 
 def slow(*values: Any) -> Any:
@@ -67,6 +70,23 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     done = cluster(SCRIPT, 3, shards=8, kills=kills, arguments=["unlogged"])
     assert len(done.world.formed) > 5
     assert said(done) == said(serial)
+    same(done, serial)
+
+
+@pytest.mark.parametrize(
+    ("workers", "flip"),
+    [
+        (1, Flip(24, "step_ends")),  # the last step, which steps_per_epoch ends
+        slow(1, Flip(15, "step_ends")),  # behind an evaluation, and before the next training
+        slow(1, Flip(16, "step_computed")),  # of weights that the end of a training has written
+        *(slow(workers, Flip(step, moment)) for workers in (1, 2) for step, moment in EVERYWHERE),
+    ],
+)
+def test_a_fault_of_the_memory_sets_back_all_that_a_training_counts(
+    cluster: Cluster, serial: Done, workers: int, flip: Flip
+) -> None:
+    done = cluster(SCRIPT, workers, shards=8, flips=[flip])
+    assert not done.world.flips
     same(done, serial)
 
 

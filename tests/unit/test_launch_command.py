@@ -46,6 +46,13 @@ def test_native_threads_are_one_unless_asked() -> None:
     assert (two["OMP_NUM_THREADS"], two["MKL_NUM_THREADS"], two["UNISONO_THREADS"]) == ("2", "2", "2")
 
 
+def test_all_workers_go_through_sets_of_words_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert {command(rank).variables["PYTHONHASHSEED"] for rank in (0, 2)} == {"0"}
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert command().variables["PYTHONHASHSEED"] == "7"
+
+
 def test_workers_get_the_tuning_and_a_caller_who_sets_more_goes_first() -> None:
     tuning = Tuning({"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"})
     variables = command(tuning=tuning, extra_environment={"MALLOC_ARENA_MAX": "2"}).variables

@@ -5,7 +5,7 @@ from traceback import format_exception
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import JobError, JobMismatch, LaunchError, WorkerLost
+from unisono.errors import CheckpointError, JobError, JobMismatch, LaunchError, LossError, UnisonoError, WorkerLost
 from unisono.job import Job
 from unisono.launch.ending.failure import Failure
 
@@ -88,7 +88,14 @@ def test_a_setting_that_cannot_work_is_told_with_the_line_of_the_script_and_with
     assert place.startswith(f"  at {__file__}:")
     assert place.endswith(": Job.create(batch_size=0)")
     assert words == f"unisono.errors.JobError: {failure.message}"
-    assert "Traceback" in Failure.of(caught(JobMismatch("no")), rank=0).traceback
+
+
+@pytest.mark.parametrize("kind", [JobMismatch, CheckpointError])
+def test_a_run_folder_or_checkpoint_that_is_refused_is_told_without_a_traceback(kind: type[UnisonoError]) -> None:
+    place, words = Failure.of(caught(kind("the run folder a belongs to another job")), rank=0).traceback.splitlines()
+    assert place.startswith(f"  at {__file__}:")
+    assert words == f"unisono.errors.{kind.__name__}: the run folder a belongs to another job"
+    assert "Traceback" in Failure.of(caught(LossError("no")), rank=0).traceback
 
 
 def test_a_damaged_job_file_is_told_without_what_the_reader_of_json_said(tmp_path: Path) -> None:

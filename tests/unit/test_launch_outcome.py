@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from unisono.launch.ending.failure import Failure
-from unisono.launch.ending.outcome import Blame, Outcome, WorkerExit, describe, find_cause
+from unisono.launch.ending.outcome import Blame, JobConclusion, Outcome, WorkerExit, describe, find_cause
 
 pytestmark = pytest.mark.unit
 
@@ -88,7 +88,14 @@ def test_the_code_of_the_cause_is_the_jobs(code: int) -> None:
 def test_workers_that_all_left_with_a_checkpoint_make_it_75() -> None:
     result = outcome([WorkerExit(0, 75, 1.0), WorkerExit(1, 75, 1.0)], signal.SIGTERM)
     assert result.exit_code == 75
-    assert "start it again" in result.summary()
+    assert "left with a checkpoint: start it again" in result.summary()
+
+
+def test_a_job_that_was_interrupted_before_it_trained_says_nothing_of_a_checkpoint_that_it_left() -> None:
+    for exits in ([], [WorkerExit("w1", -signal.SIGTERM, 1.0, told_at=0.9)]):
+        result = replace(outcome(exits, signal.SIGINT), conclusion=JobConclusion(75, "all were asked to leave"))
+        assert result.exit_code == 75
+        assert result.summary().startswith("no worker had begun to train here: start it again")
 
 
 def test_one_that_was_done_does_not_hide_that_the_others_left() -> None:

@@ -114,9 +114,11 @@ def test_faults_that_were_mended_are_told_at_the_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.journal("healed", step=3, what="weights", ranks=[1], hosts=["a"])
     folder.journal("rolled back", step=9, to=5, why="a bit")
-    folder.journal("rolled back", step=12, to=10, why="a bit")
+    folder.journal("rolled back", step=12, to=10, why="a bit", proven=True)
+    folder.journal("rolled back", step=12, to=10, why="a loss", fault=False)
     text = report(outcome(WorkerExit(0, 0, 1.0)), folder)
-    assert "1 healed, 2 rolled back" in text
+    assert "found and mended: 1 rolled back" in text
+    assert "1 healed, 1 rolled back" in text
     failed = report(outcome(WorkerExit(0, 1, 1.0, FAILURE)), folder)
     assert failed.startswith(text)
     assert failed != text

@@ -292,6 +292,15 @@ def test_json_that_arrives_is_parsed_in_one_place(house: Build, name: str) -> No
     ]
 
 
+def test_one_module_knows_what_kinds_of_devices_there_are(house: Build) -> None:
+    text = "import torch\ntorch.cuda.synchronize()\nx = 'cuda:0'\ny = 'cuda devices'\ntorch.accelerator.synchronize()"
+
+    assert found(house_rules.kinds_of_devices, house(job=text, device=text)) == [
+        "job.py:2: devices: torch.cuda: ask unisono.device",
+        "job.py:3: devices: 'cuda:0': ask unisono.device",
+    ]
+
+
 @pytest.mark.parametrize("name", ["utils", "plan.utils", "train.helpers", "data.misc.reader"])
 def test_a_file_is_called_by_its_noun(house: Build, name: str) -> None:
     rooms = house(**{name: "", **({f"{name.rpartition('.')[0]}.__init__": ""} if "." in name else {})})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning  # noqa: F401 (it sets a variable of the environment, which is no test's)
 import pytest
 
-from script_cluster import Cluster, Done, Kill
+from script_cluster import Cluster, Done, Flip, Kill
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -63,6 +64,38 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     done = cluster(SCRIPT, 3, shards=8, kills=kills)
     assert len(done.world.formed) > 5
     same(done, serial)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "points"), [(0, 60), (1, 63), (0, 66), (1, 68)])
+def test_a_worker_may_be_lost_while_a_trainings_last_step_is_compared(
+    cluster: Cluster, serial: Done, rank: int, points: int
+) -> None:
+    done = cluster(SCRIPT, 3, shards=8, kills=[Kill(23, rank, points)])  # behind the step, and what it writes
+    assert done.world.struck == 1
+    assert done.said == serial.said
+    assert (done.outcome, files(done)) == (serial.outcome, files(serial))
+    assert not rank or rows(done) == rows(serial)  # those of a main worker that is lost there are lost
+
+
+slow = pytest.mark.slow
+EVERYWHERE: list[tuple[int, Any]] = [(3, "step_begins"), (7, "step_ends"), (12, "step_computed"), (28, "step_ends")]
+
+
+@pytest.mark.parametrize(
+    ("workers", "flip"),
+    [
+        (1, Flip(23, "step_ends")),  # the last step of the first fit, whose checkpoint is written again
+        *(pytest.param(workers, Flip(step, moment), marks=slow) for workers in (1, 2) for step, moment in EVERYWHERE),
+    ],
+)
+def test_a_fault_of_the_memory_sets_back_all_that_a_training_counts(
+    cluster: Cluster, serial: Done, workers: int, flip: Flip
+) -> None:
+    done = cluster(SCRIPT, workers, shards=8, flips=[flip])
+    assert not done.world.flips
+    assert set(serial.said) <= set(done.said)  # an epoch that was computed wrongly has said so, too
+    assert (done.outcome, files(done)) == (serial.outcome, files(serial))
 
 
 @pytest.mark.parametrize("stop", [pytest.param(6, marks=pytest.mark.slow), 16])

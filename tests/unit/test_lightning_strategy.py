@@ -123,6 +123,30 @@ def same_weights(one: Any, other: Any) -> bool:
     return all(torch.equal(*pair) for pair in pairs)
 
 
+class Offset(Net):
+    """Trains what is no parameter of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.zeros(3, requires_grad=True)]
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs = self.layers(batch[0]) + self.held[0]
+        return nn.functional.cross_entropy(outputs, batch[1]), outputs
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.held], 0.1, momentum=0.9)
+
+
+def test_what_only_the_optimizer_holds_is_carried_along(start: Start) -> None:
+    run, module = start(batch_size=20, shards=4), Offset()
+    fitted(module, max_epochs=1, **on(run))
+    (held,) = run.inside.trained.require_prepared().outside.values()
+    assert held is module.held[0]
+    assert held.any()
+    assert any(torch.equal(value, held) for value in run.inside.trained.capture().model.values())
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -401,15 +425,19 @@ def test_logs_of_the_main_worker_are_those_of_lightning(start: Start, tmp_path: 
 class Asked(callbacks.Callback):  # type: ignore[misc]  # Lightning is not looked into by mypy
     """Asks its own process to leave."""
 
+    def __init__(self, number: int) -> None:
+        self._number = number
+
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self._number)
 
 
-def test_sigterm_has_one_way_out(start: Start) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_ctrl_c_have_one_way_out(start: Start, number: int) -> None:
     run = start()
     with pytest.raises(SystemExit) as left:
-        fitted(**on(run), callbacks=[Asked()])
+        fitted(**on(run), callbacks=[Asked(number)])
     assert left.value.code == 75
     assert (run.dir / "checkpoints").is_dir()
 

@@ -301,6 +301,23 @@ def test_a_connection_on_which_nothing_is_asked_is_ended(serve: Serve) -> None:
         assert _rest(raw) == b""
 
 
+def test_a_connection_that_stops_in_its_second_request_is_ended(serve: Serve) -> None:
+    running = serve(limits=RequestLimits(request_line_s=0.1))
+
+    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as raw:
+        head = (
+            f"GET /health HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\nAuthorization: Bearer {running.token}\r\n\r\n"
+        )
+        raw.sendall(head.encode())
+        answer = http.client.HTTPResponse(raw)
+        answer.begin()
+        answer.read()
+        raw.sendall(b"GET /status HT")  # only now: the server's own patience ends with the first byte of it
+
+        while _rest(raw) != b"":
+            pass
+
+
 def _rest(raw: socket.socket) -> bytes:
     try:
         return raw.recv(100)

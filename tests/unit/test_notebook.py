@@ -11,7 +11,7 @@ import pytest
 
 import unisono
 from unisono.errors import JobError
-from unisono.launch.notebook.cell_script import free_names, require_all_there, script_of
+from unisono.launch.notebook.cell_script import MAGIC, free_names, require_all_there, script_of, source_in
 from unisono.launch.notebook.live import LINES, Board, PlainDisplay, Tail, figures_of, in_a_line
 
 pytestmark = pytest.mark.unit
@@ -53,6 +53,19 @@ def of_a_cell(source: str, **names: Any) -> Any:
 )
 def test_the_names_that_a_function_lacks_are_found(source: str, missing: set[str]) -> None:
     assert free_names(source) == missing
+
+
+def test_a_function_below_a_cells_magic_is_found_in_what_was_executed() -> None:
+    older = "def train():\n    return 1"
+    newer = "import math\n\n@staticmethod\ndef train():\n    return 2\n\nprint(3)"
+    assert MAGIC.sub("", "%%capture out\n  %%time\ndef train(): 1") == "def train(): 1"
+    for cell, source in ((older, older), (newer, newer[13:-10])):
+        cells = [older, "%matplotlib inline", newer, "def train():\n    return 3"]
+        scope: dict[str, Any] = {}
+        exec(compile(cell, "<timed exec>", "exec"), scope)  # noqa: S102 (as %%time does)
+        function = getattr(scope["train"], "__func__", scope["train"])
+        assert source_in(cells, function) == source
+    assert source_in([older, newer], of_a_cell("def train():\n    return 4")) is None
 
 
 def test_each_missing_name_comes_with_how_to_have_it() -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -155,9 +157,9 @@ def test_the_loss_is_the_weighted_mean_of_the_shards(start: Start) -> None:
     model = net()
     run.prepare(model, sgd(model))
 
-    def loss_fn(model: Any, batch: Any) -> tuple[Tensor, int]:
+    def loss_fn(model: Any, batch: Any) -> unisono.Weighted:
         first = bool(batch[0][0, 0] == first_sample[0])
-        return model(batch[0]).sum() * 0 + (1.0 if first else 4.0), 3 if first else 1
+        return unisono.Weighted(model(batch[0]).sum() * 0 + (1.0 if first else 4.0), 3 if first else 1)
 
     for step in run.steps(data(), shuffle=False):
         first_sample = data().tensors[0][0]
@@ -349,7 +351,8 @@ def unfreezes(run: unisono.Run, *, at: int, stop_at: int | None = None, later: b
 
 
 def test_a_run_that_resumes_does_not_train_other_parameters_than_before(start: Start) -> None:
-    unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
+    with pytest.warns(UnisonoWarning, match="changes what is trained"):
+        unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
     words = "0.bias is frozen here, and was trained after step 3, where .*freeze and unfreeze between two loops"
     with pytest.raises(CheckpointError, match=words):
         unfreezes(start(checkpoint_every=1), at=1)
@@ -357,8 +360,10 @@ def test_a_run_that_resumes_does_not_train_other_parameters_than_before(start: S
 
 def test_a_run_that_resumes_may_unfreeze_in_its_first_step(start: Start, tmp_path: Path) -> None:
     expected = unfreezes(start(run_dir=tmp_path / "undisturbed"), at=1)
-    unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
-    assert unfreezes(start(checkpoint_every=1), at=1, later=True) == expected
+    with pytest.warns(UnisonoWarning, match="changes what is trained"):
+        unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
+    with pytest.warns(UnisonoWarning, match="changes what is trained"):
+        assert unfreezes(start(checkpoint_every=1), at=1, later=True) == expected
 
 
 def unfreezes_between_loops(run: unisono.Run, *, loops: int = 2) -> None:
@@ -568,6 +573,27 @@ def test_a_loop_that_was_interrupted_in_a_step_goes_on_there(start: Start, tmp_p
     assert unisono.digest(train(again)) == expected
 
 
+def test_ctrl_c_in_a_loop_leaves_a_checkpoint_and_the_run_goes_on_from_there_to_the_same_bits(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start(run_dir=tmp_path / "other") as undisturbed:
+        expected = unisono.digest(train(undisturbed))
+    run = start()
+    prepared(run)
+    with pytest.raises(SystemExit) as left:
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+            os.kill(os.getpid(), signal.SIGINT)
+    assert left.value.code == 75
+    assert [path.name for path in (run.dir / "checkpoints").iterdir()] == ["step-00000002"]
+    # The second where the process runs no file, as a kernel of a notebook; and those of pytest that share its tests.
+    ways = f"UNISONO_RUN_DIR={run.dir} ", f"unisono.init(run_dir='{run.dir}') goes on"
+    words = capsys.readouterr().out
+    assert any(way in words for way in ways)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert unisono.digest(train(start())) == expected
+
+
 def test_a_loop_whose_generator_is_kept_is_ended_by_finish(start: Start) -> None:
     run = start()
     prepared(run)
@@ -689,7 +715,7 @@ def test_numbers_drawn_in_a_loss_leave_no_trace_in_the_script(start: Start, tmp_
 
 def test_with_one_shard_a_weight_changes_nothing(start: Start, tmp_path: Path) -> None:
     weighted = start(shards=1, run_dir=tmp_path / "weighted")
-    by_weight = train(weighted, lambda model, batch: (cross_entropy(model, batch), 0.25))
+    by_weight = train(weighted, lambda model, batch: unisono.Weighted(cross_entropy(model, batch), 0.25))
     weighted.close()
     assert unisono.digest(train(start(shards=1))) == unisono.digest(by_weight)
 
@@ -697,13 +723,13 @@ def test_with_one_shard_a_weight_changes_nothing(start: Start, tmp_path: Path) -
 def test_a_shard_of_nothing_but_padding_may_return_a_constant(start: Start) -> None:
     def loss_fn(model: Any, batch: Any) -> Any:
         if bool(batch[0][0, 0] > 0):
-            return torch.zeros(()), 0
-        return cross_entropy(model, batch), 3
+            return unisono.Weighted(torch.zeros(()), 0)
+        return unisono.Weighted(cross_entropy(model, batch), 3)
 
     train(start(batch_size=70, shards=7), loss_fn)
 
 
-def test_a_gradient_that_is_not_finite_is_noticed_where_it_is_clipped(start: Start) -> None:
+def test_a_gradient_that_is_not_finite_is_named_before_it_is_clipped(start: Start) -> None:
     def loss_fn(model: Any, batch: Any) -> Tensor:
         loss: Tensor = (model(batch[0]) * 0).sum().abs().sqrt()  # 0, with an infinite slope
         return loss
@@ -711,7 +737,7 @@ def test_a_gradient_that_is_not_finite_is_noticed_where_it_is_clipped(start: Sta
     run = start()
     model = prepared(run)
     before = unisono.digest(model)
-    with pytest.raises(NonFiniteLoss, match="the norm of the gradient is nan"):
+    with pytest.raises(NonFiniteLoss, match="step 0: the gradient of .* is nan in shard 0"):
         for step in run.steps(data()):
             step.run(loss_fn, clip_norm=1.0)
     assert unisono.digest(model) == before
@@ -932,8 +958,12 @@ def test_data_sets_that_cannot_be_used_say_what_to_use(start: Start, dataset: An
         (lambda model, batch: None, LossError, "returned nothing"),
         (lambda model, batch: 3.0, LossError, "returned a float"),
         (lambda model, batch: model(batch[0]).sum().detach(), LossError, "depends on no parameter"),
-        (lambda model, batch: (model(batch[0]).sum(), -1), LossError, "weight -1"),
-        (lambda model, batch: (model(batch[0]).sum(), 0), LossError, "all shards returned the weight 0"),
+        (lambda model, batch: unisono.Weighted(model(batch[0]).sum(), -1), LossError, "weight -1"),
+        (
+            lambda model, batch: unisono.Weighted(model(batch[0]).sum(), 0),
+            LossError,
+            "all shards returned the weight 0",
+        ),
         (
             lambda model, batch: model(batch[0]).sum() * math.nan,
             NonFiniteLoss,
@@ -1144,6 +1174,20 @@ def test_a_buffer_whose_elements_share_memory_is_named(start: Start) -> None:
     model.register_buffer("wide", torch.zeros(1).expand(5))
     with start() as run, pytest.raises(ModelError, match=r"wide is an expanded tensor.*\.clone\(\)"):
         run.prepare(model, sgd(model))
+
+
+@pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, nn.DataParallel])
+def test_a_module_that_averages_gradients_itself_is_refused(
+    start: Callable[..., unisono.Run], wrapper: type[nn.Module]
+) -> None:
+    wrapped = wrapper.__new__(wrapper)  # without a process group, and without devices
+    nn.Module.__init__(wrapped)
+    wrapped.module, wrapped.device_ids = nn.Linear(2, 1), [0, 1]  # type: ignore[assignment]
+    with (
+        start() as run,
+        pytest.raises(ModelError, match=r"averages gradients itself.*the module inside it \(.module\)"),
+    ):
+        run.prepare(wrapped, sgd(wrapped))
 
 
 def test_an_optimizer_with_its_parameters_in_another_order_is_not_resumed(start: Start) -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from script_cluster import Cluster, Done, Kill
+from script_cluster import Cluster, Done, Flip, Kill
+from unisono.checkpoint.folder import UNPROVEN, RunFolder
+from unisono.launch.ending.result import mended
 
 pytestmark = pytest.mark.cluster
 
 SCRIPTS = Path(__file__).parents[1] / "procs" / "scripts"
 STEERED, TROUBLED, NEARLY_ALL = (SCRIPTS / f"{name}.py" for name in ("steered", "troubled", "elastic_training"))
+OWN_RATES = SCRIPTS / "own_rates.py"
 SHARDS = 8
 """Of each of these jobs."""
 
@@ -93,6 +96,26 @@ def test_two_workers_that_cannot_tell_who_is_wrong_go_back_and_end_in_the_right_
     done = jobs(TROUBLED, 2, TROUBLE=told(trouble), UNISONO_VERIFY_EVERY="3")
     assert done.outcome == jobs.serial(TROUBLED).outcome
     assert [(line["step"], line["to"]) for line in done.journal("rolled back")] == [(7, 6)]
+
+
+def test_workers_that_differ_by_what_the_script_does_are_no_fault_of_the_memory(tmp_path: Path) -> None:
+    done = Cluster(tmp_path)(OWN_RATES, 3, shards=4)
+    assert {rank for line in done.journal("healed") for rank in line["ranks"]} == {2}
+    said = mended(RunFolder(done.folder))
+    assert f"the states of workers differed, {UNPROVEN}" in said
+    assert "faults of" not in said
+
+
+@pytest.mark.parametrize(("workers", "is_proven"), [(1, True), (2, False)])
+def test_a_flip_is_called_one_where_a_worker_finds_it_in_its_own_memory(
+    workers: int, is_proven: bool, jobs: Jobs
+) -> None:
+    done = jobs(TROUBLED, workers, flips=[Flip(7)])
+    assert done.outcome == jobs.serial(TROUBLED).outcome
+    assert [line["proven"] for line in done.journal("rolled back")] == [is_proven]
+    said = mended(RunFolder(done.folder))
+    assert ("faults of memory or processors were found and mended: 1 rolled back" in said) is is_proven
+    assert (f"the states of workers differed, {UNPROVEN}: 0 healed, 1 rolled back" in said) is not is_proven
 
 
 def test_a_script_asks_for_another_size(jobs: Jobs) -> None:

@@ -324,3 +324,32 @@ def test_a_job_begins_with_as_many_workers_as_it_says_and_grows_when_somebody_as
     assert sizes[0] == 2
     assert max(sizes) == 4
     assert all(mark.workers == 2 for mark in found.marks if mark.seconds < 200)
+
+
+def test_a_host_is_paid_as_long_as_its_workers_are_wanted() -> None:
+    spot = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
+    halved = replace(PLAIN, hosts=[spot], incidents=[Incident(at_s=500.0, resize=2)])
+    again = replace(halved, incidents=[*halved.incidents, Incident(at_s=800.0, resize=4)])
+    for given, idle_s in ((halved, played(halved).seconds - 500), (again, 300)):
+        found = played(given)
+        assert found.cost == pytest.approx((2 * found.seconds - idle_s) * 2 / 3600, rel=0.01)
+
+
+MANY = HostKind(
+    name="spot", count=64, workers=1, price=1.0, notice_s=120.0, between_losses_s=1800.0, whole_zone=0.3, zones=2
+)
+"""Spot machines of which some are taken away each half hour, now and then all of a zone."""
+
+
+@pytest.mark.parametrize("budget", [32.0, 40.0, 100.0])
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 34), marks=pytest.mark.slow)], ids=["some", "more"])
+def test_the_policy_for_spot_machines_is_never_dearer_and_slower_than_none(seeds: range, budget: float) -> None:
+    times = StepTime(a_c=0.004, b_c=0.002, a_r=0.02, b_r=0.0002, gamma=2.0)
+    job = How(checkpoint_every=500, failure_timeout_s=60.0)
+    alone = Scenario(Workload(samples=10_000_000, batch_size=1024, shards=64), times, TOOK, [MANY], job)
+    ours = replace(alone, job=job.model_copy(update={"policies": ("spot",), "spot_budget": budget}))
+    for seed in seeds:
+        without, found = (simulate(scenario, seed, LONG_S) for scenario in (alone, ours))
+        assert found.done
+        slower, dearer = found.seconds / without.seconds, found.cost / without.cost
+        assert min(slower, dearer) < 1.001, f"seed {seed}: {slower} times as long, {dearer} times as dear"

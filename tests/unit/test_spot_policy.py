@@ -133,30 +133,49 @@ def test_a_price_that_trembles_does_not_move_the_workers_with_it() -> None:
     assert len(found.said("resize")) <= 1
 
 
-def test_a_notice_is_answered_at_once_by_a_checkpoint_and_one_worker_less() -> None:
+def test_a_notice_is_answered_at_once_by_a_checkpoint_and_a_worker_in_place_of_the_one_that_goes() -> None:
     market = Market(price=0.1, notices=0)
     found = training(market, budget=0.4).run(10)
     market.says["notices"] = 1
-    assert [(one.verb, one.value) for one in found.one_step()] == [("resize", 3), ("checkpoint", None)]
-    assert found.run(30).said("resize") == [3]  # it is the same notice
-    assert found.layout.workers == 3
-    market.says["notices"] = 2
-    assert [(one.verb, one.value) for one in found.one_step()] == [("resize", 2), ("checkpoint", None)]
+    assert [(one.verb, one.value) for one in found.one_step()] == [("resize", 5), ("checkpoint", None)]
+    assert found.run(30).said("resize") == [5]  # it is the same notice
+    found.departures += 1  # it has gone
+    assert [(one.verb, one.value) for one in found.one_step()] == [("resize", 4)]
+    market.says["notices"] = 3
+    assert [(one.verb, one.value) for one in found.one_step()] == [("resize", 6), ("checkpoint", None)]
+    market.says["notices"] = 0  # they stay after all
+    assert [one.value for one in found.one_step()] == [4]
+
+
+def test_what_is_affordable_stays_asked_for_whatever_notices_come_while_it_is_on_its_way() -> None:
+    market = Market(price=0.1, notices=0)
+    found = training(market, workers=1, budget=0.45)
+    assert [one.value for one in found.one_step()] == [4]
+    found.change(workers=1)  # nobody has come yet, and the only one is about to go
+    found.coming = None
+    market.says["notices"] = 1
+    assert [one.value for one in found.one_step() if one.verb == "resize"] == [5]
+    found.departures += 1
+    market.says["notices"] = 2  # another one, which has left by the time that it is heard of
+    found.departures += 1
+    assert [one.value for one in found.one_step() if one.verb == "resize"] == [4]
     market.says["price"] = 0.04
-    assert found.run(30).layout.workers == 2  # cheap, but not to be had
-    market.says["notices"] = 0
-    assert found.run(30).layout.workers == 8
+    assert [one.value for one in found.one_step() if one.verb == "resize"] == [8]  # notices are no reason to wait
+    assert min(found.said("resize")) == 4
 
 
-def test_without_a_budget_only_notices_move_the_workers() -> None:
-    market = Market()
+def test_no_more_are_asked_for_than_there_may_be() -> None:
+    market = Market(price=0.1, notices=3)
+    assert max(training(market, budget=9.0, workers=8).run(20).said("resize"), default=8) == 8
+    assert training(market, budget=0.4, most=4).run(20).said("resize") == []
+
+
+def test_without_a_budget_the_number_of_workers_is_others_business() -> None:
+    market = Market(notices=0)
     found = training(market).run(10)
-    found.change(workers=3)  # others' doing
+    market.says["notices"] = 2
+    assert [one.verb for one in found.one_step()] == ["checkpoint"]
     assert found.run(10).said("resize") == []
-    market.says["notices"] = 5
-    assert found.run(10).said("resize") == [1]
-    market.says["notices"] = 0
-    assert found.run(10).said("resize") == [1, 3]
 
 
 def test_a_market_that_is_out_of_reach_changes_nothing_and_one_that_talks_nonsense_ends_the_job() -> None:
@@ -175,7 +194,7 @@ def test_one_that_is_stored_and_restored_decides_the_same() -> None:
     state = json.loads(json.dumps(one.policy.state_dict()))
     other = SpotPolicy(market, budget=0.4)
     other.load_state_dict(state)
-    assert (other.target, other.asked_for, other.room, other.notices) == (4, 3, 3, 1)
+    assert (other.target, other.asked_for, other.gone_by, other.notices) == (4, 5, 1, 1)
     assert other.state_dict() == one.policy.state_dict()
 
 

@@ -26,9 +26,11 @@ pytestmark = pytest.mark.unit
 def test_the_plain_loop_gets_the_threads_of_as_many_workers_as_there_are_cores_for(
     workers: tuple[int, ...], threads: int, plain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert plain_workers(workers, threads, cores=4) == plain
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert plain_workers(workers, threads, cores=4) == (1,)
 
 

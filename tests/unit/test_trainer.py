@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -11,8 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
+from unisono.checkpoint.codec import flatten, unflatten
+from unisono.checkpoint.snapshot import Snapshot
 from unisono.errors import JobError
-from unisono.train.record.progress import Bar, EpochRecord, History, Lines
+from unisono.train.record.progress import Bar, EpochRecord, History, Lines, summary
+from unisono.train.state.registered import Registered
+from unisono.train.trainer import EpochSums
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -116,6 +121,48 @@ def test_a_scheduler_that_watches_the_loss_is_told_it_after_each_epoch(start: St
     trainer.fit(data(), epochs=3, validation=data())
     assert watcher.best == trainer.history.validation("validation loss")[0]
     assert watcher.last_epoch == 3
+
+
+def test_skipped_steps_are_counted_and_an_epoch_of_them_alone_has_no_loss(start: Start) -> None:
+    trainer = trainer_for(start(batch_size=35, on_nan="skip"))
+    odd = {0, 2, 3}
+    trainer._loss_fn = lambda model, batch: loss_fn(model, batch) * (math.nan if step[0] in odd else 1.0)
+    step = [0]
+
+    class Counts(unisono.Callback):
+        def on_step_end(self, trainer: unisono.Trainer, _: unisono.Step, loss: float) -> None:
+            step[0] += 1
+
+    trainer.callbacks.append(Counts())
+    first, second = trainer.fit(data(), epochs=2).epochs
+    assert math.isfinite(first.loss)
+    assert first.skipped == 1
+    assert math.isnan(second.loss)
+    assert second.skipped == 2
+    assert second.samples_per_s > 0
+    assert trainer.history.skipped == 3
+    assert summary(second, 2).startswith("epoch 2/2 loss nan ")
+    assert summary(second, 2).endswith(", 2 steps skipped")
+
+
+def test_a_checkpoint_of_a_script_without_a_trainer_is_gone_on_from_with_one_and_the_other_way_round() -> None:
+    mine, theirs = Registered(), Registered()
+    mine.add_own("trainer", sums := EpochSums((0, 1), 3, 0, 1.5, {"accuracy": 2.0}))
+    mine.add_own("trainer", EpochSums())
+    state = capture_of(mine)
+    theirs.restore(state)
+    mine.restore(capture_of(theirs))
+    assert sums.samples == 3
+    again = Registered()
+    again.add_own("trainer", restored := EpochSums())
+    again.restore(state)
+    assert restored == sums
+
+
+def capture_of(registered: Registered) -> Snapshot:
+    states = {name: thing.state_dict() for name, thing in registered.items()}
+    text, tensors = flatten({"registered": states})
+    return Snapshot(3, {}, [], unflatten(text, tensors))
 
 
 def test_an_unknown_pace_of_the_scheduler_is_refused(start: Start) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from script_cluster import Cluster, Done, Kill
+from script_cluster import Cluster, Done, Flip, Kill
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -53,6 +53,15 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     kills = [Kill(2, 1, points), Kill(4, 0, points), Kill(7, 2, points), Kill(9, 0, points), Kill(11, 1, points)]
     done = cluster(SCRIPT, 3, shards=6, kills=kills)
     assert len(done.world.formed) > 5
+    same(done, serial)
+
+
+@pytest.mark.parametrize(
+    "flip", [pytest.param(Flip(3, "step_begins"), marks=slow), Flip(9, "step_ends", rank=1), Flip(12, "step_ends")]
+)
+def test_a_fault_of_the_memory_sets_back_all_that_a_trainer_counts(cluster: Cluster, serial: Done, flip: Flip) -> None:
+    done = cluster(SCRIPT, 2, shards=6, flips=[flip])
+    assert not done.world.flips
     same(done, serial)
 
 

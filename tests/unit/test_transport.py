@@ -89,15 +89,17 @@ class OverProcessGroup:
 
 
 class OverSockets:
-    """Sockets of our own with some topology, plain or with TLS."""
+    """Sockets of our own with some topology, plain or with TLS, of hosts or of one."""
 
-    def __init__(self, topology: str = "direct", keys: Callable[[], NetworkKeys] = lambda: PLAIN) -> None:
-        self.topology, self.keys = topology, keys
+    def __init__(
+        self, topology: str = "direct", keys: Callable[[], NetworkKeys] = lambda: PLAIN, host: str = "127.0.0.1"
+    ) -> None:
+        self.topology, self.keys, self.host = topology, keys, host
 
     def __call__(
         self, rank: int, split: Split, store: dist.Store, board: TorchRendezvousStore, timeout_s: float
     ) -> ProcessGroupTransport:
-        wires = data_network.connect_all(rank, "127.0.0.1", split.workers, board, self.keys(), timeout_s)
+        wires = data_network.connect_all(rank, self.host, split.workers, board, self.keys(), timeout_s)
         group = SocketGroup(rank, wires, timeout_s)
         return ProcessGroupTransport(group, rank, split, torch.device("cpu"), self.topology)
 
@@ -122,6 +124,7 @@ Connect = Callable[[int, Split, dist.Store, TorchRendezvousStore, float], Transp
 GROUPS: dict[str, Connect] = {
     **{name: OverSockets(name) for name in TOPOLOGIES},
     "tls": OverSockets("direct", private),
+    "one host": OverSockets("direct", host=""),
     "gloo": OverProcessGroup("direct"),
     "collectives": OverProcessGroup(None),
 }

@@ -53,8 +53,9 @@ class SpotPolicy(Policy):
 
     - **Size**: the largest useful number of workers with ``price · workers <= budget``. It shrinks at once when they
       get too dear, and grows only if the price could rise by ``margin`` meanwhile.
-    - **Notices**: for each new one a checkpoint is written and one worker less is asked for, after the same step. As
-      long as notices stand, those workers are not asked for again.
+    - **Notices**: for each new one a checkpoint is written after the same step, and with a budget one worker more is
+      asked for, in place of the one that is about to go, until that has left. All that is affordable stays asked for:
+      the coordinator gives it as soon as there is room.
     - **Checkpoints**: every τ + δ seconds, with Daly's τ for δ, the seconds that a checkpoint takes, and the mean time
       between failures that was observed (:mod:`unisono.adapt.spot_policy`). Each worker that is lost, or leaves on
       notice, counts as a failure: machines of one market tend to be taken together, and then there is only the
@@ -79,7 +80,8 @@ class SpotPolicy(Policy):
         target: the number of workers that the price allows; 0 before the first look.
         asked_for: the number of workers asked for last; 0 if that was never necessary.
         notices: the notices at the newest look.
-        room: the number of workers that notices leave; 0 while there are none.
+        departures: the departures of workers at the newest look.
+        gone_by: the number of departures with which all are gone that notices are about; 0 while there are none.
         kept_s: the seconds of training at which the newest checkpoint was asked for.
     """
 
@@ -105,7 +107,7 @@ class SpotPolicy(Policy):
         self.observe_every = every
         self._market, self._budget, self._fewest, self._most = market, budget, fewest, most
         self._margin, self._prior_s, self._checkpoint_s = margin, prior_s, checkpoint_s
-        self.target = self.asked_for = self.notices = self.room = 0
+        self.target = self.asked_for = self.notices = self.departures = self.gone_by = 0
         self.kept_s = 0.0
 
     def observe(self, view: View) -> Mapping[str, Figure]:
@@ -128,28 +130,27 @@ class SpotPolicy(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """The attributes that change."""
-        names = ("target", "asked_for", "notices", "room", "kept_s")
+        names = ("target", "asked_for", "notices", "departures", "gone_by", "kept_s")
         return {name: getattr(self, name) for name in names}
 
     def _heed(self, notices: int, view: View) -> bool:
         """Whether there are new ones."""
         new, self.notices = notices - self.notices, notices
-        if new > 0:
-            if self._budget is None and not self.room:
-                self.target = view.world_size  # to which it goes back when the notices are over
-            self.room = max(1, min(self.room or view.world_size, view.world_size) - new)
+        if new > 0:  # some may have left already, as soon as their hosts were warned
+            self.gone_by = max(self.gone_by, self.departures) + new
         elif not notices:
-            self.room = 0
+            self.gone_by = 0
+        self.departures = view.departures
         return new > 0
 
     def _resize(self, price: Figure, view: View) -> None:
-        if self._budget is not None:
-            self.target = self.target or view.world_size
-            if isinstance(price, float | int):
-                self.target = self._affordable(self._budget, price, view)
-        elif not self.room and not self.asked_for:
+        if self._budget is None:
             return
-        wanted = min(self.target, self.room or self.target)
+        self.target = self.target or view.world_size
+        if isinstance(price, float | int):
+            self.target = self._affordable(self._budget, price, view)
+        about_to_go = min(self.notices, max(0, self.gone_by - view.departures))
+        wanted = max(self.target, min(self.target + about_to_go, self._most or view.base_shards, view.base_shards))
         before = self.asked_for or view.world_size
         if wanted != before:
             self.resize(wanted, before=before, price=price, budget=self._budget, notices=self.notices)

@@ -17,6 +17,9 @@ from unisono.received import parse_json, read_object
 ASKED, FOUND = "asked.json", "found.json"
 """Files with which ``unisono curvature`` asks workers, and in which it finds what they have measured."""
 
+UNPROVEN = "by a fault of the memory, or by what the script does on some workers only"
+"""How the states of workers come to differ where no worker finds a fault in its own memory."""
+
 
 class RunFolder:
     """``job.json``, ``journal.jsonl``, ``metrics.jsonl``, ``checkpoints/``, ``logs/`` and ``result.json``.
@@ -158,13 +161,13 @@ class RunFolder:
         )
 
     def mended(self) -> dict[str, list[dict[str, Any]]]:
-        """What the journal says of faults of the memory: who was given the right state, when the run went back."""
+        """What the journal says of states that were wrong: who was given the right one, when the run went back."""
         events = self._events()
         return {
             name: [{key: one.get(key) for key in fields} for one in events if _tells_of_fault(one, event)]
             for name, event, fields in (
                 ("healed", "healed", ("step", "what", "ranks", "hosts")),
-                ("rolled_back", "rolled back", ("step", "to", "why")),
+                ("rolled_back", "rolled back", ("step", "to", "why", "proven")),
                 ("wrong_results", "wrong result", ("step", "shard", "rank", "host", "transient")),
             )
         }

@@ -7,9 +7,12 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from unisono.checkpoint.codec import flatten
+from unisono.device import is_accelerator
+from unisono.device_words import DeviceWords
 from unisono.words import MODULUS, Bytes, ManyWords, Sums, bytes_of, is_dense, sum_of_words
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a sum is lost by it
@@ -21,13 +24,14 @@ class Summing:
     """Sums the words of tensors, the same ones again and again.
 
     A flipped bit changes the sum of its tensor by a power of two, so it is always seen. It is no proof that all bits
-    are equal. On the CPU tensors are read where they lie.
+    are equal. Tensors are read where they lie; those of a device all at once, with one wait for it.
     """
 
     def __init__(self) -> None:
         self._marks: list[int] | None = None
         self._bytes: dict[tuple[int, int], Bytes | None] = {}
         self._words = ManyWords(())
+        self._on_devices: list[tuple[list[int], DeviceWords]] = []
         self._others: list[int] = []
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sums:
@@ -35,12 +39,14 @@ class Summing:
         return totals(self.thirds(tensors))
 
     def thirds(self, tensors: Sequence[Tensor]) -> Sums:
-        """The sums of the words of each tensor's thirds, a row of three for each; on a GPU the first has all."""
+        """The sums of the words of each tensor's thirds, a row of three for each."""
         marks = [*map(Tensor.data_ptr, tensors), *map(_BYTES, tensors)]
         if marks != self._marks:
             self._plan(tensors)
             self._marks = marks
         found = self._words.thirds()
+        for numbers, words in self._on_devices:
+            found[numbers] = words.thirds()
         for number in self._others:
             found[number, 0] = sum_of_words(tensors[number])
         return found
@@ -55,7 +61,21 @@ class Summing:
                 known[key] = self._bytes[key] if key in self._bytes else bytes_of(tensor) if is_read else None
             each.append(known[key])
         self._bytes, self._words = known, ManyWords(each)  # what is no longer asked for is let go of
-        self._others = [number for number, one in enumerate(each) if one is None]
+        self._on_devices, self._others, by_device = [], [], dict[torch.device, list[int]]()
+        for number, one in enumerate(each):
+            if one is None and is_accelerator(tensors[number].device) and is_dense(tensors[number]):
+                by_device.setdefault(tensors[number].device, []).append(number)
+            elif one is None:
+                self._others.append(number)
+        for numbers in by_device.values():
+            self._on_devices.append((numbers, DeviceWords([tensors[number] for number in numbers])))
+
+
+def sums_of_words(tensors: Sequence[Tensor]) -> list[int]:
+    """The sum of each tensor's words, row by row; of those on a device with one wait for it."""
+    on_devices = [tensor.detach().contiguous() for tensor in tensors if is_accelerator(tensor.device)]
+    theirs = iter(Summing()(on_devices).tolist())
+    return [next(theirs) if is_accelerator(tensor.device) else sum_of_words(tensor) for tensor in tensors]
 
 
 def totals(thirds: Sums) -> Sums:
@@ -93,7 +113,7 @@ def tree_digest(tree: Any) -> int:
 def flat_digest(text: Any, tensors: Mapping[str, Tensor]) -> int:
     """The same for a tree that is taken apart; see :func:`unisono.checkpoint.codec.flatten`."""
     said = hashlib.blake2b(json.dumps(text).encode(), digest_size=8).digest()
-    sums = [sum_of_words(tensors[name]) for name in sorted(tensors)]
+    sums = sums_of_words([tensors[name] for name in sorted(tensors)])
     return (int.from_bytes(said, "big") + combined(sums)) % MODULUS or 1
 
 

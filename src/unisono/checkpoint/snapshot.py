@@ -18,6 +18,7 @@ from unisono.checkpoint.share import WHOLE, Share, require_each_once
 from unisono.checkpoint.tensors import copies, mapped_tensors, pieces, read_tensors, require_kept
 from unisono.errors import CheckpointError, Unreadable
 from unisono.failpoints import failpoint
+from unisono.finite import is_finite
 from unisono.received import open_file, read_object, short, value_of
 
 FORMAT = 1
@@ -28,8 +29,12 @@ PARTS = ("model", "optimizer", "state")
 DIGESTED = ("model", "optimizer")
 """What an update changes."""
 
-_WRITTEN = tuple[dict[str, dict[str, Any]], dict[str, list[str]]]
-"""What a process says that it has written: what the manifest says of its files, and the names of tensors by part."""
+NAMED = 8
+"""Tensors that are not finite, of which a manifest gives the names."""
+
+_WRITTEN = tuple[dict[str, dict[str, Any]], dict[str, list[str]], list[str]]
+"""What a process says that it has written: what the manifest says of its files, the names of tensors by part, and of
+those that are not finite."""
 
 _FILE = re.compile(rf"({'|'.join(PARTS)})(-[1-9][0-9]{{0,5}})?\.safetensors")
 
@@ -80,6 +85,8 @@ class FrozenSnapshot:
         tensors: the tensors of each part that this process writes, by name.
         verified: digests on which all workers agreed before it was copied; None if they were not compared.
         names: the names of all tensors of each part.
+        trained: the names of the parameters that are trained, as far as they are known.
+        registered: a digest of position and registered objects, from before it was copied; 0 for a share.
     """
 
     step: int
@@ -87,6 +94,8 @@ class FrozenSnapshot:
     tensors: dict[str, dict[str, Tensor]]
     verified: Digests | None = None
     names: Mapping[str, list[str]] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    registered: int = 0
 
     @classmethod
     def of(cls, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> "FrozenSnapshot":
@@ -104,8 +113,11 @@ class FrozenSnapshot:
                 require_kept(found[part])
 
         share.together(take_apart)
+        registered = flat_digest(text["state"], found["state"]) if share is WHOLE else 0
         tensors = {part: copies(found[part], share.copy) for part in PARTS}
-        return cls(snapshot.step, text, tensors, verified, {part: list(found[part]) for part in PARTS})
+        trained = snapshot.state.get("trained", ()) if isinstance(snapshot.state, dict) else ()
+        names = {part: list(found[part]) for part in PARTS}
+        return cls(snapshot.step, text, tensors, verified, names, frozenset(trained), registered)
 
     def require_verified(self) -> None:
         """Refuse a copy that is not what all workers held.
@@ -115,6 +127,8 @@ class FrozenSnapshot:
         """
         if self.verified is not None and self.digests() != self.verified:
             raise CheckpointError("its copy in memory is not what all workers held: a bit has flipped")
+        if self.registered and flat_digest(self.text["state"], self.tensors["state"]) != self.registered:
+            raise CheckpointError("its copy in memory of registered objects is not what they held: a bit has flipped")
 
     def thawed(self) -> Snapshot:
         """The snapshot again, with tensors of its own."""
@@ -144,7 +158,11 @@ class FrozenSnapshot:
             OSError: it cannot be written; the disk is full, say.
         """
         told = share.together(
-            lambda: [self._write_share(folder, share), {part: list(self.tensors[part]) for part in PARTS}]
+            lambda: [
+                self._write_share(folder, share),
+                {part: list(self.tensors[part]) for part in PARTS},
+                self._not_finite(),
+            ]
         )
         each = [value_of(_WRITTEN, one, "what a device has written") for one in told]
         (size, *_) = share.together(lambda: self._write_rest(folder, each, written_by) if share.is_first else 0)
@@ -161,20 +179,32 @@ class FrozenSnapshot:
         failpoint("checkpoint share written")
         return files
 
+    def _not_finite(self) -> list[str]:
+        """The tensors that an update has spoiled. Buffers may hold infinities, a mask say, but no NaN."""
+        odd = [(part, name) for part in DIGESTED for name, one in self.tensors[part].items() if not is_finite([one])]
+        return [
+            name
+            for part, name in odd
+            if part != "model" or name in self.trained or bool(self.tensors[part][name].isnan().any())
+        ]
+
     def _write_rest(
         self,
         folder: Path,
-        written: Sequence[tuple[dict[str, Any], dict[str, list[str]]]],
+        written: Sequence[tuple[dict[str, Any], dict[str, list[str]], list[str]]],
         written_by: Mapping[str, int],
     ) -> int:
         for part, names in self.names.items():
-            require_each_once(names, [each.get(part, []) for _, each in written], part)
-        files = {name: entry for each, _ in written for name, entry in each.items()}
+            require_each_once(names, [each.get(part, []) for _, each, _ in written], part)
+        files = {name: entry for each, _, _ in written for name, entry in each.items()}
+        odd = sorted(name for _, _, each in written for name in each)
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
         manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, **written_by, "files": files}
+        manifest["not_finite"] = {"tensors": len(odd), "first": odd[:NAMED]}
         manifest["verified"] = self.verified is not None
         if self.verified is not None:
-            manifest["digests"] = {part: f"{digest:016x}" for part, digest in self.verified.items()}
+            digests = {**self.verified, **({"state": self.registered} if self.registered else {})}
+            manifest["digests"] = {part: f"{digest:016x}" for part, digest in digests.items()}
         manifest["sha256"] = _own_digest(manifest)
         last = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
         sync_folder(folder)
@@ -193,7 +223,7 @@ def read_snapshot(path: Path, read: Callable[[Path], dict[str, Tensor]] = read_t
     """
     text, files = _read_text(path, PARTS)
     found = Snapshot(text["step"], *(_read_part(path, part, text, files, read) for part in PARTS))
-    _require_digests(path, {part: getattr(found, part) for part in DIGESTED})
+    _require_digests(path, {part: getattr(found, part) for part in PARTS})
     return found
 
 
@@ -219,6 +249,24 @@ def read_model(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = _read_part(path, "model", *_read_text(path, ["model"]))
     _require_digests(path, {"model": found})
     return found
+
+
+@dataclass(frozen=True, order=True)
+class Health:
+    """How many tensors of a checkpoint hold NaN or infinities, and the names of the first."""
+
+    tensors: int = 0
+    first: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, path: Path) -> "Health":
+        """As the manifest in a folder says; older ones say nothing, and whoever reads a damaged one finds that out."""
+        try:
+            told = read_object(path / MANIFEST).get("not_finite", {"tensors": 0, "first": []})
+            found: Health = value_of(cls, told, "not_finite")
+        except (OSError, Unreadable):
+            return cls()
+        return found
 
 
 def sync_folder(path: Path) -> None:
@@ -292,7 +340,7 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
     except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
     if version != FORMAT:
-        raise CheckpointError(f"{path} has format {version}, this version of Unisono reads format {FORMAT}")
+        raise CheckpointError(f"{path} has format {short(version)}, this version of Unisono reads format {FORMAT}")
     if own != digest:
         raise CheckpointError(f"{path / MANIFEST} has another sha256 than it says of itself: its contents changed")
     return listed
@@ -307,6 +355,8 @@ def _require_digests(path: Path, parts: Mapping[str, Any]) -> None:
     if told is None:
         return
     for part, tree in parts.items():
+        if part not in DIGESTED and isinstance(told, dict) and part not in told:
+            continue  # an older one
         if not isinstance(told, dict) or told.get(part) != f"{tree_digest(tree):016x}":
             raise CheckpointError(f"{path}: its {part} is not what all workers held when it was written")
 

@@ -19,8 +19,10 @@ import psutil
 from unisono.checkpoint.share import WHOLE, Share
 from unisono.checkpoint.snapshot import (
     MANIFEST,
+    NAMED,
     Digests,
     FrozenSnapshot,
+    Health,
     Snapshot,
     read_model,
     read_snapshot,
@@ -28,7 +30,7 @@ from unisono.checkpoint.snapshot import (
 )
 from unisono.checkpoint.writer import Writer, origin
 from unisono.errors import CheckpointError, Superseded, UnisonoWarning, WorkerLost
-from unisono.received import value_of
+from unisono.received import short, value_of
 from unisono.telemetry import TelemetrySpan, begin
 
 __all__ = ["CheckpointStore", "Snapshot", "load_weights"]
@@ -146,7 +148,8 @@ class CheckpointStore:
     def newest(self, read: Callable[[Path], S] = read_snapshot) -> S | None:  # type: ignore[assignment]
         """The newest whole checkpoint; None if there is none at all.
 
-        Damaged ones are passed over with a warning that names the file.
+        Damaged ones are passed over with a warning that names the file, and so are those with weights or optimizer
+        state that are not finite, as long as there is one with fewer of them.
 
         Args:
             read: a function that reads one of a folder.
@@ -227,9 +230,11 @@ class CheckpointStore:
         # Newer ones are those that were too damaged to go on from: they do not count.
         older = [each for each in self.steps() if each < step]
         surplus = older[: max(0, len(older) - self._keep + 1)]
+        there = _checkpoints(self._folder)
+        spared = _by_health([one for one in there if one[0] <= step])[-1][0]
         try:
-            for each, path in _checkpoints(self._folder):
-                if each in surplus or (each == step and path != self._path(step)):
+            for each, path in there:
+                if (each in surplus and each != spared) or (each == step and path != self._path(step)):
                     self._discard(path)
         except OSError as error:
             self._tell("checkpoint not removed", error=str(error))
@@ -279,25 +284,29 @@ def load_weights(path: str | Path) -> dict[str, Any]:
 
 
 def _newest(folder: Path, read: Callable[[Path], S], tell: Callable[..., None]) -> S | None:
-    damage: list[str] = []
+    damage: dict[Path, str] = {}
     tried: set[Path] = set()
     # Looked up again after each failure: a running job may have written a newer one, and removed this one.
     while untried := [each for each in _checkpoints(folder) if each[1] not in tried]:
-        step, path = untried[-1]
+        step, path = _by_health(untried)[-1]
         tried.add(path)
         try:
             found = read(path)
         except CheckpointError as error:
             if path.exists():
-                damage.append(str(error))
+                damage[path] = str(error)
                 tell("checkpoint damaged", step=step, error=str(error))
             continue
+        for newer, odd in untried[untried.index((step, path)) + 1 :]:
+            names = ", ".join(map(short, Health.of(odd).first[:NAMED]))
+            damage[odd] = f"{odd} holds weights or optimizer state that are NaN or infinite: {names}"
+            tell("checkpoint not finite", step=newer, tensors=names)
         if damage:
-            skipped = "; ".join(damage)
+            skipped = "; ".join(damage.values())
             warnings.warn(f"goes on from step {step}, since {skipped}", UnisonoWarning, stacklevel=4)
         return found
     if damage:
-        listed = "\n  ".join(damage)
+        listed = "\n  ".join(damage.values())
         raise CheckpointError(f"no checkpoint in {folder} is whole:\n  {listed}\nRestore one, or start in a new folder")
     return None
 
@@ -307,6 +316,11 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     found = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
     ordered = sorted((int(match[1]), match[2] is None, path) for match, path in found if match)
     return [(step, path) for step, _, path in ordered]
+
+
+def _by_health(checkpoints: list[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """Checkpoints from the one to go on from last to the best one: the newest of those with the fewest NaNs."""
+    return sorted(checkpoints, key=lambda one: -Health.of(one[1]).tensors)
 
 
 def _is_abandoned(temporary: Path) -> bool:

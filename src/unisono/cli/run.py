@@ -33,7 +33,8 @@ from unisono.cli.options import (
     WorkerRange,
     grouped,
 )
-from unisono.errors import JobError
+from unisono.errors import PREEMPTED, JobError
+from unisono.host.again import again
 from unisono.host.cgroup import usable_cores
 from unisono.host.status_line import VARIABLE
 from unisono.launch.command import dry_run, elastic_dry_run
@@ -215,8 +216,12 @@ def start(settings: LaunchSettings, beside: Beside = _no_page) -> int:
     terminal.say(f"{settings.workers} worker{'s' if settings.workers > 1 else ''}, run folder {folder.path}")
     with beside(folder.path, terminal):
         outcome: Outcome = launch(settings, folder, terminal)
-    terminal.conclude(report(outcome, folder))
+    terminal.conclude(report(outcome, folder) + _go_on(outcome.exit_code, folder.path))
     return outcome.exit_code
+
+
+def _go_on(exit_code: int, run_dir: Path) -> str:
+    return f"unisono: to go on: {again(run_dir)}\n" if exit_code == PREEMPTED else ""
 
 
 def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
@@ -238,6 +243,7 @@ def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
     terminal.say(f"exit code {ended.exit_code}, run folder {ended.run_dir} on host {ended.host}")
     if ended.words:
         terminal.say(ended.words)
+    terminal.conclude(_go_on(ended.exit_code, Path(ended.run_dir)))
     return int(ended.exit_code)
 
 
@@ -270,5 +276,5 @@ def start_elastic(
     others = None if placement is None else hosts.agents(placement, settings, folder, terminal)
     with beside(folder.path, terminal):
         outcome = run_agent(settings, folder, terminal, others=others)
-    terminal.conclude(report(outcome, folder))
+    terminal.conclude(report(outcome, folder) + _go_on(outcome.exit_code, folder.path))
     return outcome.exit_code

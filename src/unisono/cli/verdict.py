@@ -63,6 +63,8 @@ class Printer:
             self._show_failure(verification, failed, kept=kept)
         elif case is None:
             self._print(Text(_identical(self._request, verification), "bold green"))
+            if not verification.runs[0].trace.has_trained:
+                self._print(Text(_NOTHING_TRAINED, "bold yellow"))
             for note in _notes(verification):
                 self._print(Text(note, "dim"))
 
@@ -81,6 +83,12 @@ class Printer:
     def _print(self, text: Text) -> None:
         # A file or a pipe gets whole lines; a terminal wraps them by itself.
         self._out.print(text, soft_wrap=True)
+
+
+_NOTHING_TRAINED = (
+    "But nothing was trained: after the last step all parameters are what they were before the first. Does the "
+    "optimizer hold those of this model, is its learning rate above 0, and does the loss depend on them?"
+)
 
 
 class _Steps:

@@ -23,7 +23,7 @@ from unisono.dashboard.source import FolderSource, RunSource
 from unisono.errors import USAGE, JobError, UnisonoError
 from unisono.host.parent_death import end_with_parent
 from unisono.host.signals import ignore_notices
-from unisono.membership.listener import HttpProtocol
+from unisono.membership.listener import FewDescriptors, HttpProtocol
 
 NICE = 10
 """How far it stands back behind those who train."""
@@ -53,6 +53,7 @@ class PageServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Until it is to end."""
         self._loop, self._signalled = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(FewDescriptors(sys.stderr.write))
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):

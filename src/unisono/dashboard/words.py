@@ -33,6 +33,7 @@ KIND_OF = {
     "asked to checkpoint": "run",
     "checkpoint failed": "notice",
     "checkpoint damaged": "notice",
+    "checkpoint not finite": "notice",
     "skipped": "notice",
     "not formed": "notice",
     "not replaced": "notice",

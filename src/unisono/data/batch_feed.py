@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.data.batch_stream import BatchReaders, OpenPass, gives_batches
+from unisono.data.content import Glance
 from unisono.data.feed import Asked, refuse_beside
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey
@@ -84,6 +85,10 @@ class BatchFeed(StreamFeed):
         return {"kind of stream": self.stream.name} | (
             {} if self.begun is None else {f"first batch ({self.stream.cure})": self.order.digest}
         )
+
+    def content(self, look: Glance) -> str:
+        """Nothing: the first batch is compared, and each further one as it is read."""
+        return ""
 
     def source(self, readers: int) -> StreamSource:
         """What gives the samples, read by so many readers."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler
 
+from unisono.data.content import Glance, content_of_samples
 from unisono.data.loader_processes import Processes
 from unisono.data.order import BlockwiseOrder, KeyedOrder, Order
 from unisono.data.sampler_order import LoopKey, SamplerOrder
@@ -14,6 +15,9 @@ from unisono.data.torch_loader import LoaderParts
 from unisono.errors import JobError
 from unisono.plan.block_order import BlockShuffle
 from unisono.received import short
+
+SAME_SAMPLES = "All workers need the same samples, or some are trained on twice and others never"
+"""Why."""
 
 Shuffle = bool | str | BlockShuffle
 """Whether and how to shuffle."""
@@ -88,6 +92,25 @@ class Feed:
         """What has to be the same on all workers."""
         told: dict[str, Any] = {"number of samples": len(self.source.dataset)}
         return told | ({"order of the sampler": digest} if (digest := self.order.digest) else {})
+
+    def content(self, look: Glance) -> str:
+        """A digest of samples at a few places of an epoch; empty of data that change between epochs.
+
+        Whoever joins has such data as they were at first, until it is told of the epochs that it has missed.
+        """
+        if getattr(self.source.dataset, "changes_between_epochs", False):
+            return ""
+        return content_of_samples(self.source, self.processes, look)
+
+    @property
+    def cure(self) -> str:
+        """What to do where workers' samples differ."""
+        return (
+            f"{SAME_SAMPLES}. Data that are split, shuffled or made with random numbers need a seed "
+            f"(torch.Generator().manual_seed(0), numpy.random.default_rng(0)), or are drawn after unisono.init, which "
+            f"seeds torch, NumPy and Python. In __getitem__ draw from their global generators. Give every worker the "
+            f"whole data set, and no share by rank"
+        )
 
     @classmethod
     def of(cls, data: Any, asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from unisono.data.alike import alike
-from unisono.data.order import Order
+from unisono.data.order import KeyedOrder, Order
 from unisono.data.streams import DrawWatch, seed_generators
 from unisono.errors import DataError, UnisonoWarning
 from unisono.plan.batches import Batch
@@ -103,6 +103,16 @@ class ShardSource:
         """The batches of some shards of a step; see :meth:`load`."""
         return self.load(ShardsRequest(batch.epoch, tuple(batch.shard(number) for number in shards)))
 
+    def sample(self, epoch: int, place: int) -> Any:
+        """The sample at a place of an epoch, before it is collated; where each comes once, the one of that number.
+
+        Draws from the global random generators.
+        """
+        at = range(place, place + 1)
+        has_each = isinstance(self.order, KeyedOrder)  # which draws alike wherever it stands
+        (found,) = self._seeded(epoch, at, list(at) if has_each else self.order.samples_at(epoch, at).tolist())
+        return found
+
     def mark(self, batch: Batch) -> int:
         """A number that tells which samples a step has, where a sampler says it."""
         if not self.order.digest:
@@ -125,7 +135,7 @@ class ShardSource:
 
     def fetch(self, shards: LocatedShards) -> list[Any]:
         """The shards whose samples are known; see :meth:`load`."""
-        if self.collate is None and _is_plain(self.dataset):
+        if self.collate is None and is_plain(self.dataset):
             return [_gathered(self.dataset, indices) if indices.size else None for indices in shards.samples]
         (epoch, places), found = shards.request, list[Any]()
         with one_thread():
@@ -248,9 +258,9 @@ def _many(dataset: Any, indices: Sequence[int]) -> list[Any]:
     return found
 
 
-def _is_plain(dataset: Any) -> bool:
+def is_plain(dataset: Any) -> bool:
     """Whether it is a TensorDataset, or a part of one: nothing random can happen in there."""
-    return _is_plain(dataset.dataset) if type(dataset) is Subset else type(dataset) is TensorDataset
+    return is_plain(dataset.dataset) if type(dataset) is Subset else type(dataset) is TensorDataset
 
 
 def _gathered(dataset: Any, indices: Indices) -> list[Tensor]:

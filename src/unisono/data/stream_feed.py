@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from unisono.data.feed import Asked, Shuffle, refuse_beside
+from unisono.data.content import Glance, content_of_stream
+from unisono.data.feed import SAME_SAMPLES, Asked, Shuffle, refuse_beside
+from unisono.data.library_streams import require_samples
 from unisono.data.loader_processes import NO_PROCESSES, Processes
 from unisono.data.opened_stream import opens_readers
 from unisono.data.order import KeyedOrder, Order
@@ -46,6 +48,7 @@ class StreamFeed:
     begin: Callable[[int], None] | None = None
     processes: Processes = NO_PROCESSES
     epochs: int = 1
+    _opened: dict[int, OpenReaders] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shuffle(self) -> bool:
@@ -80,13 +83,14 @@ class StreamFeed:
             epochs: the number of epochs to read.
 
         Raises:
-            DataError: the loader makes no batches.
+            DataError: the loader makes no batches, the stream makes them, or gives each process a share.
             JobError: something is asked for that a stream cannot give.
         """
         loader = data if isinstance(data, DataLoader) else None
         stream = data if loader is None else loader.dataset
         if not opens_readers(stream) and (not isinstance(stream, IterableDataset) or is_indexed(stream)):
             return None
+        require_samples(stream)
         timeout_s *= PATIENCE
         if loader is None:
             _refuse(asked.shuffle, asked.drop_last)
@@ -109,6 +113,19 @@ class StreamFeed:
         """What has to be the same on all workers."""
         return {"kind of stream": type(self.stream).__name__}
 
+    def content(self, look: Glance) -> str:
+        """A digest of what some readers give for the first step."""
+        return content_of_stream(self._readers(look.readers), self.processes, look)
+
+    @property
+    def cure(self) -> str:
+        """What to do where workers' samples differ."""
+        return (
+            f"{SAME_SAMPLES}. What shuffles or mixes a stream needs a seed (shuffle(seed=0), "
+            f"interleave_datasets(…, seed=0)), or is made after unisono.init where it draws from the global generators "
+            f"of torch, NumPy and Python. Leave out WebDataset's resampled=True, and what gives each process a share"
+        )
+
     @property
     def promised(self) -> int | None:
         """The number of samples that the stream says it has; None if it says nothing."""
@@ -119,9 +136,16 @@ class StreamFeed:
 
     def source(self, readers: int) -> StreamSource:
         """What gives the samples, read by so many readers."""
-        opened = OpenReaders(self.stream, self.key, readers, self.collate, self.begin, keeps=self.keeps)
+        opened = self._readers(readers)
         ahead = ReadersAhead(opened, self.processes, self.epochs) if self.processes.count else opened
         return StreamSource(ahead, type(self.stream).__name__)
+
+    def _readers(self, readers: int) -> OpenReaders:
+        if readers not in self._opened:
+            self._opened[readers] = OpenReaders(
+                self.stream, self.key, readers, self.collate, self.begin, keeps=self.keeps
+            )
+        return self._opened[readers]
 
 
 def warn_unless_promised(what: str, samples: int, promised: int | None) -> None:

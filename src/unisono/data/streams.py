@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from unisono.device import drawn, in_use
 from unisono.errors import Unreadable
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -74,31 +75,31 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Generators:
-    """The state of torch's generators (CPU, and CUDA where it is in use), NumPy's and Python's.
+    """The state of torch's generators (the CPU's, and the device's where one is in use), NumPy's and Python's.
 
     NumPy's may be the seed that it was made from.
     """
 
     torch_cpu: torch.Tensor
-    torch_cuda: torch.Tensor | None
+    torch_device: torch.Tensor | None
     numpy: Any
     python: Any
 
     @classmethod
     def capture(cls) -> "Generators":
         """The generators' state now."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        device = None if (module := in_use()) is None else module.get_rng_state()
         # Not the bit generator's state alone: NumPy keeps every second normal number for the next call.
         with _ONE_AT_A_TIME:
             cpu = torch.get_rng_state()
-        return cls(cpu, cuda, _numpy_state(), random.getstate())
+        return cls(cpu, device, _numpy_state(), random.getstate())
 
     def restore(self) -> None:
         """Set the generators back to this state."""
         with _ONE_AT_A_TIME:
             torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda is not None:
-            torch.cuda.set_rng_state(self.torch_cuda)
+        if self.torch_device is not None:
+            in_use().set_rng_state(self.torch_device)
         _set_numpy(self.numpy)
         random.setstate(self.python)
 
@@ -110,10 +111,10 @@ class Generators:
             numpy = np.asarray(numbers, np.uint32).tobytes() + struct.pack("<qqd", place, has_gauss, gauss)
         _, words, gauss = self.python
         python = np.array(words, np.uint32).tobytes() + struct.pack("<?d", gauss is not None, gauss or 0.0)
-        cuda = _NO_BYTES if self.torch_cuda is None else self.torch_cuda.cpu()
+        device = _NO_BYTES if self.torch_device is None else self.torch_device.cpu()
         return [
             self.torch_cpu,
-            cuda,
+            device,
             *(torch.frombuffer(bytearray(each), dtype=torch.uint8) if each else _NO_BYTES for each in (numpy, python)),
         ]
 
@@ -125,11 +126,11 @@ class Generators:
             Unreadable: they are no such state.
         """
         try:
-            cpu, cuda, numpy, python = tensors
+            cpu, device, numpy, python = tensors
             with _ONE_AT_A_TIME:
                 torch.set_rng_state(cpu.clone())
-            if cuda.numel():
-                torch.cuda.set_rng_state(cuda.clone())
+            if device.numel() and (module := in_use()) is not None:
+                module.set_rng_state(device.clone())
             if numpy.numel():
                 read = numpy.numpy().tobytes()
                 words = np.frombuffer(read[: 4 * _NUMPY_NUMBERS], np.uint32)
@@ -147,8 +148,8 @@ def seed_generators(seed: int) -> None:
     # torch.manual_seed would do, but reaches for every accelerator's lazy initialisation: 80 times slower.
     with _ONE_AT_A_TIME:
         torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
+    if (module := in_use()) is not None:
+        module.manual_seed(seed)
     _seed_numpy(seed & 0xFFFFFFFF)
     random.seed(seed)
 
@@ -157,22 +158,19 @@ _DRAWN = torch.empty((), dtype=torch.int64)
 
 
 class Draws(NamedTuple):
-    """One number of each generator. CUDA's tells how many it has given."""
+    """One number of each generator. The device's tells how much it has given."""
 
     torch_cpu: int
-    torch_cuda: int
+    torch_device: int
     numpy: float
     python: float
 
     @classmethod
     def next(cls) -> "Draws":
         """The generators' next numbers, which are drawn."""
-        cuda = 0
-        if torch.cuda.is_initialized():
-            cuda = torch.cuda.default_generators[torch.cuda.current_device()].get_offset()
         with _ONE_AT_A_TIME:
             cpu = int(_DRAWN.random_())
-        return cls(cpu, cuda, np.random.random(), random.random())  # noqa: S311 (nothing is kept secret by it)
+        return cls(cpu, drawn(), np.random.random(), random.random())  # noqa: S311 (nothing is kept secret by it)
 
 
 class SeededAgain:
@@ -187,8 +185,8 @@ class SeededAgain:
         """Seed all generators."""
         with _ONE_AT_A_TIME:
             torch.default_generator.set_state(self._torch)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(self._seed)
+        if (module := in_use()) is not None:
+            module.manual_seed(self._seed)
         _seed_numpy(self._seed & 0xFFFFFFFF)
         random.setstate(self._python)
 

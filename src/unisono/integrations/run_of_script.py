@@ -7,6 +7,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from unisono.data.streams import generators_kept
 from unisono.errors import JobError
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, init
@@ -15,7 +16,7 @@ NO_DEFAULTS: Mapping[str, Any] = {}
 
 
 def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS) -> Run:
-    """The run that a guest trains on.
+    """The run that a guest trains on. The script's random generators are as before.
 
     Args:
         guest: the call of the script, for messages.
@@ -40,9 +41,11 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         )
     told = process.variables.all()
     unsaid = {name: value for name, value in defaults.items() if f"UNISONO_{name.upper()}" not in told}
-    found = init(**{**unsaid, **settings}) if run is None else run
-    if run is None:
-        found.inside.ending.also(process.script_end.then(partial(_finish, found)))
+    if run is not None:
+        return run
+    with generators_kept():  # the script's own seed holds: one line makes no other first weights
+        found = init(**{**unsaid, **settings})
+    found.inside.ending.also(process.script_end.then(partial(_finish, found)))
     return found
 
 

@@ -149,6 +149,8 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
         "UNISONO_LAUNCHER_PID": str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        # Else each process, and each run that resumes, goes through sets of words in an order of its own.
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         **settings.tuning.variables,
         **variables_of(settings.numerics or os.environ.get(LEVEL)),
         **_wishes(settings),

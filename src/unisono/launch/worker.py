@@ -21,7 +21,7 @@ from unisono.errors import FIRST_SIGNAL, PREEMPTED
 from unisono.host.parent_death import end_with_parent
 from unisono.host.script_end import OF_THIS_PROCESS
 from unisono.host.stacks import write_when_asked
-from unisono.launch.ending.failure import Failure, dismissal_in, note_end
+from unisono.launch.ending.failure import Failure, dismissal_in, note_end, says_all
 from unisono.launch.settings import Script
 from unisono.launch.terminal.terminal import WorkerName
 from unisono.membership.environment import device_name
@@ -141,7 +141,7 @@ def fail(error: BaseException) -> None:
     failure = Failure.of(error, _name())
     if failure.consequence:
         print(f"{failure.type}: {failure.message}", file=sys.stderr)  # noqa: T201
-    elif failure.is_usage:
+    elif says_all(error):
         print(failure.traceback, end="", file=sys.stderr)  # noqa: T201
     else:
         sys.excepthook(type(error), error, error.__traceback__)

@@ -134,7 +134,9 @@ def recognise(environ: Mapping[str, str], host: str | None = None) -> Environmen
     for launcher in LAUNCHERS:
         if launcher.recognises(variables):
             return launcher.read(variables, host)
-    return Environment("single", 0, 1, 0, 1, host)
+    # The worker of an elastic job learns its rank from the coordinator, and its place on this host from its agent.
+    place = variables.count("UNISONO_LOCAL_RANK", "") if "UNISONO_LOCAL_RANK" in variables else 0
+    return Environment("single", 0, 1, place, place + 1, host)
 
 
 class Unisono:

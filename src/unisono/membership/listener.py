@@ -1,13 +1,16 @@
 """The coordinator's listening socket, the names under which clients know it, and the protocols on it."""
 
 import asyncio
+import errno
 import ipaddress
+import math
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from unisono.errors import JobError
@@ -94,8 +97,33 @@ def _needs_tls(host: str) -> JobError:
     )
 
 
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_SAID_AGAIN_S = 60.0
+
+
+class FewDescriptors:
+    """An event loop's handler of exceptions: asyncio's own writes so many a second while it can accept nobody.
+
+    Args:
+        say: a function that shows a line.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say, self._silent_until = say, -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say it, and once in a minute."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS and "socket" in context:
+            if loop.time() >= self._silent_until:
+                self._silent_until = loop.time() + _SAID_AGAIN_S
+                self._say(f"unisono: nobody can be let in for the moment: {error.strerror}\n")
+        elif not (isinstance(error, ValueError) and "_start_serving" in context["message"]):  # tried when all is over
+            loop.default_exception_handler(context)
+
+
 class HttpProtocol(H11Protocol):
-    """Hangs up on whoever connects and does not say what it wants.
+    """Hangs up on whoever connects, or has had an answer, and does not say what it wants, or does not take the answer.
 
     Args:
         request_line_s: seconds that it may take to do so.
@@ -110,7 +138,7 @@ class HttpProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start waiting for the request."""
         super().connection_made(transport)
-        self._patience = self.loop.call_later(self._request_line_s, self._give_up)
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """There is nothing to wait for."""
@@ -122,8 +150,18 @@ class HttpProtocol(H11Protocol):
         self._forget()
         super().handle_websocket_upgrade(event)
 
+    def on_response_complete(self) -> None:
+        """Start waiting for the next request: uvicorn's own patience ends with the first byte of it."""
+        self._forget()
+        self._wait()
+        super().on_response_complete()
+
+    def _wait(self) -> None:
+        self._patience = self.loop.call_later(self._request_line_s, self._give_up)
+
     def _give_up(self) -> None:
-        if self.cycle is None:  # no request has come so far; later ones have uvicorn's own patience
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:  # one that is answered has limits of its own
             self.transport.abort()
 
     def _forget(self) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from unisono.errors import LaunchError
@@ -167,9 +166,3 @@ def own_address(store: dist.Store) -> str:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return data_address(getattr(store, "host", None) or "", getattr(store, "interface", ""))
-
-
-def backend_for(device: torch.device, environment: Environment) -> str:
-    """``nccl`` where every local worker has a GPU of its own, else ``gloo``."""
-    own_gpu = device.type == "cuda" and environment.local_world_size <= torch.cuda.device_count()
-    return "nccl" if own_gpu and dist.is_nccl_available() else "gloo"

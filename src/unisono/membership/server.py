@@ -29,7 +29,15 @@ from unisono.host.signals import ignore_notices
 from unisono.membership import state as machine
 from unisono.membership.auth import AuthMiddleware, RequestLimits
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.listener import HttpProtocol, ListenAddress, WebSocketProtocol, hosts, listen, url
+from unisono.membership.listener import (
+    FewDescriptors,
+    HttpProtocol,
+    ListenAddress,
+    WebSocketProtocol,
+    hosts,
+    listen,
+    url,
+)
 from unisono.membership.parser import LONGEST_MESSAGE
 from unisono.membership.service import Service
 from unisono.membership.token import make_token
@@ -105,6 +113,7 @@ class Server(uvicorn.Server):
 
     @asynccontextmanager
     async def _running(self, app: Starlette) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_exception_handler(FewDescriptors(sys.stderr.write))
         service = Service(self._coordinator, self._limits, self.end, self._changed)
         app.router.routes.extend(service.routes())
         lonely_s = LONELY_S + 2 * self._coordinator.state.settings.failure_timeout_s

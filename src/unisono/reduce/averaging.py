@@ -67,4 +67,5 @@ class _Plan:
             self._transport.reduce(("mean", self._number, number), [flat], divisor)
             for number, flat in enumerate(self._row)
         ]
+        self._transport.settle()
         return list(views_of(self._buckets, totals))

@@ -23,11 +23,14 @@ from unisono.host.certificate import PINNED, NoCertificate, make
 from unisono.received import parse_json, short
 from unisono.reduce.admission import PATIENCE_S, Admission, call_again, identify, present
 from unisono.reduce.peers import RendezvousStore, limit
-from unisono.reduce.rpc_message import address_of, family_of, is_host, listen
+from unisono.reduce.rpc_message import Address, address_of, calling, is_host, is_name, listen
 from unisono.reduce.wire import Wire
 
 LARGEST_PEM = 2**14
 """Bytes of a certificate and its key."""
+
+UNDER_WAY = 4 * 2**20
+"""Bytes on their way through a Unix socket, as far as the system allows it: TCP finds its own number."""
 
 _CERTIFICATE_ENDS = "-----END CERTIFICATE-----"
 
@@ -167,11 +170,11 @@ def connect_all(
     """Connect with all other workers of a generation.
 
     Each of them listens until all have met, and hangs up on whoever does not know the generation's secret. Over TLS,
-    both sides also have to hold its private key.
+    both sides also have to hold its private key. On Unix sockets, the kernel says that both belong to one user.
 
     Args:
         rank: this worker's rank.
-        host: the address at which the others call this worker.
+        host: the address at which the others call this worker; empty if all of them are on one host.
         workers: the number of workers.
         board: a store that only they use.
         keys: what only they know.
@@ -220,7 +223,7 @@ class _Meeting:
         return [Wire(found[other], f"rank {other}") for other in sorted(found)]
 
     def _called(self, other: int) -> socket.socket:
-        address = _address_from(other, self._board.read(f"data/{other}"))
+        address = self._address_from(other, self._board.read(f"data/{other}"))
         try:
             return call_again(partial(self._call, other, address), self._timeout_s)
         except ConnectionRefusedError as error:
@@ -228,8 +231,16 @@ class _Meeting:
         except (OSError, EOFError) as error:
             raise self._lost(other, error) from error
 
-    def _call(self, other: int, address: tuple[str, int]) -> socket.socket:
-        connection = socket.socket(family_of(address[0]))
+    def _address_from(self, rank: int, told: bytes) -> Address:
+        match parse_json(told):
+            case [str(host), int(port)] if self._host and is_host(host) and 0 < port < 2**16:
+                return host, port
+            case str(name) if not self._host and is_name(name):
+                return name
+        raise WorkerLost(f"rank {rank} says that it can be called at {short(told)}, which is no address of a worker")
+
+    def _call(self, other: int, address: Address) -> socket.socket:
+        connection = calling(address)
         try:
             limit(connection, self._timeout_s)
             connection.connect(address)
@@ -258,8 +269,11 @@ class _Meeting:
         self, connection: socket.socket, context: ssl.SSLContext | None, caller: int, called: int
     ) -> socket.socket:
         connection.settimeout(min(PATIENCE_S, self._timeout_s))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._host:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        else:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNDER_WAY)
         if context is not None:
             connection = context.wrap_socket(connection, server_side=context is self._hears)
         identify(connection, caller, called)
@@ -282,13 +296,6 @@ class _Meeting:
         if isinstance(error, TimeoutError | BlockingIOError):
             return NoProgress(f"rank {self._rank} on host {platform.node()} waited for rank {other} in vain")
         return WorkerLost(f"rank {self._rank} on host {platform.node()} could not connect with rank {other}: {error}")
-
-
-def _address_from(rank: int, told: bytes) -> tuple[str, int]:
-    match parse_json(told):
-        case [str(host), int(port)] if is_host(host) and 0 < port < 2**16:
-            return host, port
-    raise WorkerLost(f"rank {rank} says that it can be called at {short(told)}, which is no address of a worker")
 
 
 @contextmanager

@@ -110,6 +110,7 @@ class Messages(Exchange):
             total.div_(divisor)
         for part in self._parts if tally is not None else ():
             assert tally is not None
+            tally.finished.look(total[part])
             tally.wrote(total[part], part.start, self._workers)
 
     def _receive(self, message: Transfer) -> list[Any]:
@@ -133,6 +134,8 @@ class Messages(Exchange):
             torch.add(left, right, out=values[piece, node])
             if divisor is not None:
                 values[piece, node].div_(divisor)
+            if tally is not None:
+                tally.finished.look(values[piece, node])
         if tally is not None:
             tally.wrote(values[piece, node], start, self._workers if node == self._root else 0)
 
@@ -187,6 +190,7 @@ class Collectives(Exchange):
         if divisor is not None:
             part.div_(divisor)
         if tally is not None:
+            tally.finished.look(part)
             tally.wrote(part, start, len(self._shares))
         if self._servers:
             self._hand_out(part)

@@ -129,7 +129,7 @@ class PartialSums:
             tally: the tally of the bucket, if its memory is checked.
         """
         views = [row.views[number] for row in self._open]
-        if tally is None:
+        if tally is None or tally.is_empty:
             _put(views, tensor, adds=self._adds)
             return
         pieces = list(zip(*(row.pieces[number] for row in self._open), strict=True))
@@ -150,6 +150,7 @@ class PartialSums:
             tally: the tally of the bucket, if its memory is checked.
         """
         first = self._open[0]
+        tally = None if tally is None or tally.is_empty else tally
         for row in self._open if self._adds and tally is not None else ():
             assert tally is not None
             tally.read(row.values, 0)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.device import current_stream, is_accelerator, page_locked, sent_to
 from unisono.errors import NoProgress, WorkerLost
 from unisono.plan.links import Links
 from unisono.plan.split import Split
@@ -61,13 +62,15 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         super().__init__(rank, split)
         self._group, self._clock = group, clock
-        self._device = device
+        self.device = device
         self._by_collectives = topology is None
         self.tallies = device.type == "cpu"
         self._choice = _choice(topology, split.workers)
         self._buckets: list[Bucket] = []
         self._exchanges: dict[tuple[Hashable, int, torch.dtype], Exchange] = {}
+        self._copies: dict[tuple[Hashable, int, torch.dtype], HostCopies] = {}
         self._waits = self._always_direct = False
+        self._is_aborted = self._is_pending = False
 
     @property
     def topology(self) -> str:
@@ -83,6 +86,7 @@ class ProcessGroupTransport(Transport):
         """With new exchanges, by the topologies that were measured."""
         super().resplit(split)
         self._exchanges.clear()
+        self._copies.clear()
         self._buckets.clear()
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
@@ -126,7 +130,7 @@ class ProcessGroupTransport(Transport):
         self.all_gather(torch.zeros(1, dtype=torch.uint8))  # all are here
         if self.rank not in (a, b):
             return 0.0, 0.0
-        probes = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in (8, PROBE)]
+        probes = [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in (8, PROBE)]
         small, large = (min(self._round_trip(a, b, probe) for _ in range(ROUNDS)) for probe in probes)
         return small, large
 
@@ -138,6 +142,9 @@ class ProcessGroupTransport(Transport):
                     self._group.send([data], receiver, LINKS).wait()
                 else:
                     self._group.recv([data], sender, LINKS).wait()
+            if is_accelerator(self.device):
+                current_stream(self.device).synchronize()
+                self._require_whole()
         return self._clock() - begun
 
     def _compare(self, buckets: Sequence[Bucket]) -> None:
@@ -157,36 +164,53 @@ class ProcessGroupTransport(Transport):
     ) -> Tensor:
         """By messages, or by collectives."""
         first = partials[0]
-        if first.device != self._device:
-            assert tally is None, "memory of other devices is not tallied"
-            return self.reduce(bucket, [value.to(self._device) for value in partials], divisor).to(first.device)
         key = (bucket, first.numel(), first.dtype)
+        if first.device != self.device:
+            assert tally is None or tally.is_empty, "memory of other devices is not tallied"
+            if key not in self._copies:
+                self._copies[key] = HostCopies(partials)
+            copies = self._copies[key]
+            return copies.put_back(self.reduce(bucket, copies.take(partials), divisor, tally))
         if key not in self._exchanges:
             self._compare(self._buckets)
             way = "direct" if self._must_be_direct else self._choice.topology(first.nbytes)
             self._exchanges[key] = self._exchange(first, way)
         exchange = self._exchanges[key]
         self.traffic.count(exchange.sent_bytes, exchange.sent_messages)
-        with self._named_errors():
+        with self._collective():
             return exchange.reduce(partials, divisor, tally)
+
+    def settle(self) -> None:
+        """Wait until the device has what was asked of the others, and know that it is theirs.
+
+        NCCL's calls return at once, and so do they when they are aborted: then what lies there is nobody's result.
+        """
+        if self._is_pending:
+            with self._named_errors():
+                current_stream(self.device).synchronize()
+                self._require_whole()
 
     def reduce_native(self, total: Tensor) -> Tensor:
         """The backend's all-reduce, counted as what a ring sends."""
-        staged = total.to(self._device)
+        staged = total.to(self.device)
         others = self.world_size - 1
         self.traffic.count(2 * others * staged.nbytes // self.world_size, 2 * others)
-        with self._named_errors():
+        with self._collective():
             self._group.allreduce([staged]).wait()
         return total if staged is total else total.copy_(staged)
 
     def all_gather(self, row: Tensor) -> Tensor:
         """One all-gather of rows of equal length."""
-        staged = row.to(self._device).contiguous()
-        rows = torch.empty((self.world_size, row.numel()), dtype=row.dtype, device=self._device)
+        staged = sent_to(self.device, row.contiguous())
+        if is_accelerator(row.device) and not is_accelerator(self.device):
+            current_stream(row.device).synchronize()
+        rows = torch.empty((self.world_size, row.numel()), dtype=row.dtype, device=self.device)
         self._count_copies(row)
-        with self._named_errors():
+        with self._collective():
             self._group._allgather_base(rows.view(-1), staged).wait()
-        return rows.to(row.device)
+        gathered = sent_to(row.device, rows)
+        self.settle()
+        return gathered
 
     def gather_into(self, rows: Tensor, row: Tensor) -> None:
         """One all-gather into memory that there is: every worker's 1-D ``row``, which may be a part of ``rows``.
@@ -195,7 +219,7 @@ class ProcessGroupTransport(Transport):
             rows: 1-D, of so many rows as there are workers; on the backend's device.
             row: this worker's.
         """
-        with self._named_errors():
+        with self._collective():
             self._group._allgather_base(rows, row).wait()
 
     def swap(self, received: Tensor, sent: Tensor) -> None:
@@ -205,7 +229,7 @@ class ProcessGroupTransport(Transport):
             received: contiguous, of as many rows as there are workers; on the backend's device.
             sent: alike.
         """
-        with self._named_errors():
+        with self._collective():
             self._group.alltoall_base(received, sent, [], []).wait()
 
     def send(self, tensor: Tensor, target: int, tag: int) -> "TensorUnderWay":
@@ -220,22 +244,26 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
-        staged = tensor.detach().to(self._device).contiguous()
+        staged = tensor.detach().to(self.device).contiguous()
         if self.rank == source:
             self._count_copies(tensor)
-        with self._named_errors():
+        with self._collective():
             self._group.broadcast(staged, source).wait()
+        self.settle()
         with torch.no_grad():
             tensor.copy_(staged)
 
     def abort(self) -> None:
         """Hang up."""
+        self._is_aborted = True  # before anything that is under way ends by it
         if (group := self._group) is not None:
             self._hang_up(group)
 
     def close(self) -> None:
         """Shut the group's connections down without waiting for the others."""
+        self._is_aborted = True
         self._exchanges.clear()
+        self._copies.clear()
         if self._group is not None:
             self._hang_up(self._group)
         if isinstance(self._group, SocketGroup):
@@ -253,17 +281,30 @@ class ProcessGroupTransport(Transport):
     def _trial(self, bucket: Bucket, topology: str) -> Timing:
         mine = self.split.of(self.rank)
         count = len(self.tree.cover(mine.start, mine.stop))
-        partials = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=self._device) for _ in range(count)]
+        partials = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=self.device) for _ in range(count)]
         exchange = self._exchange(partials[0], topology)
 
         def once() -> float:
             self.all_gather(torch.zeros(1))  # all start together
             begun = self._clock()
-            with self._named_errors():
+            with self._collective():
                 exchange.reduce(partials, None)
+            self.settle()
             return self.all_gather(torch.tensor([self._clock() - begun], dtype=torch.float64)).max().item()
 
         return once
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """What is called in here may be under way on the device when it has returned; see :meth:`settle`."""
+        with self._named_errors():
+            self._is_pending = is_accelerator(self.device)
+            yield
+
+    def _require_whole(self) -> None:
+        if self._is_aborted:
+            raise WorkerLost(f"rank {self.rank} was cut off from the other workers in the middle of a collective call")
+        self._is_pending = False
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -299,6 +340,31 @@ class ProcessGroupTransport(Transport):
             f"rank {self.rank} lost its connection to another worker: {first_line}. Look for the first error of the "
             f"others"
         )
+
+
+class HostCopies:
+    """The copies in the host's memory of a bucket that lies on a device: page-locked, allocated once.
+
+    Args:
+        partials: tensors like those that are copied.
+    """
+
+    def __init__(self, partials: Sequence[Tensor]) -> None:
+        self._partials = [page_locked(torch.empty_like(each, device="cpu")) for each in partials]
+        self._total = page_locked(torch.empty_like(partials[0], device="cpu"))
+        self._result = torch.empty_like(partials[0])
+
+    def take(self, partials: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Copy tensors of the device; waits for what this stream has under way, once."""
+        for held, value in zip(self._partials, partials, strict=True):
+            held.copy_(value, non_blocking=True)
+        current_stream(self._result.device).synchronize()
+        return self._partials
+
+    def put_back(self, total: Tensor) -> Tensor:
+        """A tensor on the device that gets the total's values, the same one each time; nobody waits."""
+        self._total.copy_(total)
+        return self._result.copy_(self._total, non_blocking=True)
 
 
 class TensorUnderWay:

@@ -5,51 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from unisono.device import Handover, beside, current_stream, is_accelerator
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 from unisono.spans import Spans
-
-# Handing a tensor from one CUDA stream to another without stopping the device. On the CPU there is nothing to do.
-
-
-class Handover:
-    """A moment in the current stream of a device, for another stream to wait for.
-
-    Args:
-        device: the device of the tensors that are handed over.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: Any = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
-        self.device = device
-
-    def accept(self) -> None:
-        """What the current stream does from now on happens after that moment."""
-        if self._event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._event)
-
-
-def beside(device: torch.device) -> AbstractContextManager[Any]:
-    """Work in a stream of its own, beside the one that computes."""
-    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
-
-
-@cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
 
 # From every worker's partial sums of a bucket to the sum that all of them hold.
 
@@ -94,7 +59,10 @@ def native(
     for other in others:
         total.add_(other)
     total = transport.reduce_native(total)
-    return total if divisor is None else total.div_(divisor)
+    total = total if divisor is None else total.div_(divisor)
+    if tally is not None:
+        tally.finished.look(total)
+    return total
 
 
 REDUCTIONS: dict[str, Reduction] = {"exact": exact, "native": native}
@@ -162,8 +130,12 @@ class Reducer:
         pending.done.wait()
         if pending.error is not None:
             raise pending.error
-        for handover in pending.handovers:
-            handover.accept()
+        # What this worker has yet to compute is no waiting for others, and an error of its device is its own.
+        if is_accelerator(self.transport.device):
+            current_stream(self.transport.device).synchronize()
+        for handover, total in zip(pending.handovers, pending.totals, strict=True):
+            handover.accept(total)
+        self.transport.settle()
         return tuple(pending.totals), pending.seconds
 
     def abandon(self) -> None:
@@ -229,7 +201,8 @@ class _PendingBuckets:
 
     def _reduce_all(self, transport: Transport, reduction: Reduction) -> None:
         begun = perf_counter()
-        divisor = self.weigh()
+        with beside(transport.device):  # or it would come behind all that this worker has yet to compute
+            divisor = self.weigh()
         self.seconds += (ended := perf_counter()) - begun
         if self.spans is not None:
             self.spans.add("weigh", begun, ended)

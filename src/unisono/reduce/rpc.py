@@ -15,7 +15,7 @@ from unisono.received import short
 from unisono.reduce.admission import Admission, call_again, present
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import limit
-from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, family_of, is_host, is_name, listen
+from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, calling, is_host, is_name, listen
 from unisono.reduce.transport import Traffic
 
 Gather = Callable[[Any], list[Any]]
@@ -144,7 +144,7 @@ class RpcEndpoint:
         raise Unreadable(f"it says that it can be called at {short(told)}, which is no address of a worker")
 
     def _call(self, called: int, address: Any, secret: str) -> RpcConnection:
-        connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else family_of(address[0]))
+        connection = calling(address)
         line = self._opened(connection)
         try:
             limit(connection, self._timeout_s)

@@ -43,7 +43,16 @@ def listen(host: str) -> socket.socket:
     return listening
 
 
-def address_of(listening: socket.socket) -> str | tuple[str, int]:
+Address = str | tuple[str, int]
+"""Where a worker can be called: the name of a Unix socket, or host and port."""
+
+
+def calling(address: Address) -> socket.socket:
+    """A socket from which to call there."""
+    return socket.socket(socket.AF_UNIX if isinstance(address, str) else family_of(address[0]))
+
+
+def address_of(listening: socket.socket) -> Address:
     """Where to call, as JSON values."""
     address = listening.getsockname()
     return address.decode("ascii") if isinstance(address, bytes) else (address[0], address[1])

@@ -167,6 +167,7 @@ class _Sum(NamedTuple):
         if divisor is not None:
             result.div_(divisor)
         if tally is not None:
+            tally.finished.look(result)
             tally.keep(result, self.start)
 
 

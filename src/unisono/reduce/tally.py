@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from unisono.finite import Finiteness
 from unisono.words import MODULUS, Words
 
 PRIME = 2**63 - 25
 """Modulo which no number of copies hides a flipped bit: 2 times 2**63 is nothing modulo 2**64."""
 
 Witness = Callable[[str, Tensor], None]
-"""Shown what was just written, and what it is (``partial_sum`` or ``gradient``), before anybody reads it."""
+"""Shown what was just written, before anybody reads it; ``partial_sum``, ``gradient`` or ``shard_buffer`` says what."""
 
 
 class Tally:
@@ -20,6 +21,8 @@ class Tally:
     nothing is left if every word was read as it was written; a bit that flipped in between leaves its power of two.
     Of what all workers get a copy, each takes off what it got.
 
+    It also looks at the sums that this worker finishes, all of them: whether they are finite.
+
     Args:
         start: the first element of the bucket that is looked at.
         stop: the element behind the last one.
@@ -28,13 +31,20 @@ class Tally:
     Attributes:
         balance: the words written less those read on this worker, of memory that is read once.
         copies: the same difference, of memory that every worker gets.
+        finished: what tells whether what this worker has finished is finite.
     """
 
     def __init__(self, start: int = 0, stop: int = 2**62, witness: Witness | None = None) -> None:
         self.balance = self.copies = 0
         self._start, self._stop = start, stop
         self._witness = witness
+        self.finished = Finiteness()
         self._kept: list[tuple[Words, int]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none of the bucket's elements are looked at."""
+        return self._stop <= self._start
 
     def wrote(self, values: Tensor | Words, start: int, copies: int = 0) -> None:
         """Values were written, which somebody will read once.
@@ -68,7 +78,9 @@ class Tally:
 
     def part(self, start: int) -> "Tally":
         """A tally of its own for the elements of this bucket from ``start`` on."""
-        return Tally(self._start - start, self._stop - start, self._witness)
+        part = Tally(self._start - start, self._stop - start, self._witness)
+        part.finished = self.finished
+        return part
 
     def close(self, part: "Tally") -> None:
         """What is in a part's tally counts here; what it keeps has been read for the last time."""

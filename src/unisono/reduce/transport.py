@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from unisono.plan.links import Links
@@ -59,6 +60,7 @@ class Transport(ABC):
         needs_core: whether reducing keeps a core busy. Else it is mostly waiting.
         tallies: whether reducing tells what was read of partial sums that are tallied.
         traffic: counts what this worker sent to the others.
+        device: the device on which the tensors lie that travel.
 
     Raises:
         WorkerLost: from every verb, when another worker is gone.
@@ -66,6 +68,7 @@ class Transport(ABC):
 
     needs_core = False
     tallies = True
+    device = torch.device("cpu")
 
     def __init__(self, rank: int, split: Split) -> None:
         self.rank = rank
@@ -157,7 +160,8 @@ class Transport(ABC):
             divisor: the divisor of the root's value, the same on every worker; None not to divide. The division happens
                 once, where the sum is finished.
             tally: the tally in which the partial sums were written. They are read from it, and the total is kept there:
-                by every worker, what nobody else keeps of the memory that it reads. All workers give one, or none does.
+                by every worker, what nobody else keeps of the memory that it reads. It looks at what this worker has
+                finished, too. All workers give one, or none does.
 
         Returns:
             the root's value, divided: 1-D of the same length, to be read and not written, since other workers may read
@@ -179,6 +183,12 @@ class Transport(ABC):
     def private(self, total: Tensor) -> Tensor:
         """A total that this worker may change: the same values, in memory that no other worker reads."""
         return total
+
+    def settle(self) -> None:  # noqa: B027 (most have waited already)
+        """Wait until what was asked of the other workers is really here.
+
+        Nothing of it counts before. Only a step's sums need not be waited for: its control word comes behind them.
+        """
 
     @abstractmethod
     def reduce_native(self, total: Tensor) -> Tensor:
@@ -231,6 +241,7 @@ class Solo(Transport):
             tally.read(piece, start)
             if divisor is not None:
                 piece.div_(divisor)
+            tally.finished.look(piece)
             tally.keep(piece, start)
         return total
 

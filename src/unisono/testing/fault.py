@@ -162,7 +162,7 @@ class Partition(_Delayed):
     for_s: Seconds = 1.0
 
 
-FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradient", "checkpoint"]
+FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradient", "shard_buffer", "checkpoint"]
 
 
 class FlipBit(_Fault):
@@ -171,7 +171,8 @@ class FlipBit(_Fault):
     Attributes:
         place: ``weights``, ``buffers`` or ``optimizer``: the largest number of the first tensor there.
             ``partial_sum``, of the gradients of its shards, before it is read, or ``gradient``, the mean over the
-            global batch, before the update reads it: its first number, if it is checked. ``checkpoint``: the weights'
+            global batch, before the update reads it: its first number, if it is checked.
+            ``shard_buffer``, what a shard has made of a buffer. ``checkpoint``: the weights'
             file of the newest one in the run folder.
         bit: the number of the bit: in that number, from the lowest on, or in that file, from its beginning on; larger
             ones start over.

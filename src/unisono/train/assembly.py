@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.host.again import again
 from unisono.job import Job
 from unisono.membership.environment import device_name
 from unisono.spans import Spans
@@ -201,7 +204,7 @@ class _Base:
 
 
 def _base(config: RunConfig, opened: Opened) -> _Base:
-    folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing)
+    folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing, opened.leave)
     about = {"job": config.job.model_dump(mode="json"), "fingerprint": opened.fingerprint}
     trained = Trained(about, opened.policy_state)
     results = ResultWriter(folder, trained, membership, config)
@@ -273,7 +276,17 @@ def _computing(base: _Base) -> _Computing:
     ending.also(steps.drop)
     snapshots = Snapshots(trained, checkpoints, membership, steps, listeners)
     recovery = Recovery(
-        membership, steps, trained, integrity, requests, checkpoints, snapshots, folder, listeners, ending
+        membership,
+        steps,
+        trained,
+        integrity,
+        requests,
+        checkpoints,
+        snapshots,
+        folder,
+        listeners,
+        ending,
+        again=_again(config.communication.launcher, folder.path),
     )
     collectives = opened.collectives.changing(recovery)
     synchronisation = Synchronisation(
@@ -291,6 +304,17 @@ def _computing(base: _Base) -> _Computing:
         listeners,
     )
     return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
+
+
+def _again(launcher: str, run_dir: Path) -> str:
+    """How people go on with a job that has left."""
+    if launcher == "unisono":  # which says it itself, since it knows what was typed
+        return "start the job again to go on"
+    if launcher != "single":
+        return f"start the job again with UNISONO_RUN_DIR={run_dir} in its environment to go on"
+    if not hasattr(sys.modules["__main__"], "__file__"):  # a notebook's kernel
+        return f"unisono.init(run_dir={str(run_dir)!r}) goes on"
+    return f"to go on: {again(run_dir)}"
 
 
 def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
@@ -319,4 +343,5 @@ def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoo
         base.metrics,
         base.timer,
         base.ending,
+        opened.leave,
     )

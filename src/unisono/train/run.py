@@ -17,7 +17,7 @@ from unisono.received import short
 from unisono.train.group.workers import Operation, Workers
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.loop.loop import LoopPlace
-from unisono.train.model.prepared import Prepared, tensors_by_name
+from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
@@ -204,7 +204,7 @@ class Run(RunOnDevices):
         Args:
             dataset: map-style, with a length; a stream; or a ``DataLoader``, which decides the two last arguments.
             metrics: ``metrics(model, batch) -> {name: mean}``, or a dict of functions that each return a mean; a
-                mean that is not over samples is returned as ``(mean, weight)``.
+                mean that is not over samples is returned as ``unisono.Weighted(mean, weight)``.
             batch_size: samples per call; by default as many as a training shard has.
             collate_fn: a function that makes a batch of a list of samples, as in :meth:`steps`.
 
@@ -301,7 +301,8 @@ class Run(RunOnDevices):
         """End the run: write ``result.json``, print the weights' digest on the main worker.
 
         Args:
-            model: the module, or list of them, whose digest is meant; by default everything that was prepared.
+            model: the module, or list of them, whose digest is meant; by default everything that was prepared. What
+                optimizers hold and no module does is part of it, unless the model is none of those that were prepared.
 
         Returns:
             the sha256 of the weights, in hex.
@@ -318,7 +319,7 @@ class Run(RunOnDevices):
         inside.policy_runner.end()
         inside.snapshots.settle(is_end=True)
         verified = inside.verification.require_right()
-        weights = digest_tensors(prepared.tensors() if model is None else tensors_by_name(model))
+        weights = digest_tensors(prepared.tensors(model))
         inside.collectives.agree("set of weights", {"sha256": weights})
         # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
         save = partial(inside.snapshots.save_last, verified)

@@ -11,29 +11,34 @@ from unisono.train.preparation import cut, parallelize, stage
 from unisono.train.run_view import RunView
 
 N = TypeVar("N", bound=nn.Module)
+L = TypeVar("L", bound=nn.Module | Sequence[nn.Module])
 
 
 class RunOnDevices(RunView):
     """A run whose workers may have several devices each."""
 
-    def fully_shard(self, module: N, **options: Any) -> N:
+    def fully_shard(self, module: L, **options: Any) -> L:
         """Cut a module's parameters into slices, one for each device of a worker, by torch's ``fully_shard`` (FSDP2).
 
         Call it for each layer, from the inside out, and for the model last; then make the optimizer, and prepare both.
         On a worker of one device the module stays whole, so the same script runs there.
 
         Args:
-            module: a module. On the meta device it gets memory here, and values by its layers' ``reset_parameters``.
-            options: further arguments of torch's ``fully_shard``, such as ``reshard_after_forward``.
+            module: a module, or a list of modules that are gathered together, as those with tied weights have to be.
+                On the meta device it gets memory here, and values by its layers' ``reset_parameters``.
+            options: further arguments of torch's ``fully_shard`` that decide no bit: ``reshard_after_forward``, and
+                ``ignored_params`` for frozen ones.
 
         Returns:
-            the module.
+            the module, or the list.
 
         Raises:
             JobError: the script has made torch's default process group.
-            ModelError: a layer cannot set its first values, or a parameter has no dimension to cut.
+            ModelError: a layer cannot set its first values, a parameter has no dimension to cut or belongs to another
+                call as well, or an option would decide bits.
         """
-        cut(self.inside, module, options)
+        modules: Sequence[Any] = module if isinstance(module, list | tuple) else [module]
+        cut(self.inside, modules, options)
         return module
 
     def parallelize(self, model: N, plan: Mapping[str, Any]) -> N:

@@ -21,6 +21,7 @@ from unisono.arguments import require_kinds
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
+from unisono.device import go_on_without_others
 from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
 from unisono.host.signals import NOTICES
@@ -40,7 +41,7 @@ from unisono.train.assembly import Opened, assemble
 from unisono.train.config.bits import bits_of
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.config.run_config import CoordinatorAccess, Recording, RunConfig
+from unisono.train.config.run_config import Communication, CoordinatorAccess, Recording, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import TopologyName, TransportName, connect, connect_devices, mesh_of
 from unisono.train.group.devices import Devices
@@ -80,11 +81,18 @@ class HostProcess:
 
     def membership(self, config: RunConfig) -> Membership:
         """Connect this worker to the others."""
+        if config.communication.coordinator is not None:
+            go_on_without_others(config.device)
         return _membership(config)
 
-    def leave_request(self) -> LeaveRequest:
-        """What notes that this worker is asked to leave. Slurm lets people choose the signal by which it does."""
-        return LeaveRequest(NOTICES if "SLURM_JOB_ID" in os.environ else ())
+    def leave_request(self, how: Communication) -> LeaveRequest:
+        """What notes that this worker is asked to leave. Slurm lets people choose the signal by which it does.
+
+        Args:
+            how: the settings of the connections between workers, which know the launcher.
+        """
+        says = how.launcher != "unisono" and how.environment.rank == 0
+        return LeaveRequest(NOTICES if "SLURM_JOB_ID" in os.environ else (), says=says)
 
     def note_run(self, run: Run) -> None:
         """A run has started; it is closed at the end of the process, if not before."""
@@ -105,7 +113,7 @@ def init(
     reduction: Reduction = "exact",
     precision: Precision = "float32",
     compression: Compression = "none",
-    bucket_mb: float = 4.0,
+    bucket_mb: float | None = None,
     deterministic: bool = True,
     numerics: NumericsLevel | None = None,
     on_nan: Literal["stop", "skip"] = "stop",
@@ -146,14 +154,16 @@ def init(
             depend on it.
         threads: the number of torch threads per worker; by default 1. The bits depend on it.
         reduction: ``exact``, or ``native`` for the backend's own all-reduce with its own order of additions.
-        precision: ``bf16`` runs forward passes under autocast.
+        precision: ``bf16`` and ``fp16`` run forward passes under autocast; with ``fp16`` losses are scaled, and steps
+            whose gradients overflow are skipped.
         compression: ``bf16`` sends gradients as bfloat16, rounded at every node of the summation tree, so that the bits
             still do not depend on the number of workers.
-        bucket_mb: the size of the buckets in which gradients are reduced, in MiB.
+        bucket_mb: the size of the buckets in which gradients are reduced, in MiB; by default 4 on CPUs, and 25 on
+            accelerators.
         deterministic: whether to refuse operations that have no deterministic version.
         numerics: ``portable`` for the same bits on x86 processors of several makers and generations, at a price; torch
             has to be loaded with settings for it, as ``unisono run --numerics portable`` does. By default ``native``.
-        on_nan: the reaction to a loss that is NaN or infinite: ``stop`` the job or ``skip`` the step.
+        on_nan: the reaction to a loss or gradient that is NaN or infinite: ``stop`` the job or ``skip`` the step.
         device: the device; by default the GPU of the worker's local rank if there is one, else the CPU.
         transport: the transport of gradients between workers; decides no bit. By default ``shared_memory`` between
             workers of one host on CPUs, ``hierarchical`` between such hosts, ``sockets`` between other hosts, and on
@@ -217,7 +227,7 @@ def init(
             calls.agree("way to compute", bits, SAME_MACHINES + _or_portable(job))
         folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
         checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
-        leave = opened.enter_context(closing(process.leave_request()))
+        leave = opened.enter_context(closing(process.leave_request(config.communication)))
         opened.callback(process.variables.hide())
         what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all(), spans)
     run = Run(assemble(config, what))
@@ -342,15 +352,15 @@ def _begun(run: Run, config: RunConfig) -> Run:
 def _announce(run: Run, config: RunConfig) -> None:
     if not run.is_main:
         return
-    environment = config.communication.environment
-    launcher = "unisono" if run.inside.membership.is_elastic else environment.launcher
+    environment, launcher = config.communication.environment, config.communication.launcher
     open_to_others = {"insecure_data": True} if config.communication.insecure_data else {}
     run.inside.folder.journal(
         "started", world_size=run.world_size, launcher=launcher, pid=os.getpid(), **open_to_others
     )
     print(  # noqa: T201  the choice of launcher is something to see
         f"unisono: launched by {_launched(run, environment)}; {run.job.shards} shards, {_batch(run.job)}, "
-        f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}, run folder {run.dir}",
+        f"{run.job.threads} thread{'s' if run.job.threads > 1 else ''} per worker, {run.device}{_open_to_others(run)}, "
+        f"run folder {run.dir}",
         file=sys.stderr,
         flush=True,
     )
@@ -358,6 +368,11 @@ def _announce(run: Run, config: RunConfig) -> None:
 
 def _batch(job: Job) -> str:
     return "the batch of each loop" if job.batch_size is None else f"batch {job.batch_size}"
+
+
+def _open_to_others(run: Run) -> str:
+    is_open = run.inside.membership.workers.is_open
+    return ", over torch's own network, which other users of its hosts can reach" if is_open else ""
 
 
 def _launched(run: Run, environment: Environment) -> str:

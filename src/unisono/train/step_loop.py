@@ -17,6 +17,7 @@ from unisono.adapt.curvature_question import question_of
 from unisono.adapt.view import BatchShape
 from unisono.arguments import require_kinds
 from unisono.checkpoint.folder import ASKED, FOUND
+from unisono.data.content import CONTENT, Contents, Glance
 from unisono.data.feed import Asked, Feed, Shuffle
 from unisono.data.loop_feeds import LoopFeeds
 from unisono.data.shards import Collate, Source
@@ -49,7 +50,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.ending import Ending
+from unisono.train.state.ending import Ending, LeaveRequest
 from unisono.train.state.state import Reading, RunProgress
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Clip, LossFunction
@@ -77,6 +78,7 @@ class StepLoop:
         metrics: the writer of each step's line.
         timer: the timer of this worker's steps.
         ending: the end of the run on this worker.
+        leave_request: the request to this worker to leave.
     """
 
     config: RunConfig
@@ -91,8 +93,10 @@ class StepLoop:
     metrics: MetricsLine
     timer: Timer
     ending: Ending
+    leave_request: LeaveRequest
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
     _feeds: LoopFeeds = field(init=False)
+    _contents: Contents = field(init=False)
     _feed: Feed | StreamFeed | None = field(default=None, init=False)
     source: Source | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
@@ -103,6 +107,7 @@ class StepLoop:
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
     def __post_init__(self) -> None:
+        self._contents = Contents()
         self._feeds = LoopFeeds(self.config.job.seed, self.config.fault_tolerance.failure_timeout_s)
 
     def over(
@@ -129,12 +134,15 @@ class StepLoop:
         feed = self._feeds.of(dataset, asked, self.trained.loops, epochs)
         samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
         require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
+        content = self._contents.of(dataset, feed, Glance(shards, samples))
         self.synchronisation.before_call()
-        self.collectives.agree("data set", {**feed.same(), "batch size": samples, "begin": begin})
+        same = {**feed.same(), "batch size": samples, "begin": begin, CONTENT: content}
+        self.collectives.agree("data set", same, feed.cure)
         batches = Batches(feed.order.cut, samples, shards)
         first = batches.of(0)
         require_steps(feed, first, samples)
-        reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest)
+        noted = "" if self.config.recording.allow_job_change else content
+        reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest, noted)
         coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps, begin))
         live = self._loop(coming)
         self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
@@ -213,8 +221,16 @@ class StepLoop:
         return self._epochs, steps, min(-(-step.batch.start // max(1, self.shape().samples)), max(0, steps - 1))
 
     def is_stopped(self) -> bool:
-        """Whether a policy has stopped the loop."""
+        """Whether a policy or a guest has stopped the loop."""
         return self.trained.policy_state.stopped == self._number
+
+    def end_here(self) -> None:
+        """The step under way is the loop's last one, and compared as such: a fault sets the run back, and this, too."""
+        self.trained.policy_state.stopped = self._number
+
+    def compare_next(self) -> None:
+        """Have the state compared at the next boundary: all workers may leave the loop behind it."""
+        self.between.requests.compare = True
 
     def cut_short(self) -> None:
         """The loop is over before its end."""
@@ -240,6 +256,7 @@ class StepLoop:
         self.trained.go_on()  # all have agreed on the loop
         seed_generators(stream_seed(self.config.job.seed, Stream.SCRIPT, step.number))
         self.steps.step_begins(step)
+        self.leave_request.hear_interrupts()
         self.listeners.tell(lambda one: one.step_begins(step))
 
     def compute(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
+from unisono.received import value_of
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run
@@ -46,32 +47,76 @@ class Scheduling:
 
 
 @dataclass(slots=True)
-class _Epoch:
-    """Sums up one epoch."""
+class EpochSums:
+    """The sums over the epoch that is under way: schedules and callbacks decide by them, so they are in checkpoints.
 
-    number: int
-    begun: float = field(default_factory=perf_counter)
+    Attributes:
+        place: the loop and the epoch that they are of.
+        samples: the number of samples in the sums.
+        skipped: the number of steps that updated nothing.
+        loss: the sum of the samples' losses.
+        metrics: the sums of what the loss function logged.
+        stops: whether the training is to end after the epoch.
+    """
+
+    place: tuple[int, int] = (-1, -1)
     samples: int = 0
+    skipped: int = 0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    stops: bool = False
+
+    def begin(self, place: tuple[int, int]) -> None:
+        """A step of this epoch is about to be added: of another one nothing is kept."""
+        if place != self.place:
+            self.place, self.samples, self.skipped, self.loss, self.metrics = place, 0, 0, 0.0, {}
 
     def add(self, step: Step, loss: float, metrics: Mapping[str, float]) -> None:
+        """A step is committed."""
         if math.isnan(loss):
-            return  # the step was skipped
+            self.skipped += 1
+            return
         self.samples += step.size
         self.loss += loss * step.size
         for name, value in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value * step.size
 
+    def record(self, pace: _Pace) -> EpochRecord:
+        """The epoch is over."""
+        means = {name: total / self.samples for name, total in self.metrics.items()}
+        loss = self.loss / self.samples if self.samples else math.nan
+        return EpochRecord(pace.epoch, loss, means, {}, pace.seconds, pace.rate, self.skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, by name."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            Unreadable: it is nothing of the kind. Then nothing has changed.
+        """
+        found = value_of(EpochSums, state, "state")
+        for each in fields(EpochSums):
+            setattr(self, each.name, getattr(found, each.name))
+
+
+@dataclass(slots=True)
+class _Pace:
+    """How fast this process computes an epoch, or what is left of it."""
+
+    epoch: int
+    begun: float = field(default_factory=perf_counter)
+    samples: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter() - self.begun
+
     @property
     def rate(self) -> float:
-        return self.samples / max(perf_counter() - self.begun, 1e-9)
-
-    def record(self, seconds: float, validation: Mapping[str, float]) -> EpochRecord:
-        samples = max(1, self.samples)
-        means = {name: total / samples for name, total in self.metrics.items()}
-        rate = self.samples / max(seconds, 1e-9)
-        return EpochRecord(self.number, self.loss / samples, means, dict(validation), seconds, rate)
+        return self.samples / max(self.seconds, 1e-9)
 
 
 class Callback:
@@ -159,7 +204,8 @@ class Trainer:
         self._clip = clip
         self._loader_workers = loader_workers
         self._progress = progress
-        self._stopping = False
+        self._sums = EpochSums()
+        self.run.inside.trained.registered.add_own("trainer", self._sums)
         if scheduler is not None:
             self.run.register("scheduler", scheduler)
 
@@ -176,11 +222,13 @@ class Trainer:
             a record per epoch that was trained here; a run that resumes has only what was left.
         """
         require_known(Run.steps, loading)
-        self._stopping = False
+        first = len(self.history.epochs)
+        if self._sums.place[0] != self.run.inside.trained.progress.loop:  # else a run that resumes goes on here
+            self._sums.stops = False
         display = display_of(lambda: self.run.is_main, Lines) if self._progress else Display()
         self._tell("on_fit_begin")
         try:
-            self._train(train, epochs, validation, display, loading)
+            self._train(train, epochs, validation, display, loading, first)
         finally:
             display.close()
         self._tell("on_fit_end", self.history)
@@ -200,30 +248,37 @@ class Trainer:
 
     def stop(self) -> None:
         """End the training after the epoch that is under way. Call it on every worker."""
-        self._stopping = True
+        self._sums.stops = True
 
-    def _train(self, train: Any, epochs: int, validation: Any, display: Display, loading: Mapping[str, Any]) -> None:
-        epoch: _Epoch | None = None
+    def _train(
+        self, train: Any, epochs: int, validation: Any, display: Display, loading: Mapping[str, Any], first: int
+    ) -> None:
+        pace: _Pace | None = None
         for step in self.run.steps(train, epochs, **{"loader_workers": self._loader_workers, **loading}):
-            if epoch is None:
-                epoch = _Epoch(step.epoch)
+            self._sums.begin((self.run.inside.trained.progress.loop, step.epoch))
+            if pace is None or pace.epoch != step.epoch:  # a run that goes back may come to the epoch before
+                pace = _Pace(step.epoch)
                 display.begin(step.epoch, *self.run.inside.loop.place_of(step))
                 self._tell("on_epoch_begin", step.epoch)
             loss = step.run(self._loss_fn, clip_norm=self._clip.norm, clip_value=self._clip.value)
             self._scheduling.after_step(step)
-            epoch.add(step, loss, step.metrics)
-            display.step(loss, epoch.rate, self.run.world_size)
+            self._sums.add(step, loss, step.metrics)
+            pace.samples += step.size
+            display.step(loss, pace.rate, self.run.world_size)
             self._tell("on_step_end", step, loss)
             if step.is_last_in_epoch:
-                self._end(epoch, validation, display)
-                epoch = None
-                if self._stopping:
-                    break
+                self._end(pace, validation, display, first)
+                pace = None
+                if self._sums.stops:
+                    self._sums.stops = False
+                    self.run.inside.loop.end_here()
 
-    def _end(self, epoch: _Epoch, validation: Any, display: Display) -> None:
-        seconds = perf_counter() - epoch.begun
+    def _end(self, pace: _Pace, validation: Any, display: Display, first: int) -> None:
+        made = self._sums.record(pace)
         found = self.evaluate(validation) if validation is not None else {}
-        record = epoch.record(seconds, {f"validation {name}": value for name, value in found.items()})
+        record = replace(made, validation={f"validation {name}": value for name, value in found.items()})
+        # What comes of an epoch again, since the run has gone back, takes the place of what it came to before.
+        self.history.epochs[first:] = [each for each in self.history.epochs[first:] if each.epoch < record.epoch]
         self.history.epochs.append(record)
         self._scheduling.after_epoch(record)
         display.end(record)

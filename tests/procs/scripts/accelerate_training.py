@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 
+set_seed(3)
 accelerator = unisono.accelerate.Accelerator(
     seed=3, checkpoint_every=2, gradient_accumulation_steps=2 if "accumulate" in sys.argv else 1
 )

@@ -73,7 +73,8 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 def metrics(model: Any, batch: Any) -> dict[str, Any]:
-    return {"loss": loss_of(model, batch), "ids": (batch[1].double().mean(), len(batch[1])), "draws": torch.rand(())}
+    ids = unisono.Weighted(batch[1].double().mean(), len(batch[1]))
+    return {"loss": loss_of(model, batch), "ids": ids, "draws": torch.rand(())}
 
 
 def total(model: Any, batch: Any) -> torch.Tensor:

@@ -216,7 +216,7 @@ def token_weighted_loss_with_a_shard_without_tokens() -> Any:
         inputs, labels = batch
         real = labels > 6 if labels.sum() % 3 else labels > 100
         loss = F.cross_entropy(model(inputs), labels, reduction="none")
-        return (loss * real).sum() / real.sum().clamp(min=1), real.sum()
+        return unisono.Weighted((loss * real).sum() / real.sum().clamp(min=1), real.sum())
 
     return train(data=images(150), loss_fn=loss_fn)  # with fewer, there are steps in which none has any
 

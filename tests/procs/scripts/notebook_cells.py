@@ -45,7 +45,8 @@ def train(steps, pace_s):
 """
 
 LACKING = "limit = 3\ndef train():\n    return limit\nunisono.notebook.run(train)"
-FAILING = "def train():\n    raise RuntimeError('no luck')\nunisono.notebook.run(train)"
+TIMED = "%%time\ndef train():\n    raise RuntimeError('no luck')"
+FAILING = "unisono.notebook.run(train)"
 
 
 LOOP = """
@@ -146,7 +147,9 @@ def interrupt(folder: str) -> None:
         seen["after the interrupt"] = processes_of(run_dir)
         seen["checkpoints"] = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
         left_after = newest_step(run_dir)
-        seen["lacking"], seen["failing"] = kernel.execute(LACKING), kernel.execute(FAILING)
+        seen["lacking"] = kernel.execute(LACKING)
+        kernel.execute(TIMED)
+        seen["failing"] = kernel.execute(FAILING)
         kernel.execute(SLOW)
         kernel.begin(job, lambda text: f"\nstep {left_after + 1}" in text or f"\nstep {left_after + 2}" in text)
         kernel.manager.shutdown_kernel(now=True)

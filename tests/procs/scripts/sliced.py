@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.utils.data import TensorDataset
@@ -88,6 +89,20 @@ class Meta(nn.Module):
         return out
 
 
+class Pairs(nn.Module):
+    """Two layers with one weight, which are gathered together, and a frozen number that is in no slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down, self.up, self.last = (nn.Linear(*each) for each in ((48, 6), (6, 6), (6, 6), (6, 10)))
+        self.up.weight = self.down.weight
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.up(torch.relu(self.down(self.first(x.flatten(1))))))
+        return out
+
+
 def images(run: unisono.Run) -> TensorDataset:
     drawn = torch.Generator().manual_seed(run.job.seed)
     return TensorDataset(
@@ -106,10 +121,10 @@ def error(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), wanted.flatten())
 
 
-def weighted(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+def weighted(model: nn.Module, batch: list[Tensor]) -> unisono.Weighted:
     chosen = batch[1] > CLASSES / 2  # in some shards of the smallest batch there are none
     errors = F.cross_entropy(model(batch[0]), batch[1], reduction="none") * chosen
-    return errors.sum() / chosen.sum().clamp(min=1), chosen.sum()
+    return unisono.Weighted(errors.sum() / chosen.sum().clamp(min=1), chosen.sum())
 
 
 def language(run: unisono.Run) -> nn.Module:
@@ -132,6 +147,14 @@ def on_meta(run: unisono.Run) -> nn.Module:
     for layer in model.layers:
         run.fully_shard(layer)
     return run.fully_shard(model)
+
+
+def pairs(run: unisono.Run) -> nn.Module:
+    with torch.device("meta"):
+        model = Pairs()
+    model.register_module("first", checkpoint_wrapper(model.first))
+    run.fully_shard([model.down, model.up])
+    return run.fully_shard(model, ignored_params={model.last.bias})
 
 
 def by_shape(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -187,6 +210,7 @@ CASES = {
     "unused": Case(unused, partial(AdamW, lr=0.01), {"shards": 5, "batch_size": 15}),
     "meta": Case(on_meta, by_shape, {"shards": 7, "batch_size": 14}, weighted),
     "matrices": Case(language, whole_matrices, {"shards": 6, "batch_size": 18}, clip_norm=1.0),
+    "pairs": Case(pairs, AdamW, {"shards": 5, "batch_size": 15}),
     "images": Case(residual, Factors, {"shards": 6, "batch_size": 24}),
     "narrow": Case(residual, AdamW, {"shards": 6, "batch_size": 18, "precision": "bf16", "compression": "bf16"}),
 }
@@ -239,6 +263,7 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     yield lambda: run.prepare(layer, AdamW(layer.parameters(), fused=True))
     yield lambda: run.prepare(layer, torch.optim.Adafactor([layer.weight]))
     yield lambda: run.fully_shard(nn.Sequential(nn.BatchNorm1d(3), nn.PReLU(), Scalar()))
+    yield lambda: run.fully_shard(nn.Sequential(layer, tied_to(layer)))
     whole = nn.Linear(4, 4)
     yield lambda: run.prepare(whole, SGD(whole.parameters()))
     yield lambda: run.prepare([layer, whole], SGD([*layer.parameters(), *whole.parameters()]))
@@ -250,6 +275,12 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     yield partial(take_a_step, run, AdamW, lambda step: run.curvature(mean))
     for ways in (("first", "second"), ("first", "")):  # the devices' shards call other layers, or one of them none
         yield partial(choose, run, ways)
+
+
+def tied_to(layer: nn.Linear) -> nn.Linear:
+    other = nn.Linear(4, 4)
+    other.weight = layer.weight
+    return other
 
 
 def mean(model: Any, batch: Any) -> Tensor:

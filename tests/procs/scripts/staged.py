@@ -200,10 +200,10 @@ def augmented(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return loss
 
 
-def weighted(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+def weighted(model: nn.Module, batch: list[Tensor]) -> unisono.Weighted:
     chosen = batch[1] > CLASSES / 2  # in some shards there are none
     errors = F.cross_entropy(model(batch[0]), batch[1], reduction="none") * chosen
-    return errors.sum() / chosen.sum().clamp(min=1), chosen.sum()
+    return unisono.Weighted(errors.sum() / chosen.sum().clamp(min=1), chosen.sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from unisono.integrations.accelerate.settings import SettingsWatch
 from unisono.integrations.accelerate.turns import Done, Turns
 from unisono.train.loop.prefetch import to_device
 from unisono.train.run import Run
+from unisono.train.step.loss import Weighted
 from unisono.train.step.step import Step
 
 
@@ -146,7 +147,7 @@ class Bodies:
             _put_back(self._buffers)
             self._buffers = None
         else:
-            self._news = self._turns.answer(loss if weight is None else (loss, weight))
+            self._news = self._turns.answer(loss if weight is None else Weighted(loss, weight))
         match self._news:
             case _Shard():
                 self._phase = Phase.BACKWARD

@@ -94,7 +94,7 @@ class EvaluationLoop:
     """
 
     def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
-        self._run = run
+        self._run, self._loader = run, loader
         inside, seed = run.inside, run.job.seed
         self._feed = Feed.of(
             loader, Asked(), LoopKey(seed, NO_LOOP), inside.loop.config.fault_tolerance.failure_timeout_s
@@ -129,7 +129,7 @@ class EvaluationLoop:
         """
         inside = self._run.inside
         inside.synchronisation.before_call()
-        inside.collectives.agree("data set", self._feed.same())
+        inside.evaluator.agree(self._loader, self._feed, self._feed.batch_size or 1)
         before = Generators.capture()
         while self._next < self._cut.steps:
             place = max(self._run.rank, 0) if self._is_shared else 0

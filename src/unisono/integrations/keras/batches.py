@@ -70,6 +70,11 @@ class BatchRows(Dataset[Any]):
             raise self._uneven(self.batches - 1, self.last)
         self.forget()
 
+    @property
+    def changes_between_epochs(self) -> bool:
+        """Whether its samples become others when an epoch begins or ends."""
+        return changes(self.source)
+
     def __len__(self) -> int:
         """The number of samples."""
         return (self.batches - 1) * self.size + self.last

@@ -191,7 +191,7 @@ class Model:
             train_step = TrainStep(self.keras_model, samples.unpack, results, self.run.log, step.size)
             step.run(train_step, update=update.step)
             if fit.step_ends(step):
-                break
+                self.run.inside.loop.end_here()
 
     def evaluate(
         self,

@@ -54,6 +54,7 @@ class FitState:
             "first": connector._first_loop_iter,
             "fx": connector._current_fx,
             "callbacks": _call._call_callbacks_state_dict(trainer),
+            "saved": sorted(trainer.strategy.saved),
             "saves": {one.state_key: [getattr(one, name) for name in SAVES] for one in trainer.checkpoint_callbacks},
             "schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
             "data": _of_data(trainer),
@@ -92,6 +93,7 @@ class FitState:
         for callback in trainer.checkpoint_callbacks:
             for name, value in zip(SAVES, state["saves"][callback.state_key], strict=True):
                 setattr(callback, name, value)
+        trainer.strategy.keep_only(state.get("saved", ()))
         for config, kept in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(dict(kept))
         if state["data"]:

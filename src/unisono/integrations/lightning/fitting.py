@@ -18,9 +18,25 @@ from unisono.train.state.registered import kept
 from unisono.train.step.step import Step
 
 _Leaves = part("utilities.exceptions")._TunerExitException
+_FitLoop: Any = part("loops.fit_loop")._FitLoop
 
 ENDLESS = 2**31 - 1
 """Epochs of a training that something else than their number ends."""
+
+
+class ComparedAtEnd(_FitLoop):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Lightning's loop over epochs, which ends when workers have compared its last step.
+
+    Attributes:
+        fit: the training.
+    """
+
+    fit: OneFit
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, and right."""
+        return bool(super().done) and self.fit.is_right()
 
 
 class OneFit:
@@ -43,6 +59,7 @@ class OneFit:
         self._steps: Generator[Step, None, None] | None = None
         self._again: Mapping[str, Any] | None = None
         self._has_begun = False
+        self._ahead: Step | None = None  # that the run has gone back to from the training's end
         self._let_go: Callable[[], None] = lambda: None
 
     @property
@@ -74,6 +91,8 @@ class OneFit:
         )
         place = self._run.enter()
         self.is_over = place.is_over
+        loop = self._trainer.fit_loop
+        loop.__class__, loop.fit = ComparedAtEnd, self
         if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
             self._trainer.fit_loop._restarting = True
         return not place.is_over
@@ -93,11 +112,31 @@ class OneFit:
                 "as the loader's. Say limit_train_batches, or give the trainer a shorter loader"
             )
         try:
-            step = self.training.step = next(self._steps)
+            step = self.training.step = self._ahead or next(self._steps)
+            self._ahead = None
         except StopIteration:
             self.end()
             raise _Leaves from None
         return GlobalBatch.of(step.size)
+
+    def is_right(self) -> bool:
+        """Lightning has come to the end. Collective.
+
+        Returns:
+            whether the training is over; if not, a fault of a memory has set the run back into it.
+        """
+        loop = self._trainer.fit_loop
+        if self._steps is None or self.training.step is None:
+            return True
+        self._run.inside.loop.end_here()
+        self._has_begun = False
+        self._ahead = next(self._steps, None)
+        if self._ahead is None:
+            self._has_begun = True
+            return True
+        loop._restarting = True  # as for a worker that joins
+        loop.reset()
+        return False
 
     def end(self) -> None:
         """The training is over. A worker that has skipped it hears how it ended: scripts ask callbacks for that."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         run: the run.
         evaluating: what shares the batches of evaluations out.
         rows: the rows of loggers that write CSV files.
+        saved: the paths of Lightning's checkpoints that trainings have written, and not removed.
         cluster_environment: what Lightning asks about workers.
     """
 
@@ -60,6 +61,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         self._fits = Fits(self.run)
         self._fitting: OneFit | None = None
         self.rows: list[Rows] = []
+        self.saved: set[str] = set()
         follow(self.run)
 
     # -- who and where ---------------------------------------------------------------------------------------
@@ -126,6 +128,24 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """What all workers have: results are those of the global batch already."""
         return tensor
+
+    # -- Lightning's checkpoints -----------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint on the main worker."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.saved.add(str(filepath))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint on the main worker."""
+        super().remove_checkpoint(filepath)
+        self.saved.discard(str(filepath))
+
+    def keep_only(self, saved: Collection[str]) -> None:
+        """The run goes back: what was written since comes again, and would get another name beside the old file."""
+        for path in sorted(self.saved.difference(saved)):
+            self.remove_checkpoint(path)
+        self.saved = set(saved)
 
     # -- training --------------------------------------------------------------------------------------------
 

@@ -36,11 +36,12 @@ class KeptState:
         self._trainer = trainer
         self._callbacks: list[KeptAttributes] = []
         self._awaited: Mapping[str, Any] | None = None
+        self._is_under_way = False
         self.has_evaluated = False
 
     def begin(self) -> None:
         """A training begins: everything is as it was made."""
-        self._awaited, self.has_evaluated = None, False
+        self._awaited, self._is_under_way, self.has_evaluated = None, False, False
         callbacks = self._trainer.callback_handler.callbacks
         self._callbacks = [KeptAttributes(one) for one in callbacks if decides(one) and not isinstance(one, MainWorker)]
         for one in self._callbacks:
@@ -48,7 +49,7 @@ class KeptState:
 
     def go_on(self) -> None:
         """The loop is about to go on where others are: what it has set up since is set once more."""
-        state, self._awaited = self._awaited, None
+        state, self._awaited, self._is_under_way = self._awaited, None, True
         if state is not None:
             self._set(state)
 
@@ -76,7 +77,8 @@ class KeptState:
         here, there = [type(one.thing).__name__ for one in self._callbacks], [name for name, _ in state["callbacks"]]
         if here != there:
             raise CheckpointError(f"the trainer has the callbacks {here}, and its state is of {there}: use the same")
-        self._awaited = state
+        if not self._is_under_way:
+            self._awaited = state
         self._set(state)
 
     def _set(self, state: Mapping[str, Any]) -> None:

@@ -148,6 +148,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         assert training is not None, "the loop was entered"
         self._kept.go_on()
         while (step := next(training.steps, None)) is not None:
+            if self.control.should_training_stop:  # the step that has said so is compared by now, and right
+                return
             self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
             updated = training.compute(step)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
@@ -158,7 +160,11 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
                 continue
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
             self._log_save_evaluate(updated, *rest)
-            if step.epoch >= epoch or self.control.should_training_stop:
+            if step.is_last or self.control.should_training_stop:
+                # What comes next, if anything does, comes after a fault of a memory that has set the run back.
+                self.run.inside.loop.compare_next()
+                continue
+            if step.epoch >= epoch:
                 return
             # A fault of a memory has set the run back by epochs, which come again.
             self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)

@@ -15,7 +15,7 @@ from unisono.integrations.attributes import put
 from unisono.plan.batches import Batch
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
-from unisono.train.step.loss import BackwardDone
+from unisono.train.step.loss import BackwardDone, Weighted
 from unisono.train.step.step import Step
 
 
@@ -116,7 +116,7 @@ class ShardLoss:
             told = trainer.training_step(self.model, inputs, items)
         if held:
             loss = held[0] if len(held) == 1 else torch.stack(held).sum()
-            return loss * shards, weight
+            return Weighted(loss * shards, weight)
         if not isinstance(told, Tensor):
             raise LossError(f"training_step returned a {type(told).__name__}: return the loss, as Trainer's own does")
         for parameter in self.model.parameters():

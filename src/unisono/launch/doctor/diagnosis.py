@@ -113,7 +113,7 @@ def _backends(sections: Sections) -> Iterator[Problem]:
 
 def _graphics(sections: Sections) -> Iterator[Problem]:
     torch, driver = sections.get("torch", {}), sections.get("gpu driver", {}).get("nvidia")
-    if driver is None or FAILED in torch or torch.get("cuda devices"):
+    if driver is None or FAILED in torch or torch.get("devices"):
         return
     if torch.get("cuda build") is None:
         yield Problem(

@@ -45,7 +45,7 @@ LOADING_TORCH_S = 120.0
 def examine() -> Diagnosis:
     """Look at everything. Main thread only; takes some seconds. Raises nothing."""
     sections = {name: attempt(probe) for name, probe in PROBES.items()}
-    devices = sections["torch"].get("cuda devices", [])
+    devices = sections["torch"].get("devices", [])
     sections["workers"] = attempt(lambda: workers(len(devices)))
     return Diagnosis.of(sections)
 

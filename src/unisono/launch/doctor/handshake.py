@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.device import choose_device
 from unisono.membership.environment import Environment, recognise
 from unisono.membership.rendezvous import Generation, form_group, open_store
 from unisono.plan.split import Split
@@ -28,7 +29,7 @@ def main() -> None:
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"{backend}: the backends are gloo and nccl")
     environment = recognise(os.environ)
-    device = torch.device("cuda", environment.local_rank) if backend == "nccl" else torch.device("cpu")
+    device = choose_device("cpu" if backend == "gloo" else None, environment.local_rank)
     store: Any = open_store(environment, TIMEOUT_S) if environment.world_size > 1 else dist.HashStore()
     generation = Generation(1, environment.rank, Split.even(environment.world_size, environment.world_size))
     _all_reduce(form_group(store, generation, backend, TIMEOUT_S), environment, device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.device import builds, described, names, way_of_sums
 from unisono.errors import JobError
 from unisono.host.processor_paths import LEVEL
 from unisono.train.config.bits import bits_of
@@ -26,21 +27,13 @@ def main() -> None:
         "mkl": torch.backends.mkl.is_available(),
         "onednn": torch.backends.mkldnn.is_available(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": _nccl(),
-        "cuda build": torch.version.cuda,
-        "hip build": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),
-        "cuda devices": _devices(),
+        **builds(),
+        "devices": described(),
+        "gradients of workers": way_of_sums(),
         "numerics": (level := _level()),
         "bits": _bits(level),
     }
     print(json.dumps(facts))  # noqa: T201
-
-
-def _nccl() -> str | None:
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def _bits(level: str) -> dict[str, str]:
@@ -48,9 +41,15 @@ def _bits(level: str) -> dict[str, str]:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     KERNELS.put(level == "portable")
-    graphics = torch.cuda.device_count() if level == "native" else 0
-    devices = ["cpu", *(f"cuda:{number}" for number in range(graphics))]
-    return {name: sha256(json.dumps(dict(bits_of(torch.device(name)))).encode()).hexdigest()[:12] for name in devices}
+    devices = names() if level == "native" else ["cpu"]
+    return {name: _digest(torch.device(name)) for name in devices}
+
+
+def _digest(device: torch.device) -> str:
+    try:
+        return sha256(json.dumps(dict(bits_of(device))).encode()).hexdigest()[:12]
+    except (NotImplementedError, RuntimeError) as error:  # a device that lacks an operation
+        return f"fails: {str(error).splitlines()[0]}"
 
 
 def _level() -> str:
@@ -62,15 +61,6 @@ def _level() -> str:
     except JobError as error:
         return f"native, since {error}"
     return "portable"
-
-
-def _devices() -> list[str]:
-    return [_device(index) for index in range(torch.cuda.device_count())]
-
-
-def _device(index: int) -> str:
-    about = torch.cuda.get_device_properties(index)
-    return f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
 
 
 if __name__ == "__main__":

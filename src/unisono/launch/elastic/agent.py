@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.errors import LaunchError
+from unisono.errors import PREEMPTED, LaunchError
 from unisono.launch.elastic.address import Address, Control
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
@@ -388,7 +388,9 @@ class ElasticAgent:
             for line in lines_about(over, elsewhere):
                 self._terminal.say(line)
         elif over is not None and over.preempted and not self._broken_off:
-            exits = telling(self._workers.exits[self._exits_before_the_end :], over, self._interrupted)
+            known = self._exits_before_the_end
+            left = [each for each in self._workers.exits[:known] if each.code == PREEMPTED]
+            exits = telling([*left, *self._workers.exits[known:]], over, self._interrupted)
         else:
             exits = telling(self._workers.exits, over, self._interrupted)
         is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))

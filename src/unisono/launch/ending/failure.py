@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from unisono.checkpoint.folder import RunFolder, write_json
-from unisono.errors import USAGE, Dismissed, LaunchError, UnisonoError, WorkerLost
+from unisono.errors import Dismissed, LaunchError, UnisonoError, WorkerLost
 from unisono.launch.terminal.terminal import WorkerName, called
 from unisono.received import open_file, read_object, value_of
 
@@ -62,7 +62,7 @@ class Failure:
         pid: its process id.
         type: the exception's type, as a traceback names it.
         message: the exception's message.
-        traceback: the whole traceback, frames of the user's script first; if a setting cannot work, the script's line
+        traceback: the whole traceback, frames of the user's script first; of an error that says all, the script's line
             and the message.
         consequence: whether it only follows from the loss of another worker.
         time: the time of the exception, in seconds since 1970.
@@ -78,11 +78,6 @@ class Failure:
     consequence: bool
     time: float
     exit_code: int = 1
-
-    @property
-    def is_usage(self) -> bool:
-        """Whether a setting cannot work, which whoever wrote the script can mend."""
-        return self.exit_code == USAGE
 
     @classmethod
     def of(cls, error: BaseException, rank: WorkerName) -> "Failure":
@@ -139,11 +134,16 @@ OURS = str(Path(__file__).parents[2])
 
 
 def _report(error: BaseException, described: traceback.TracebackException) -> str:
-    if not isinstance(error, UnisonoError) or error.exit_code != USAGE:
+    if not says_all(error):
         return "".join(described.format())
     frames = list(takewhile(lambda frame: not frame.filename.startswith(OURS), described.stack))
     place = f"  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
     return f"{place}{_type_name(type(error))}: {described}\n"
+
+
+def says_all(error: BaseException) -> bool:
+    """Whether its message says all that helps whoever wrote the script, or started it."""
+    return isinstance(error, UnisonoError) and error.says_all
 
 
 def _type_name(kind: type[BaseException]) -> str:

@@ -21,6 +21,7 @@ HINTS = {
 
 
 COMPLETE = "training was complete by then"
+AGAIN = "start it again with the same --run-dir to go on"
 NOT_MISSED = f"{COMPLETE}, and it is not missed"
 LINES = (
     "What the script does after run.finish may be missing: if the job has written checkpoints, start it again with the "
@@ -188,7 +189,9 @@ class Outcome:
         if code == 0:
             return f"{self.workers} workers done in {self.seconds:.1f} s"
         if code == PREEMPTED:
-            return "left with a checkpoint: start it again with the same --run-dir to go on"
+            if self.interrupted is not None and all(each.code != PREEMPTED for each in self.exits):
+                return f"no worker had begun to train here: {AGAIN}, from its newest checkpoint if there is one"
+            return f"left with a checkpoint: {AGAIN}"
         if self.conclusion is not None and (cause is None or not self._is_to_blame(cause)):
             return self.conclusion.reason
         if self.interrupted is not None and (cause is None or not self._is_to_blame(cause)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.folder import RunFolder, new_run_folder
+from unisono.checkpoint.folder import UNPROVEN, RunFolder, new_run_folder
 from unisono.errors import JobError, Superseded, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.ending.outcome import COMPLETE, Blame, JobConclusion, Outcome, WorkerExit, describe
@@ -24,17 +24,20 @@ def report(outcome: Outcome, folder: RunFolder) -> str:
 
 
 def mended(folder: RunFolder) -> str:
-    """Lines about faults of memory and processors in the life of a run folder; nothing if there were none."""
+    """Lines about what was mended in the life of a run folder; nothing if nothing was."""
     found = folder.mended()
-    healed, rolled_back = len(found["healed"]), len(found["rolled_back"])
+    healed, back = len(found["healed"]), len(found["rolled_back"])
+    proven = sum(one["proven"] is True for one in found["rolled_back"])
     wrong = {f"rank {one['rank']} on host {one['host']}": None for one in found["wrong_results"]}
-    named = f"unisono: {', '.join(wrong)} computed wrongly, as an audit found\n" if wrong else ""
-    if not healed + rolled_back:
-        return named
-    return named + (
-        f"unisono: faults of the memory were found and mended: {healed} healed, {rolled_back} rolled back; "
-        f"{folder.path / 'result.json'} lists them\n"
-    )
+    said = [f"{', '.join(wrong)} computed wrongly, as an audit found"] if wrong else []
+    lists = f"{folder.path / 'result.json'} lists them"
+    if proven:
+        said.append(f"faults of memory or processors were found and mended: {proven} rolled back; {lists}")
+    if healed + back > proven:
+        said.append(
+            f"the states of workers differed, {UNPROVEN}: {healed} healed, {back - proven} rolled back; {lists}"
+        )
+    return "".join(f"unisono: {one}\n" for one in said)
 
 
 def _failure(outcome: Outcome, folder: RunFolder) -> str:

@@ -26,6 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.device import in_use
+
 from unisono.launch import worker  # isort: skip  (first: what it does at exit comes after all that libraries do)
 
 import numpy as np
@@ -127,8 +129,8 @@ class ForkServer:
         threads = _threads()
         if threads > 1:
             return f"{threads} threads run in the fork server, and a fork would have one of them only"
-        if torch.cuda.is_initialized():
-            return "CUDA is initialised in the fork server, and does not work in a fork"
+        if in_use() is not None:
+            return "an accelerator is initialised in the fork server, and does not work in a fork"
         if _sockets() - {self._channel.fileno(), *received}:
             return "a library has opened a socket in the fork server, and a fork would share it"
         return ""

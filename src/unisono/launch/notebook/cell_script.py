@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import inspect
 import json
+import re
 import symtable
+import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -72,7 +75,43 @@ def source_of(function: Callable[..., Any]) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function)).rstrip()
     except (OSError, TypeError) as error:
+        if (source := source_in(_cells(), function)) is not None:
+            return source
         raise JobError(f"the source of {_name_of(function)} is not known ({error}): put it into a module") from None
+
+
+MAGIC = re.compile(r"\A(?:\s*%%[^\n]*(?:\n|\Z))+")
+"""What stands above the code of a cell: ``%%time``, say."""
+
+
+def source_in(cells: Sequence[str], function: Callable[..., Any]) -> str | None:
+    """The source of a function that was defined below ``%%time`` or the like, which leaves no trace of where it stands.
+
+    Args:
+        cells: what was executed so far, the newest last, without what stands above the code.
+        function: the function.
+
+    Returns:
+        the definition in the newest cell whose code is the function's; None if there is none.
+    """
+    for cell in reversed(cells):
+        try:
+            tree, code = ast.parse(cell), compile(cell, "cell", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError):
+            continue
+        if function.__code__ in code.co_consts:
+            defined = [node for node in tree.body if getattr(node, "name", "") == function.__name__]
+            first = min(node.lineno for node in (defined[-1], *getattr(defined[-1], "decorator_list", ())))
+            return "\n".join(cell.splitlines()[first - 1 : defined[-1].end_lineno])
+    return None
+
+
+def _cells() -> list[str]:
+    """The cells of the notebook that this is, as plain Python; none elsewhere."""
+    shell = None if "IPython" not in sys.modules else sys.modules["IPython"].get_ipython()
+    if shell is None:
+        return []
+    return [shell.transform_cell(MAGIC.sub("", cell)) for cell in shell.history_manager.input_hist_raw]
 
 
 def require_all_there(source: str, function: Callable[..., Any]) -> None:

@@ -246,8 +246,9 @@ def _inputs(case: Case) -> Cause:
         return Cause(
             "unseeded randomness in the data: one and the same sample is not the same twice (os.urandom, the time, a "
             "generator seeded by the system, files that change, or an order that comes from a set or a folder)",
-            "draw from torch's, NumPy's or Python's global generators, which are seeded for every sample; sort what "
-            "comes from a folder or a set",
+            "call unisono.init before data are split, shuffled or made: it seeds torch, NumPy and Python; or give a "
+            "seed. In __getitem__ draw from their global generators, seeded for every sample; sort what comes from a "
+            "folder or a set",
             (Topic.UNSEEDED, Topic.TIME, Topic.GENERATOR, Topic.ORDER, Topic.EARLY),
         )
     if case.from_the_first:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from unisono.launch.settings import Size
@@ -164,6 +164,18 @@ class RunTrace:
     def trained(self) -> frozenset[str]:
         """The parameters that the optimizers update."""
         return frozenset(name for moment in self.whole if moment.stage is Stage.UPDATED for name in moment.values)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether any step has changed a parameter that an optimizer holds."""
+        held = {name for moment in self.whole if moment.stage is Stage.BEFORE for name in moment.values}
+        shown = [moment for moment in self.whole if moment.stage in WHOLE]
+        return any(
+            before.values.get(name) != after.values[name]
+            for before, after in pairwise(shown)
+            if after.stage is Stage.WEIGHTS
+            for name in held & after.values.keys()
+        )
 
     @property
     def sha256(self) -> str:

@@ -81,6 +81,8 @@ CALLS: Mapping[str, Topic] = {
     "torch.normal": Topic.RANDOM,
     "torch.bernoulli": Topic.RANDOM,
     "torch.multinomial": Topic.RANDOM,
+    "torch.utils.data.random_split": Topic.RANDOM,
+    "sklearn.model_selection.train_test_split": Topic.RANDOM,
     "time": Topic.TIME,
     "datetime.datetime.now": Topic.TIME,
     "datetime.datetime.utcnow": Topic.TIME,

@@ -25,9 +25,9 @@ def plain_workers(workers: Sequence[int], threads: int, cores: int) -> tuple[int
 
     A loop on one GPU has nothing of the others.
     """
-    import torch  # takes a second or two
+    from unisono.device import names  # torch takes a second or two
 
-    most = 1 if torch.cuda.is_available() else cores // threads
+    most = 1 if names()[1:] else cores // threads
     return tuple(sorted({1, *(number for number in workers if number <= most)}))
 
 

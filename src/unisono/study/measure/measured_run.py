@@ -78,7 +78,7 @@ class MeasuredRun:
 
     def is_oversubscribed(self, cores: int) -> bool:
         """Whether workers had to share a core, or a GPU."""
-        if any(device.startswith("cuda") for device in self.devices):
+        if any(device != "cpu" for device in self.devices):
             return len(set(self.devices)) < len(self.devices)
         return max(len(self.devices), 1) * self.threads > cores
 

@@ -103,6 +103,7 @@ class Coordination:
         training: the work.
         ledger: the account of time and money.
         changed: called with the number of workers when that has changed.
+        wants: called with a host and whether any of its workers is wanted, whenever that may have changed.
 
     Attributes:
         state: the coordinator's.
@@ -115,9 +116,10 @@ class Coordination:
         training: SimulatedTraining,
         ledger: Ledger,
         changed: Callable[[int], None],
+        wants: Callable[[Host, bool], None],
     ) -> None:
         self._scenario, self._agenda, self._training, self._ledger = scenario, agenda, training, ledger
-        self._changed = changed
+        self._changed, self._wants = changed, wants
         self._took = scenario.seconds
         settings = machine.ElasticConfig(
             smallest=scenario.job.fewest,
@@ -149,6 +151,7 @@ class Coordination:
         self._tell(
             machine.AgentHeard(host.agent, AgentHello(agent=host.agent, host=host.agent, workers=host.kind.workers))
         )
+        self._may_rest(host.agent)
 
     def warn(self, host: Host) -> None:
         """A host is going to be taken away: its agent leaves."""
@@ -241,6 +244,8 @@ class Coordination:
     def _start(self, agent: str, order: Start) -> None:
         took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
         self._warm.add(agent)
+        if (host := self._hosts.get(agent)) is not None:
+            self._wants(host, True)
         first_s = self._agenda.now + order.delay_s + took_s
         for number, name in enumerate(order.workers):
             moment = first_s + number * self._took.start_each_s
@@ -282,6 +287,14 @@ class Coordination:
         self._where.pop(name, None)
         self._hosts[agent].workers.discard(name)
         self._tell(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
+        self._may_rest(agent)
+
+    def _may_rest(self, agent: str) -> None:
+        """A host has no workers, perhaps, though all that are wanted are there."""
+        host, known = self._hosts.get(agent), self.state.agents.get(agent)
+        is_idle = known is not None and not known.started and len(self.state.workers) >= self.state.size
+        if host is not None and is_idle:
+            self._wants(host, False)
 
     def _start_over(self) -> None:
         """Nobody is left who holds the state. Checkpoints that were being written as all were lost are not whole."""

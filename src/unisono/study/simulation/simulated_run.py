@@ -79,7 +79,8 @@ class _SimulatedRun(Agenda):
         ]
         self._there: dict[str, Host] = {}
         self._billed: list[tuple[HostPrices, float, float]] = []
-        self._since: dict[str, tuple[HostPrices, float]] = {}
+        self._since: dict[str, tuple[HostPrices, float]] = {}  # hosts that are paid
+        self._prices: dict[str, HostPrices] = {}  # of those that are there
         self._rented = {kind.name: Counter[str]() for kind in scenario.hosts}  # hosts that are there, by zone
         self._marks: list[SizeChange] = []
         self._starts = self._losses = self._generations = 0
@@ -134,8 +135,8 @@ class _SimulatedRun(Agenda):
     def _comes(self, host: Host, zone: str, prices: HostPrices) -> None:
         if not self._marks and self._ledger.part == "waiting":
             self._ledger.turn("start", self.now)
-        self._there[host.agent] = host
-        self._since[host.agent] = prices, self.now
+        self._there[host.agent], self._prices[host.agent] = host, prices
+        self._wants(host, True)
         self._rented[host.kind.name][zone] += 1
         self.later(host.kind.boot_s, partial(self._joins, host))
 
@@ -150,17 +151,25 @@ class _SimulatedRun(Agenda):
 
     def _goes(self, host: Host, zone: str) -> None:
         host.alive = False
-        self._there.pop(host.agent, None)
-        if (found := self._since.pop(host.agent, None)) is not None:
-            self._billed.append((*found, self.now))
+        if self._there.pop(host.agent, None) is not None:
+            self._wants(host, False)
+            self._prices.pop(host.agent)
             self._rented[host.kind.name][zone] -= 1
         self._coordination.vanish(host)
+
+    def _wants(self, host: Host, wanted: bool) -> None:
+        """A host whose workers nobody wants is given back, and rented again at once when somebody does."""
+        if wanted and host.agent in self._prices:
+            self._since.setdefault(host.agent, (self._prices[host.agent], self.now))
+        elif (found := self._since.pop(host.agent, None)) is not None:
+            self._billed.append((*found, self.now))
 
     def _befalls(self, incident: Incident) -> None:
         self._coordination.befall(incident)
 
     def _market(self) -> Mapping[str, float | int | None]:
-        return {"price": self._price(), "notices": sum(host.noticed for host in self._there.values())}
+        noticed = (host.kind.workers for host in self._there.values() if host.noticed)
+        return {"price": self._price(), "notices": sum(noticed)}
 
     def _price(self) -> float:
         """Of a worker, on the dearest host that may be taken away; of any host if none may.
@@ -178,7 +187,7 @@ class _SimulatedRun(Agenda):
 
     def _started(self) -> Coordination:
         self._starts += 1
-        return Coordination(self._scenario, self, self._training, self._ledger, self._mark)
+        return Coordination(self._scenario, self, self._training, self._ledger, self._mark, self._wants)
 
     def _end_of_start(self) -> None:
         """All have left: the job is started again once there is room."""

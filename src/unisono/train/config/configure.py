@@ -14,6 +14,7 @@ from unisono.adapt.curvature_question import question_of
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
+from unisono.device import choose_device, is_accelerator
 from unisono.errors import JobError
 from unisono.host.processor_paths import LEVEL
 from unisono.job import Job, default_shards
@@ -24,7 +25,6 @@ from unisono.membership.variables import Variables
 from unisono.received import LONGEST_S, short, whole_number
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
-from unisono.train.config.numerics import choose_device
 from unisono.train.config.run_config import (
     CHECKS,
     Adaptation,
@@ -55,8 +55,14 @@ WARMUP_STEPS = 100
 BATCH = ("UNISONO_BATCH_SIZE", "UNISONO_BATCH_SCALE")
 """Variables that set the batch."""
 
-IN_JOB = ("seed", "reduction", "precision", "compression", "bucket_mb", "deterministic", "on_nan")
+IN_JOB = ("seed", "reduction", "precision", "compression", "deterministic", "on_nan")
 """Arguments that go into the job as they are."""
+
+BUCKET_MB = 4.0
+"""Of buckets that are reduced on CPUs while the next ones are computed."""
+
+BUCKET_MB_OF_DEVICES = 25.0
+"""Of buckets for each of which a device is waited for, or that go over links which small messages do not fill."""
 
 G = TypeVar("G")
 
@@ -76,10 +82,10 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
         JobError: an argument or a variable is out of range, or two of them exclude each other; says what to change.
     """
     told = _Told(environ)
-    job = _job(said, told)
     recording, tolerance = _recording(said, told, number), _fault_tolerance(said, told)
     communication = _communication(said, told, tolerance, number)
     device = choose_device(said["device"], communication.environment.local_rank)
+    job = _job(said, told, BUCKET_MB_OF_DEVICES if is_accelerator(device) else BUCKET_MB)
     split = _split_update(said, told, recording)
     adaptation = _adaptation(said, told, job, recording, split)
     return RunConfig(
@@ -121,7 +127,7 @@ def _first(*given: G | None) -> G | None:
     return next((value for value in given if value is not None), None)
 
 
-def _job(said: Mapping[str, Any], told: _Told) -> Job:
+def _job(said: Mapping[str, Any], told: _Told, bucket_mb: float) -> Job:
     batch_size: Any = _first(told.whole("UNISONO_BATCH_SIZE"), said["batch_size"])
     shards: Any = _first(said["shards"], told.whole("UNISONO_SHARDS"))
     factor = told.whole("UNISONO_BATCH_SCALE") or 1
@@ -131,7 +137,10 @@ def _job(said: Mapping[str, Any], told: _Told) -> Job:
     threads: Any = _first(said["threads"], told.whole("UNISONO_THREADS"), 1)
     numerics = said["numerics"] or told.get(LEVEL) or "native"
     unchanged = {name: said[name] for name in IN_JOB}
-    return Job.create(batch_size=batch_size, shards=shards, threads=threads, numerics=numerics, **unchanged)
+    bucket_mb = bucket_mb if said["bucket_mb"] is None else said["bucket_mb"]
+    return Job.create(
+        batch_size=batch_size, shards=shards, threads=threads, numerics=numerics, bucket_mb=bucket_mb, **unchanged
+    )
 
 
 def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
@@ -237,6 +246,7 @@ def _devices(said: Mapping[str, Any], told: _Told, coordinator: CoordinatorAcces
         "monitor": bool(said["monitor"]) or "UNISONO_MONITOR_EVERY" in told,
         "audit": bool(_first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)),
         "strategy": bool(said["strategy"] or told.get("UNISONO_STRATEGY")),
+        "precision='fp16'": said["precision"] == "fp16",
         "shard_optimizer=True": said["shard_optimizer"] is True or told.get("UNISONO_SHARD_OPTIMIZER") == "1",
     }
     if refused := [name for name, is_asked in asked.items() if is_asked]:
@@ -260,10 +270,11 @@ def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recor
     policies = (*said["policies"], *_policies_from_outside(said, told, job))
     if policies:
         job.require_batch_size(f"policies={', '.join(policy.name for policy in policies)}")
+    compares = recording.trace is not None or recording.samples
     return Adaptation(
         policies,
         strategy_of(said["strategy"] or told.get("UNISONO_STRATEGY") or AllReduce()),
-        StrategyConstraints(job.reduction, split is True, recording.trace is not None or recording.samples),
+        StrategyConstraints(job.reduction, split is True, compares, job.precision == "fp16"),
         said["balance"] == "speed",
     )
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from unisono.errors import JobError
+from unisono.device import bits_of_device, use
 from unisono.host.cgroup import leave_too_few_cores
 from unisono.job import Job
-from unisono.received import LONGEST_SHOWN, short
+from unisono.train.config.compilers import Compilers
 from unisono.train.config.portable import KERNELS, require_portable
 
 _determinism: Any = torch.utils.deterministic  # a module that answers attributes by itself
@@ -29,7 +29,8 @@ class Numerics:
     fill_uninitialized: bool
     cudnn_benchmark: bool
     cudnn_deterministic: bool
-    portable: bool = False
+    portable: bool
+    compilers: Compilers
 
     @classmethod
     def current(cls) -> "Numerics":
@@ -42,14 +43,14 @@ class Numerics:
             torch.backends.cudnn.benchmark,
             torch.backends.cudnn.deterministic,
             KERNELS.are_in_place,
+            Compilers.current(),
         )
 
-    @classmethod
-    def of(cls, job: Job) -> "Numerics":
-        """The switches that a job needs."""
+    def for_job(self, job: Job) -> "Numerics":
+        """The switches that a job needs, in place of these."""
         # Filling fresh memory costs a pass over every new tensor and only serves programs that read it unset.
-        portable = job.numerics == "portable"
-        return cls(job.threads, job.deterministic, False, False, False, job.deterministic, portable)
+        portable, compilers = job.numerics == "portable", self.compilers.for_job(deterministic=job.deterministic)
+        return Numerics(job.threads, job.deterministic, False, False, False, job.deterministic, portable, compilers)
 
     def apply(self) -> None:
         """Set torch's global switches to these."""
@@ -59,29 +60,7 @@ class Numerics:
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
         KERNELS.put(self.portable)
-
-
-def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> torch.device:
-    """The device of a worker: the wanted one, else a GPU by local rank if there is one, else the CPU.
-
-    Workers beyond the number of GPUs share them.
-
-    Raises:
-        JobError: there is no such device.
-    """
-    has_cuda: bool = torch.cuda.is_available()
-    if wanted is None:
-        wanted = "cuda" if has_cuda else "cpu"
-    try:
-        device = torch.device(wanted)
-    except (RuntimeError, ValueError) as error:
-        raise JobError(f"device={short(wanted)}: {str(error).splitlines()[0][:LONGEST_SHOWN]}") from None
-    if device.type != "cuda":
-        return device
-    if not has_cuda:
-        raise JobError(f"device={short(wanted)}: torch {torch.__version__} sees no CUDA device here; use device='cpu'")
-    index: int | None = device.index
-    return torch.device("cuda", local_rank % torch.cuda.device_count() if index is None else index)
+        self.compilers.apply()
 
 
 def apply_numerics(job: Job, device: torch.device) -> Numerics:
@@ -93,30 +72,35 @@ def apply_numerics(job: Job, device: torch.device) -> Numerics:
     if job.numerics == "portable":
         require_portable(device)
     before = Numerics.current()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if job.deterministic:
-            # cuBLAS reads it when it is first used; without it, deterministic matrix products are refused.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, value in use(device, deterministic=job.deterministic).items():
+        os.environ.setdefault(name, value)
     leave_too_few_cores(job.threads)
-    Numerics.of(job).apply()
+    before.for_job(job).apply()
     return before
+
+
+def autocast(job: Job, device: torch.device) -> torch.autocast:
+    """The context in which forward passes of a job are computed."""
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, narrow.get(job.precision, torch.bfloat16), enabled=job.precision in narrow)
 
 
 def fingerprint(job: Job, device: torch.device) -> dict[str, Any]:
     """Everything that workers must have in common for their bits to agree, field by field."""
     fields: dict[str, Any] = {f"job.{name}": value for name, value in job.model_dump(mode="json").items()}
-    return fields | {
-        "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "machine": platform.machine(),
-        "cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "torch threads": torch.get_num_threads(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "oneDNN": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-    }
+    return (
+        fields
+        | bits_of_device(device)
+        | {
+            "torch": str(torch.__version__),
+            "machine": platform.machine(),
+            "cpu capability": torch.backends.cpu.get_cpu_capability(),
+            "torch threads": torch.get_num_threads(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "default dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "oneDNN": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        }
+    )
 
 
 def script_digest() -> str:

@@ -88,6 +88,11 @@ class Communication:
     insecure_data: bool = False
     data_keys: Path | None = None
 
+    @property
+    def launcher(self) -> str:
+        """The launcher that started this worker: one of ours, if there is a coordinator."""
+        return self.environment.launcher if self.coordinator is None else "unisono"
+
 
 @dataclass(frozen=True, slots=True)
 class FaultTolerance:
@@ -198,11 +203,13 @@ class StrategyConstraints:
         reduction: the reduction of the job.
         splits_update: whether the workers of a host share parameters, and each updates a part of them.
         compares_bits: whether somebody compares this run's bits with another one's.
+        scales_losses: whether the workers agree on a factor of their losses in each step.
     """
 
     reduction: Reduction = "exact"
     splits_update: bool = False
     compares_bits: bool = False
+    scales_losses: bool = False
 
     def require(self, strategy: Strategy, workers: int | None = None) -> None:
         """Refuse a strategy that cannot be.
@@ -223,6 +230,11 @@ class StrategyConstraints:
             raise JobError(
                 f"unisono verify and unisono chaos compare bits, which strategy={str(strategy)!r} does not promise: "
                 f"only all-reduce and the synchronous parameter-server do"
+            )
+        if self.scales_losses and not strategy.is_exact:
+            raise JobError(
+                f"precision='fp16': with strategy={str(strategy)!r} workers have weights of their own, and would scale "
+                f"their losses differently: use precision='bf16', or strategy='all-reduce'"
             )
         strategy.require(workers, shards_optimizer=self.splits_update)
 

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from unisono.device import group_of, is_accelerator
 from unisono.errors import JobError
 from unisono.membership.environment import Environment
-from unisono.membership.rendezvous import Generation, backend_for, form_group, own_address
+from unisono.membership.rendezvous import Generation, form_group, own_address
+from unisono.membership.token import is_loopback
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short
@@ -32,14 +34,11 @@ from unisono.train.group.workers import Workers
 
 # From an environment to workers that can talk to each other.
 
-LOOPBACK = "127.0.0.1"
-"""Where workers of one host reach each other."""
-
-TransportName = Literal["auto", "shared_memory", "hierarchical", "sockets", "process_group"]
+TransportName = Literal["auto", "shared_memory", "hierarchical", "sockets", "process_group", "nccl"]
 
 TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
 
-TRANSPORTS = ("auto", "shared_memory", "hierarchical", "sockets", "process_group")
+TRANSPORTS = ("auto", "shared_memory", "hierarchical", "sockets", "process_group", "nccl")
 
 
 def connect(
@@ -61,16 +60,19 @@ def connect(
     _require_known("transport", how.transport, TRANSPORTS)
     _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
     if environment.world_size == 1:
-        return Workers(generation, Solo(job.shards), devices=devices)
+        return Workers(generation, Solo(job.shards), devices=devices, device=config.device)
     chosen = _chosen(config, environment)
     if chosen == "shared_memory":
         transport = SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split)
-        return Workers(generation, transport, devices=devices)
+        return Workers(generation, transport, devices=devices, device=config.device)
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
-    network = Network(config, rendezvous, host or LOOPBACK)
-    everyone = Workers(generation, network.transport(generation), host, devices, network.keys)
+    host = "" if is_loopback(host) else host  # which is one host, whatever its workers call it
+    network = Network(config, rendezvous, host, generation)
+    everyone = Workers(generation, network.transport(generation), host, devices, network.keys, config.device)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
-        return Workers(generation, _over_hosts(everyone, rendezvous, network), host, devices, network.keys)
+        return Workers(
+            generation, _over_hosts(everyone, rendezvous, network), host, devices, network.keys, config.device
+        )
     return everyone
 
 
@@ -82,7 +84,9 @@ def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
 def _chosen(config: RunConfig, environment: Environment) -> str:
     how, one_host = config.communication, environment.local_world_size == environment.world_size
     obstacle = _obstacle(config, one_host=one_host)
-    if how.transport in ("sockets", "process_group") or (how.transport == "auto" and obstacle):
+    if how.transport == "nccl" and not is_accelerator(config.device):
+        raise JobError("transport='nccl' cannot be used: the workers compute on CPUs; leave it out, or use 'sockets'")
+    if how.transport in ("sockets", "process_group", "nccl") or (how.transport == "auto" and obstacle):
         return "network"
     if how.transport == "shared_memory" and not one_host:
         obstacle = obstacle or "the workers are on several hosts"
@@ -141,7 +145,7 @@ def connect_devices(config: RunConfig, rendezvous: Rendezvous, mesh: Mesh) -> De
     with ExitStack() as opened:
         inside = connect(config, generation, rendezvous)
         opened.callback(inside.close)
-        backend = backend_for(config.device, how.environment)
+        backend = group_of(config.device, how.environment.local_world_size)
         # In NCCL's groups what is sent waits for what was sent before, and stages send to and fro at the same time.
         ways = ["exchange", *(["back"] if backend == "nccl" else [])]
         exchanges = []
@@ -163,7 +167,7 @@ def _speaking(device: torch.device, mesh: DeviceMesh, group: dist.ProcessGroup |
     rank, count = mesh.get_local_rank(), mesh.size()
     generation = Generation(1, rank, Split.even(count, count))
     backend = (group or mesh.get_group())._get_backend(device)
-    return Workers(generation, ProcessGroupTransport(backend, rank, generation.split, device, None))
+    return Workers(generation, ProcessGroupTransport(backend, rank, generation.split, device, None), device=device)
 
 
 SLOWEST = timedelta(hours=1)
@@ -187,7 +191,7 @@ def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
     hook = sys.excepthook
     with _on_loopback():
         dist.init_process_group(
-            backend_for(config.device, process),
+            group_of(config.device, process.local_world_size),
             store=dist.PrefixStore("devices", rendezvous.store()),
             rank=here.rank,
             world_size=here.world_size,

@@ -22,12 +22,14 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _TIMES = tuple(one.name for one in fields(Timings))
-_FLAGS = 7
-_HEADER = f"{_FLAGS}?{8 - _FLAGS}x{len(_TIMES)}d4Q"  # flags; times; digests and balances, with which nothing computes
+_FLAG_NAMES = ("leave", "regroup", "again", "lost", "flipped", "written", "checkpoint", "diverges")
+_FLAGS = len(_FLAG_NAMES)
+_HEADER = f"{_FLAGS}?{8 - _FLAGS}x{len(_TIMES)}d5Q"  # flags; times; digests and balances, with which nothing computes
 _FIXED = 4  # loss, weight, squared norm, which metrics
 _ROW = _FIXED + MAX_METRICS
 
 _times_of = attrgetter(*_TIMES)
+_flags_of = attrgetter(*_FLAG_NAMES)
 _Row = Sequence[float]
 
 
@@ -65,6 +67,7 @@ class StepReport:
         written: whether any worker's script has written to weights that workers share, which it sees by itself alone.
         checkpoint: whether any worker was asked for a checkpoint.
         is_balanced: whether all that was read of partial sums is what was written.
+        diverges: whether something of the reduced gradient is NaN or infinite.
     """
 
     shards: tuple[ShardReport, ...]
@@ -78,6 +81,7 @@ class StepReport:
     lost: bool = False
     written: bool = False
     checkpoint: bool = False
+    diverges: bool = False
     is_balanced: bool = True
 
 
@@ -100,8 +104,10 @@ class Flags:
         flipped: a bit of what it alone looks at is another one than the update before has left.
         written: its script has written to weights that workers share, which it sees by itself alone.
         checkpoint: it was asked for a checkpoint.
+        diverges: something of the sums that it has finished is NaN or infinite.
         digest: a digest (64 bits) of the weights with which its shards were computed; 0 if nobody compares weights.
         own: a digest (64 bits) of the state that no other worker holds; 0 if nobody compares it.
+        amiss: what these digests lack, if a bit has flipped, to be those of what the update before has left.
         timings: the times that it measured.
         balance: the words of partial sums that it wrote, less those that it read.
     """
@@ -113,8 +119,10 @@ class Flags:
     flipped: bool = False
     written: bool = False
     checkpoint: bool = False
+    diverges: bool = False
     digest: int = 0
     own: int = 0
+    amiss: int = 0
     timings: Timings = field(default_factory=Timings)
     balance: Balance = field(default_factory=Balance)
 
@@ -149,9 +157,9 @@ class ControlWord:
         rows = [number for report in reports for number in _row(report)]
         rows += [0.0] * (self.split.widest * _ROW - len(rows))
         numbers = form.pack(
-            *(flags.leave, flags.regroup, flags.again, flags.lost, flags.flipped, flags.written, flags.checkpoint),
+            *_flags_of(flags),
             *_times_of(flags.timings),
-            *(flags.digest, flags.own, balance % MODULUS, copies % PRIME),
+            *(flags.digest, flags.own, flags.amiss, balance % MODULUS, copies % PRIME),
             *rows,
         )
         bits = np.packbits(np.array(used, dtype=bool)).tobytes()
@@ -172,14 +180,14 @@ class ControlWord:
 
 
 _TOLD = _FLAGS + len(_TIMES)
-_SHARDS = _TOLD + 4
+_SHARDS = _TOLD + 5
 
 
 def _flags(told: Sequence[Any]) -> Flags:
-    leave, regroup, again, lost, flipped, written, checkpoint = told[:_FLAGS]
-    digest, own, *balance = told[_TOLD:_SHARDS]
+    digest, own, amiss, *balance = told[_TOLD:_SHARDS]
     timings = Timings(*told[_FLAGS:_TOLD])
-    return Flags(leave, regroup, again, lost, flipped, written, checkpoint, digest, own, timings, Balance(*balance))
+    flags = dict(zip(_FLAG_NAMES, told[:_FLAGS], strict=True))
+    return Flags(**flags, digest=digest, own=own, amiss=amiss, timings=timings, balance=Balance(*balance))
 
 
 @cache
@@ -233,7 +241,7 @@ class ControlWords:
             self.used,
             **{
                 flag: any(map(attrgetter(flag), self.flags))
-                for flag in ("leave", "regroup", "again", "lost", "written", "checkpoint")
+                for flag in ("leave", "regroup", "again", "lost", "written", "checkpoint", "diverges")
             },
             is_balanced=is_balanced(*zip(*(each.balance for each in self.flags), strict=True)),
         )

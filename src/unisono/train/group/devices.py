@@ -87,6 +87,9 @@ class TensorExchange(Protocol):
     def receive(self, tensor: Tensor, source: int, tag: int) -> UnderWay:
         """Begin to receive a tensor from another device."""
 
+    def settle(self) -> None:
+        """Wait until what was asked of the others is really here."""
+
     def abort(self) -> None:
         """Wake whoever waits for another device, here and there."""
 
@@ -187,6 +190,12 @@ class Devices:
     def back(self) -> TensorExchange:
         """The way of what goes from stages to those before them."""
         return self._back or self.exchange
+
+    def settle(self) -> None:
+        """Wait until what was asked of the other devices is really here; see :meth:`Transport.settle`."""
+        for way in (self._exchange, self._back):
+            if way is not None:
+                way.settle()
 
     @property
     def losses(self) -> int | None:

@@ -42,6 +42,13 @@ class Rendezvous(ABC):
         """A secret that the first of them makes, for a network that others may read."""
         return self._from_first(NetworkKeys.plain)
 
+    def host_keys(self) -> NetworkKeys:
+        """What tells these workers, on Unix sockets of one host, from those of this user's other jobs.
+
+        The kernel keeps other users out, so it has to be no secret.
+        """
+        return self.plain_keys()
+
     @abstractmethod
     def private_keys(self) -> NetworkKeys:
         """Keys with which they speak TLS.
@@ -85,19 +92,24 @@ class FixedRendezvous(Rendezvous):
         self.environment, self._process = environment, process or environment
         self.timeout_s, self._keys, self._folder = timeout_s, keys, folder
         self._scope = f"unisono/{next(_meetings) if meeting is None else meeting}{scope}"
+        port = environment.rendezvous.port if environment.rendezvous is not None else 0
+        self._purpose = f"{self._scope} at port {port}"  # no other job of this host has that now
 
     def store(self) -> dist.Store:
         """The launcher's, or rank 0's."""
         return dist.PrefixStore(self._scope, open_store(self._process, self.timeout_s))
 
     def peers(self) -> Peers:
-        """They post where they can be called."""
+        """They post where they can be called. Others can read and change that: so they are told by their purpose."""
         here = self.environment
         addresses = TorchRendezvousStore(
             dist.PrefixStore(f"host/{here.rank - here.local_rank}", self.store()), self.timeout_s
         )
-        purpose = f"{self._scope} at port {here.rendezvous.port if here.rendezvous is not None else 0}"
-        return meet(here.local_rank, here.local_world_size, addresses, self.timeout_s, purpose)
+        return meet(here.local_rank, here.local_world_size, addresses, self.timeout_s, self._purpose)
+
+    def host_keys(self) -> NetworkKeys:
+        """Others can read the store, and change what stands there: so nothing comes from it."""
+        return NetworkKeys(self._purpose)
 
     def private_keys(self) -> NetworkKeys:
         """From the file that the person has copied to all hosts, or in a folder that the hosts share."""

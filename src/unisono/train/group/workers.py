@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.layout import empty_as, form_of, require_values
+from unisono.device import is_accelerator
 from unisono.errors import CheckpointError, JobMismatch, Unreadable
 from unisono.job import differences
 from unisono.membership.rendezvous import Generation
@@ -19,12 +20,14 @@ from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.received import LARGEST_JSON, parse_json, short
 from unisono.reduce.data_network import NetworkKeys
+from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.transport import Transport
 from unisono.train.group.devices import Devices
 from unisono.train.model.tensors import checksum
 
 Operation = Literal["mean", "sum", "max", "min"]
 
+CPU = torch.device("cpu")
 
 SAME = "All workers need the same, or their weights would differ"
 """What to do about workers that differ."""
@@ -40,6 +43,7 @@ class Workers:
         devices: the devices of this worker; by default one. These verbs are then among the devices of one rank in their
             workers, each of which holds its slices of the state.
         keys: the keys of the network between them; None if all are on one host, or if others may read what they say.
+        device: the device of this worker, on which it gets what others broadcast from theirs.
 
     Attributes:
         servers: the number of workers, those of the highest ranks, that are to serve and compute nothing; equal on all.
@@ -55,7 +59,9 @@ class Workers:
         host: str = "",
         devices: Devices | None = None,
         keys: NetworkKeys | None = None,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.generation = generation
         self.transport = transport
         self.host = host
@@ -66,6 +72,12 @@ class Workers:
         self.is_called = self.is_asking = False
         self._is_aborted = False
         self._abort: Callable[[], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything goes over a network of torch's, which knows no secret: other users of its hosts reach it."""
+        is_torchs = isinstance(self.transport, ProcessGroupTransport) and self.keys is None
+        return is_torchs or self.devices.count > 1
 
     @property
     def rank(self) -> int:
@@ -218,6 +230,8 @@ class Workers:
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.
 
+        What lies on a device there lies on this worker's device here.
+
         Raises:
             CheckpointError: a part of the value is of no such type; names it. Or what came is no such value.
             JobMismatch: what arrived is not what was sent.
@@ -225,7 +239,7 @@ class Workers:
         if self.world_size == 1:
             return value
         skeleton, tensors = flatten(value) if self.rank == source else (None, {})
-        forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+        forms = {name: [*form_of(tensor), is_accelerator(tensor.device)] for name, tensor in tensors.items()}
         told = [skeleton, forms, _seal(skeleton, tensors)] if self.rank == source else None
         match self.gather_json(told)[source]:
             case [skeleton, dict(forms), str(seal)]:
@@ -252,7 +266,7 @@ class Workers:
             seal: a digest of skeleton and places.
         """
         received = {
-            name: self._broadcast_tensor(place if isinstance(place, Tensor) else empty_as(place), source)
+            name: self._broadcast_tensor(place if isinstance(place, Tensor) else self._room_for(place), source)
             for name, place in places.items()
         }
         value = unflatten(skeleton, received)
@@ -262,6 +276,12 @@ class Workers:
                 f"Unisono's. This worker ends, and has used nothing of them"
             )
         return value
+
+    def _room_for(self, form: Any) -> Tensor:
+        match form:
+            case [name, shape, bool(is_on_device)]:
+                return empty_as([name, shape], self.device if is_on_device else CPU)
+        raise CheckpointError(f"{short(form)} is no dtype with a shape and a place")
 
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
         if tensor.numel():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unisono.arguments import require_kinds
 from unisono.checkpoint.layout import empty_as, form_of
 from unisono.data.batch_feed import BatchFeed
+from unisono.data.content import CONTENT, Contents, Glance
 from unisono.data.feed import Asked, Feed
 from unisono.data.loop_feeds import feed_of
 from unisono.data.sampler_order import LoopKey
@@ -26,6 +27,8 @@ from unisono.errors import DataError
 from unisono.job import SAMPLES_PER_SHARD, Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node, SummationTree
+from unisono.received import short
+from unisono.train.config.numerics import autocast
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.loop.batch_blocks import BatchBlocks
@@ -43,6 +46,7 @@ from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.staging import staging_of
 from unisono.train.state.trained import Trained
+from unisono.train.step.loss import Weighted, as_number
 from unisono.train.step.stage_evaluation import StagedEvaluation
 
 R = TypeVar("R")
@@ -79,7 +83,7 @@ class Evaluation:
 
         def row_of(block: EvaluatedBlock) -> dict[str, list[float]]:
             found = _call(metrics, self.prepared.model, block.batch)
-            return {name: _weighted(found[name], block.samples) for name in sorted(found)}
+            return {name: _weighted(name, found[name], block.samples) for name in sorted(found)}
 
         found, shares = self._shared(row_of)
         names = list(found[0]) if found else None
@@ -166,7 +170,7 @@ class Evaluation:
             for block in blocks:
                 found = block._replace(batch=to_device(block.batch, self.device))
                 seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, *block.place))
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.precision == "bf16"):
+                with autocast(self.job, self.device):
                     yield found
                 put_back()
                 self.workers.tick()
@@ -207,7 +211,7 @@ class Evaluator:
     ) -> None:
         self.is_under_way = False
         self._job, self._device, self._trained, self._collectives = job, device, trained, collectives
-        self._timeout_s = timeout_s
+        self._timeout_s, self._contents = timeout_s, Contents(looks_again=False)
 
     def carry_out(
         self, action: Callable[[Evaluation], R], dataset: Any, batch_size: int | None, collate: Collate | None
@@ -228,8 +232,8 @@ class Evaluator:
         asked = Asked(batch_size=batch_size, collate_fn=collate)
         key = LoopKey(job.seed, NO_LOOP)
         feed = feed_of(dataset, asked, key, self._timeout_s)
-        self._collectives.agree("data set", feed.same())
         size = batch_size or feed.batch_size or -(-(job.batch_size or SAMPLES_PER_SHARD * job.shards) // job.shards)
+        self.agree(dataset, feed, size)
         blocks, step = self._blocks(feed, size), self._trained.progress.position.step
         self.is_under_way = True
         try:
@@ -238,6 +242,20 @@ class Evaluator:
             )
         finally:
             self.is_under_way = False
+
+    def agree(self, dataset: Any, feed: Feed | StreamFeed, size: int) -> None:
+        """Refuse to evaluate other data than other workers do. Collective.
+
+        Args:
+            dataset: the data, as the script gives them.
+            feed: the same as they are read.
+            size: the number of samples in a block.
+
+        Raises:
+            JobMismatch: the data sets differ.
+        """
+        content = self._contents.of(dataset, feed, Glance(self._job.shards, size * self._job.shards, EVALUATION_EPOCH))
+        self._collectives.agree("data set", {**feed.same(), CONTENT: content}, feed.cure)
 
     def _blocks(self, feed: Feed | StreamFeed, size: int) -> Blocks:
         if isinstance(feed, BatchFeed):
@@ -298,9 +316,15 @@ def _call(metrics: Metrics, model: Any, batch: Any) -> Mapping[str, Any]:
     return found
 
 
-def _weighted(value: Any, samples: int) -> list[float]:
-    mean, weight = value if isinstance(value, tuple) else (value, samples)
-    return [float(mean), float(weight)]
+def _weighted(name: str, value: Any, samples: int) -> list[float]:
+    mean, weight = (value.loss, value.weight) if isinstance(value, Weighted) else (value, samples)
+    numbers = [as_number(mean), as_number(weight)]
+    if None in numbers:
+        raise DataError(
+            f"metrics returned {short(value)} as {name!r}: return its mean, one number; or unisono.Weighted(mean, "
+            f"tokens) if that is over tokens, say, instead of samples"
+        )
+    return [number for number in numbers if number is not None]
 
 
 def _mean(pairs: Sequence[Sequence[float]]) -> float:

@@ -20,6 +20,12 @@ from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.step import Step
 
+OTHER_SAMPLES = (
+    "Samples hold something else: data that are split, shuffled or made with random numbers need a seed, or are drawn "
+    "after unisono.init. To go on with other data all the same: --allow-job-change"
+)
+"""What to do where only the samples themselves differ."""
+
 
 class LoopSteps(Protocol):
     """The part of a run that a loop calls."""
@@ -179,11 +185,12 @@ class Loop:
         position = progress.position
         if self.number > progress.loop:  # the one before was given up
             progress = RunProgress(Position(step=position.step, samples=position.samples), self.number)
-        elif progress.reading is not None and progress.reading != self.reading:
+        elif progress.reading is not None and not self.reading.goes_on(progress.reading):
             unequal = "; ".join(differences(asdict(self.reading), asdict(progress.reading)))
             raise JobMismatch(
                 f"the loop that resumes in epoch {position.epoch} reads other data than when its checkpoint was "
                 f"written (here: this script, there: the checkpoint): {unequal}"
+                + ("" if self.reading.content in ("", progress.reading.content) else f". {OTHER_SAMPLES}")
             )
         if progress.reading is None:
             begun = self.course.behind(progress.position, self.begin, self.epochs)

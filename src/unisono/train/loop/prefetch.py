@@ -14,6 +14,7 @@ from unisono.data.loader import Loaded, load
 from unisono.data.loader_processes import Processes
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.slot import replaced
+from unisono.device import current_stream, is_accelerator, new_stream, page_locked, within
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -32,9 +33,9 @@ def prefetch(
         processes: the processes that load.
         device: the device to which batches are copied.
     """
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return load(source, requests, processes)
-    return Prefetched(load(source, requests, processes), CudaCopyStream(device))
+    return Prefetched(load(source, requests, processes), DeviceCopyStream(device))
 
 
 class CopyStream(Protocol):
@@ -83,29 +84,29 @@ class Prefetched:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """A step's shards on a CUDA device, usable once ``arrived``."""
+    """A step's shards on an accelerator, usable once ``arrived``."""
 
     shards: list[Any]
-    arrived: torch.cuda.Event
+    arrived: Any
 
 
-class CudaCopyStream:
+class DeviceCopyStream:
     """Copies on a stream of its own. Nothing here waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cuda_stream = torch.cuda.Stream(device)
+        self._stream = new_stream(device)
 
     def send(self, shards: list[Any]) -> Copies:
         """Start to copy, from page-locked memory: from other memory a copy makes the host wait."""
-        locked = replaced(shards, Tensor, _page_locked)  # torch keeps it until it is copied
-        with torch.cuda.stream(self._cuda_stream):
+        locked = replaced(shards, Tensor, page_locked)  # torch keeps it until it is copied
+        with within(self._stream):
             copies = replaced(locked, Tensor, self._copied)
-        return Copies(copies, self._cuda_stream.record_event())
+        return Copies(copies, self._stream.record_event())
 
     def receive(self, sent: Copies) -> list[Any]:
         """Have the stream that computes wait for the copies."""
-        computing = torch.cuda.current_stream(self._device)
+        computing = current_stream(self._device)
         computing.wait_event(sent.arrived)
 
         def lent(tensor: Tensor) -> Tensor:
@@ -118,8 +119,4 @@ class CudaCopyStream:
 
     def _copied(self, tensor: Tensor) -> Tensor:
         # What is on a device already was made on another stream: it is left to whoever computes.
-        return tensor.to(self._device, non_blocking=True) if tensor.device.type == "cpu" else tensor
-
-
-def _page_locked(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True) if not is_accelerator(tensor.device) else tensor

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from unisono.checkpoint.quick_digest import Summing, flipped_bits, total_of, totals
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.tensors import version_of
-from unisono.words import THIRDS, Sums
+from unisono.words import MODULUS, THIRDS, Sums
 
 MOST_FLIPPED = 2
 """Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``.
@@ -35,11 +35,13 @@ class Seen:
         common: a digest of what every worker has as well; 0 if nobody looks.
         own: a digest of its part of the weights that workers share; 0 if there are none.
         has_flipped: whether a bit of it is another one than the update before has left, and nobody has written it.
+        amiss: what the digests then lack to be those of what that update has left (modulo 2**64).
     """
 
     common: int = 0
     own: int = 0
     has_flipped: bool = False
+    amiss: int = 0
 
 
 class AtRest:
@@ -78,7 +80,6 @@ class AtRest:
         self._left: Sums | None = None  # of each tensor the sums of its thirds
         self._whole_from = 0  # the first one of which only the total is known
         self._written: list[int] = []
-        self._is_unwritten: npt.NDArray[np.bool_] | None = None  # of each tensor; None if all are
 
     def first(self) -> None:
         """A step begins, perhaps the first: what is there now stays until the step is computed."""
@@ -92,11 +93,10 @@ class AtRest:
         written = self._writes(self._present())
         if self._left is None or len(written) != len(self._written):
             self.note()
-            written = self._written
-        self._is_unwritten = None
-        if written != self._written:
-            same = np.array([now == before for now, before in zip(written, self._written, strict=True)])
-            self._is_unwritten = np.logical_and(*same.reshape(2, -1))
+        elif written != self._written:
+            # What the script has written stays as it is now: a bit of it that flips from here on is found as any other.
+            sums = self._sums_of(self._noting.thirds(self._present()))
+            self._left, self._written = np.where(self._unwritten(written), self._left, sums), written
 
     def look(self) -> Seen:
         """All shards are computed, and nothing is committed."""
@@ -105,10 +105,11 @@ class AtRest:
         thirds = self._summing.thirds(
             [*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())]
         )
-        sums = totals(thirds)
-        parts = sums[len(numbers) : len(numbers) + len(self._parts)]
-        own = total_of(parts, self._numbers_of_parts)
-        return Seen(total_of(sums[: len(numbers)], numbers), own, self._has_flipped(thirds))
+        common, own = self._digests(thirds, numbers)
+        if self._left is None or not self._has_flipped(thirds):
+            return Seen(common, own)
+        amiss = sum(self._digests(self._left, numbers)) - common - own
+        return Seen(common, own, has_flipped=True, amiss=amiss % MODULUS)
 
     def note(self, sums: Sequence[int] | None = None) -> None:
         """An update is done: everything stays as it is until the next one.
@@ -127,10 +128,17 @@ class AtRest:
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
-        if self._left is None:
+        now = self._present()
+        written = self._writes(now)
+        if self._left is None or len(written) != len(self._written):
             return False
-        self.begin()
-        return self._has_flipped(self._summing.thirds(self._present()))
+        return self._has_flipped(self._summing.thirds(now), self._unwritten(written))
+
+    def _digests(self, thirds: Sums, numbers: Sequence[int]) -> tuple[int, int]:
+        """Of what every worker has, by number, and of this one's parts."""
+        sums, count = totals(thirds), len(numbers)
+        parts = sums[count : count + len(self._parts)]
+        return total_of(sums[:count], numbers), total_of(parts, self._numbers_of_parts)
 
     def let_go(self) -> None:
         """Hold no tensor's memory until the next look."""
@@ -150,14 +158,20 @@ class AtRest:
             versions[number] += weight._version
         return [*map(id, now), *versions]
 
-    def _has_flipped(self, thirds: Sums) -> bool:
+    def _unwritten(self, written: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """A row for each tensor: whether it is the one that was looked at, and nobody has written it since."""
+        same = np.array([now == before for now, before in zip(written, self._written, strict=True)], np.bool_)
+        tensors, writes = same.reshape(2, -1)
+        return np.array(tensors & writes)[:, None]
+
+    def _has_flipped(self, thirds: Sums, looked_at: npt.NDArray[np.bool_] | bool = True) -> bool:
         if self._left is None:
             return False
+        return 0 < flipped_bits(self._left, np.where(looked_at, self._sums_of(thirds), self._left)) <= MOST_FLIPPED
+
+    def _sums_of(self, thirds: Sums) -> Sums:
         start = self._whole_from
-        before, after = self._left, np.concatenate([thirds[:start], _only_totals(totals(thirds[start:]))])
-        if self._is_unwritten is not None:
-            before, after = before[self._is_unwritten], after[self._is_unwritten]
-        return 0 < flipped_bits(before, after) <= MOST_FLIPPED
+        return np.concatenate([thirds[:start], _only_totals(totals(thirds[start:]))])
 
 
 def _only_totals(sums: Sums) -> Sums:

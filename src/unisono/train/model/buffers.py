@@ -5,18 +5,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unisono.checkpoint.layout import form_of
+from unisono.checkpoint.quick_digest import Summing
+from unisono.device import is_accelerator
 from unisono.errors import ModelError
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
+from unisono.reduce.tally import Witness
 from unisono.reduce.transport import Transport
 from unisono.train.model.combining import Combining
 from unisono.train.model.places import FRESH, BufferPlace, Placed, Rule
 from unisono.train.model.tensors import set_all, version_of
+from unisono.words import Sums
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
@@ -35,16 +41,37 @@ class _Base:
     version: int
 
 
+class _Doubt(NamedTuple):
+    """A buffer of which only its device knows whether a shard has written it: nobody has waited for it yet."""
+
+    shard: int
+    number: int
+    is_written: Tensor
+
+
 class Buffers:
     """Keeps the buffers of a step: what they were, and what each of this worker's shards made of them.
 
     Each is combined by its rule. By default floating-point buffers end as the mean over the shards, weighted by their
     numbers of samples, along the summation tree. Other buffers (counters) end as shard 0 left them, so they advance
     once per step. Buffers that no shard has written are not touched.
+
+    Args:
+        places: the places of the buffers.
+        split: the split of the shards among workers.
+        rank: this worker's rank in it.
+        looks: whether what shards have made is looked at once more when it is used.
+
+    Attributes:
+        witness: a function that gets what a shard has made, to inject a fault.
+        have_kept: whether what shards had made, where it lies on a CPU, still was what they left when it was used last.
     """
 
-    def __init__(self, places: Sequence[BufferPlace], split: Split, rank: int) -> None:
-        self._places = tuple(places)
+    have_kept = True
+
+    def __init__(self, places: Sequence[BufferPlace], split: Split, rank: int, *, looks: bool = False) -> None:
+        self._places, self._looks = tuple(places), looks
+        self.witness: Witness | None = None
         self._fresh = [number for number, place in enumerate(self._places) if place.rule in FRESH]
         self.resplit(split, rank)
 
@@ -57,6 +84,8 @@ class Buffers:
         self._bases: list[_Base] = []
         self._found: dict[int, _Base] = {}  # what the present shard began with, in place of a base
         self._results: dict[int, list[Tensor | None]] = {}
+        self._left: dict[int, Sums] = {}  # of the results of each shard
+        self._doubts: list[_Doubt] = []
 
     def __len__(self) -> int:
         return len(self._places)
@@ -64,6 +93,7 @@ class Buffers:
     @property
     def used(self) -> list[bool]:
         """For each buffer, whether a shard of this worker has written it."""
+        self._settle()
         return [
             any(results[number] is not None for results in self._results.values())
             for number in range(len(self._places))
@@ -76,16 +106,16 @@ class Buffers:
     def begun(self) -> list[Tensor]:
         """What shards begin with, since :meth:`begin`."""
         pairs = zip(self._places, self._bases, strict=True)
-        return [base.value if _written(place, base) else place.tensor for place, base in pairs]
+        return [place.tensor if _written(place, base) is False else base.value for place, base in pairs]
 
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the buffers as they are now; only what was written since the last step is copied."""
-        self._results = {}
+        self._results, self._left, self._doubts = {}, {}, []
         if not self._bases:
             self._bases = [_Base(p.tensor, p.tensor.clone(), p.tensor._version) for p in self._places]
         for place, base in zip(self._places, self._bases, strict=True):
-            if _written(place, base):
+            if _written(place, base) is not False:
                 base.tensor = place.tensor
                 base.value = (
                     base.value.copy_(place.tensor) if _alike(base.value, place.tensor) else place.tensor.clone()
@@ -125,12 +155,25 @@ class Buffers:
         Raises:
             ModelError: it has given one another shape or dtype, and there are other shards.
         """
-        made = self._made()
+        if shard in self._results:  # what one of its stages has not written, the next one may
+            self._settle()
+        made, doubts = self._made(shard)
         if self._tree.shards > 1:
             self._require_same_form(made)
             made = [None if tensor is None else tensor.detach().clone() for tensor in made]
-        before = self._results.get(shard, [None] * len(made))
-        self._results[shard] = [old if new is None else new for old, new in zip(before, made, strict=True)]
+        if (before := self._results.get(shard)) is None:
+            self._doubts += doubts
+        else:
+            made = [old if new is None else new for old, new in zip(before, _without(made, doubts), strict=True)]
+        self._keep(shard, made)
+
+    def _keep(self, shard: int, made: list[Tensor | None]) -> None:
+        self._results[shard] = made
+        if self._looks:
+            self._left[shard] = _summed(made)
+        for tensor in made if self.witness is not None else ():
+            if tensor is not None and self.witness is not None:
+                self.witness("shard_buffer", tensor)
 
     def _require_same_form(self, made: Sequence[Tensor | None]) -> None:
         for place, base, tensor in zip(self._places, self._bases, made, strict=True):
@@ -144,6 +187,7 @@ class Buffers:
 
     def result(self, shard: int) -> Sequence[Tensor | None]:
         """What a shard of this worker has made of each buffer; None of those that it has not written."""
+        self._settle()
         return self._results.get(shard, [])
 
     def set_result(self, shard: int, made: Sequence[Tensor | None]) -> None:
@@ -153,7 +197,7 @@ class Buffers:
             ModelError: it has given one another shape or dtype.
         """
         self._require_same_form(made)
-        self._results[shard] = list(made)
+        self._keep(shard, list(made))
 
     @contextmanager
     @torch.no_grad()
@@ -167,17 +211,29 @@ class Buffers:
         self.open(first=False)
         try:
             with torch.enable_grad():
-                yield self._made
+                yield lambda: _without(*self._made(0))
         finally:
             for place, tensor, value in now:
                 place.put(tensor)
                 set_all([(tensor, value)])
 
-    def _made(self) -> list[Tensor | None]:
-        begun = (self._found.get(number, base) for number, base in enumerate(self._bases))
-        return [
-            place.tensor if _written(place, base) else None for place, base in zip(self._places, begun, strict=True)
-        ]
+    def _made(self, shard: int) -> tuple[list[Tensor | None], list[_Doubt]]:
+        """What there is of each buffer that a shard has written, or may have."""
+        made: list[Tensor | None] = []
+        doubts: list[_Doubt] = []
+        for number, place in enumerate(self._places):
+            base = self._found.get(number, self._bases[number])
+            is_written = _written(place, base)
+            if is_written is None:
+                doubts.append(_Doubt(shard, number, (place.tensor != base.value).any()))
+            made.append(None if is_written is False else place.tensor)
+        return made, doubts
+
+    def _settle(self) -> None:
+        """Wait for the device, once for all shards: what they have not written does not count."""
+        doubts, self._doubts = self._doubts, []
+        for shard, number, _ in _unwritten(doubts):
+            self._results[shard][number] = None
 
     @torch.no_grad()
     def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Placed:
@@ -204,10 +260,13 @@ class Buffers:
             *self._added(transport, by_rule.get("mean", []), shares.__getitem__),
             *self._grown(transport, by_rule.get("sum", [])),
             *self._joined(transport, by_rule),
+            *self._first(transport, by_rule.get("first", [])),
         ]
+        # All is used now; and of a single shard, what it has made is what is put back.
+        self.have_kept = all(np.array_equal(left, _summed(self._results[one])) for one, left in self._left.items())
         for number in numbers:
             self._rewind(number)
-        return [*found, *self._first(transport, by_rule.get("first", []))]
+        return found
 
     def _added(self, transport: Transport, numbers: Sequence[int], share: Callable[[int], float]) -> Placed:
         found: list[tuple[BufferPlace, Tensor]] = []
@@ -271,7 +330,7 @@ class Buffers:
 
     def _replace(self, number: int) -> None:
         place, base = self._places[number], self._bases[number]
-        if not place.is_held or _written(place, self._found.get(number, base)):
+        if not place.is_held or _written(place, self._found.get(number, base)) is not False:
             value = base.value.clone()
             place.put(value)
             self._found[number] = _Base(value, base.value, value._version)
@@ -279,18 +338,36 @@ class Buffers:
     def _rewind(self, number: int) -> None:
         place, base = self._places[number], self._bases[number]
         self._found.pop(number, None)
-        if not place.is_held or _written(place, base):
+        if not place.is_held or _written(place, base) is not False:
             place.put(base.tensor)
             set_all([(base.tensor, base.value)])
             base.version = base.tensor._version
 
 
-def _written(place: BufferPlace, base: _Base) -> bool:
+def _written(place: BufferPlace, base: _Base) -> bool | None:
+    """Whether a buffer is not as it was; None where only its device knows, which would have to be waited for."""
     # Autograd counts the writes in place, so most buffers cost neither a copy nor a comparison. Batch norm's kernel
     # writes its running statistics without being counted, but those are as small as a layer is wide.
-    if place.tensor is not base.tensor or place.tensor._version != base.version:
+    if place.tensor is not base.tensor or place.tensor._version != base.version or not _alike(place.tensor, base.value):
         return True
-    return 0 < place.tensor.numel() <= LARGEST_STATISTIC and not torch.equal(place.tensor, base.value)
+    if not 0 < place.tensor.numel() <= LARGEST_STATISTIC:
+        return False
+    return None if is_accelerator(place.tensor.device) else not torch.equal(place.tensor, base.value)
+
+
+def _unwritten(doubts: Sequence[_Doubt]) -> list[_Doubt]:
+    flags = torch.stack([doubt.is_written for doubt in doubts]).tolist() if doubts else []
+    return [doubt for doubt, is_written in zip(doubts, flags, strict=True) if not is_written]
+
+
+def _without(made: list[Tensor | None], doubts: Sequence[_Doubt]) -> list[Tensor | None]:
+    for _, number, _ in _unwritten(doubts):
+        made[number] = None
+    return made
+
+
+def _summed(made: Sequence[Tensor | None]) -> Sums:
+    return Summing()([tensor for tensor in made if tensor is not None and tensor.device.type == "cpu"])
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

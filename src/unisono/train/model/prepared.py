@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
 from unisono.train.model.further_state import further_places
+from unisono.train.model.held import change_of, held_by, outside_of, trained_by
 from unisono.train.model.places import BufferPlace, places_of
 from unisono.train.model.shared_work import statistics_of
 from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
@@ -31,6 +32,8 @@ class Prepared:
         modules: the modules, always as a tuple.
         optimizers: the optimizers, always as a tuple.
         parameters: the parameters that the optimizers update, each once, by name.
+        outside: what optimizers hold and no module does, also what is frozen, by optimizer, group and place: a learned
+            temperature, the centres of a loss. It is carried along like the modules' parameters.
         buffers: the places of the modules' buffers, and of further state that shards change, each once.
     """
 
@@ -38,6 +41,7 @@ class Prepared:
     modules: tuple[nn.Module, ...]
     optimizers: tuple[Optimizer, ...]
     parameters: dict[str, Tensor]
+    outside: dict[str, Tensor]
     buffers: tuple[BufferPlace, ...]
     _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
     _buffer_names: list[tuple[dict[str, Any], list[str]]] = field(repr=False)
@@ -60,8 +64,11 @@ class Prepared:
         _check_kinds(modules, optimizers)
         update_slices(optimizers)
         update_own(modules, optimizers)
-        parameters = _named_parameters(modules, optimizers)
-        for frozen in _owned(optimizers):
+        places = _places(modules, state or {})
+        known = chain((place.tensor for place in places), *(map(slice_of, module.parameters()) for module in modules))
+        outside = outside_of(set(map(id, known)), optimizers)
+        parameters = _named_parameters(modules, optimizers, outside)
+        for frozen in held_by(optimizers):
             if not frozen.requires_grad:  # or the optimizer would go on with the gradient that it had before
                 frozen.grad = None
         if not parameters:
@@ -71,17 +78,18 @@ class Prepared:
             modules,
             tuple(optimizers),
             parameters,
-            _places(modules, state or {}),
+            outside,
+            places,
             _registries(modules),
             [(layer._buffers, _present(layer._buffers)) for root in modules for layer in root.modules()],
-            _trained(optimizers),
+            trained_by(optimizers),
         )
         found._forms.update(found._forms_now())
         return found
 
     def trained_by(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
         """The parameters that these optimizers update, by name, in the inventory's order."""
-        ids = {id(parameter) for parameter in _owned(optimizers)}
+        ids = {id(parameter) for parameter in held_by(optimizers)}
         return {name: parameter for name, parameter in self.parameters.items() if id(parameter) in ids}
 
     def reduced_for(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
@@ -99,23 +107,25 @@ class Prepared:
             if id(parameter) not in kept:
                 parameter.grad = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All modules' parameters and buffers by name."""
-        return tensors_by_name(self.modules)
+    def tensors(self, model: nn.Module | Sequence[nn.Module] | None = None) -> dict[str, Tensor]:
+        """All modules' parameters and buffers by name, and what only optimizers hold.
+
+        Args:
+            model: other modules. What only optimizers hold is no part of them, unless something of them is trained.
+        """
+        modules = [model] if isinstance(model, nn.Module) else model or self.modules
+        own, tensors = {id(each) for _, each in self._named()}, tensors_by_name(modules)
+        is_ours = model is None or any(id(slice_of(each)) in own for module in modules for each in module.parameters())
+        return tensors | self.outside if is_ours else tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, each once: the modules' own, also frozen ones, and others that optimizers update.
+        """All parameters by name, each once: the modules' own, also frozen ones, and others that optimizers hold.
 
         Without those that are state, which shards change.
         """
         found: dict[int, tuple[str, Tensor]] = {}
         state = {id(place.tensor) for place in self.buffers}
-        of_modules = (
-            (prefix + name, slice_of(parameter))
-            for prefix, module in prefixed(self.modules)
-            for name, parameter in module.named_parameters()
-        )
-        for name, parameter in chain(of_modules, self.parameters.items()):
+        for name, parameter in chain(self._named(), self.outside.items()):
             found.setdefault(id(parameter), (name, parameter))
         return {name: tensor for name, tensor in found.values() if id(tensor) not in state and not tensor.is_meta}
 
@@ -139,12 +149,28 @@ class Prepared:
                     f"the model changed after run.prepare: it had the buffers {names or 'none'} in one module, and now "
                     f"has {_present(buffers)}. Register buffers when the model is built, or call run.prepare again"
                 )
-        if _trained(self.optimizers) != self._trained:
-            raise ModelError(
-                "what is trained changed after run.prepare: a parameter was frozen or unfrozen, or given to an "
-                "optimizer. Do that before it, or call run.prepare again; in a framework's trainer, before a "
-                "training of its own"
-            )
+        if trained_by(self.optimizers) != self._trained:
+            change = change_of(self._names(), self._trained, self.optimizers)
+            raise ModelError(f"what is trained changed after run.prepare: {change}")
+
+    def unheld(self) -> list[str]:
+        """The names of the modules' parameters that want a gradient, and that no optimizer holds."""
+        held = set(map(id, held_by(self.optimizers)))
+        return [
+            name for name, each in self._named() if each.requires_grad and not each.is_meta and id(each) not in held
+        ]
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """The modules' parameters by name; slices of those that devices hold together."""
+        return [
+            (prefix + name, slice_of(each))
+            for prefix, module in prefixed(self.modules)
+            for name, each in module.named_parameters()
+        ]
+
+    def _names(self) -> dict[int, str]:
+        """The names of all parameters by their ids."""
+        return {id(tensor): name for name, tensor in chain(self.outside.items(), self._named())}
 
     def require_forms(self) -> None:
         """Refuse a state that could not be restored into what the script makes at its start.
@@ -184,10 +210,8 @@ class Prepared:
 
     def order(self) -> list[list[str]]:
         """The names of each optimizer's parameters, in its order: its state is kept by their numbers."""
-        named = {id(tensor): name for name, tensor in self.parameters.items()}
-        for prefix, module in prefixed(self.modules):
-            named |= {id(slice_of(tensor)): prefix + name for name, tensor in module.named_parameters()}
-        return [[named.get(id(tensor), "?") for tensor in _owned([one])] for one in self.optimizers]
+        named = self._names()
+        return [[named.get(id(tensor), "?") for tensor in held_by([one])] for one in self.optimizers]
 
 
 def prefixed(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -207,14 +231,15 @@ def _present(buffers: Mapping[str, Any]) -> list[str]:
     return [name for name, buffer in buffers.items() if buffer is not None]
 
 
-def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
-    return tuple(id(parameter) for parameter in _owned(optimizers) if parameter.requires_grad)
-
-
 def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ModelError(f"run.prepare needs torch modules, got {type(module).__name__}")
+        if any(_averages_gradients(each) for each in module.modules()):
+            raise ModelError(
+                f"{type(module).__name__} averages gradients itself, in each backward pass of all workers, which have "
+                f"different numbers of shards: give run.prepare the module inside it (.module), which replaces it"
+            )
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise ModelError("the model has lazy layers without a shape yet: run one batch through it first")
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -235,19 +260,22 @@ def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
             )
 
 
-def _owned(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    return [parameter for one in optimizers for group in one.param_groups for parameter in group["params"]]
+def _averages_gradients(module: nn.Module) -> bool:
+    """Whether it is one of torch's DistributedDataParallel, or a DataParallel that makes copies for several devices."""
+    is_copied = isinstance(module, nn.DataParallel) and len(module.device_ids) > 1
+    return is_copied or isinstance(module, nn.parallel.DistributedDataParallel)
 
 
-def _named_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    owned = {id(tensor): tensor for tensor in _owned(optimizers) if tensor.requires_grad}
+def _named_parameters(
+    modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], outside: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    owned = {id(tensor): tensor for tensor in held_by(optimizers) if tensor.requires_grad}
     named: dict[str, Tensor] = {}
     for prefix, module in prefixed(modules):
         for name, parameter in module.named_parameters():
             if owned.pop(id(own := slice_of(parameter)), None) is not None:
                 named[prefix + name] = own
-    # Some optimizers update tensors that belong to no module, such as a learned temperature.
-    return named | {f"optimizer parameter {number}": tensor for number, tensor in enumerate(owned.values())}
+    return named | {name: tensor for name, tensor in outside.items() if id(tensor) in owned}
 
 
 def _places(modules: Sequence[nn.Module], state: Mapping[str, Any]) -> tuple[BufferPlace, ...]:

@@ -35,10 +35,6 @@ class SharingOptimizer(Optimizer):
         """What a person should know of this optimizer; empty from the second time on."""
 
     @abstractmethod
-    def trouble(self) -> str:
-        """Why no step may go by the sums that are there now; empty if one may."""
-
-    @abstractmethod
     def pieces(self) -> list[float]:
         """What each piece of work of the next step costs, in multiplications, now that there are gradients."""
 

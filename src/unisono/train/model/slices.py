@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ModelError
+from unisono.train.model.ties import Ties
 from unisono.train.model.update import READERS
 from unisono.train.model.whole_matrix import cost_of
 
@@ -100,11 +101,47 @@ def cut_like(held: Tensor, value: Tensor) -> Tensor:
     return chunks[rank] if rank < len(chunks) else value.narrow(placement.dim, 0, 0)
 
 
-def slice_module(module: nn.Module, mesh: DeviceMesh, gathering: Any, **options: Any) -> None:
-    """Have each device of a worker keep its slices of a module's parameters, except those that are in slices already.
+def require_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of torch's ``fully_shard`` that would decide bits, or that a worker has no use for.
+
+    Raises:
+        ModelError: names the option, and says what to do.
+    """
+    for name, value in options.items():
+        if name not in _WAYS:
+            raise ModelError(f"run.fully_shard takes no {name}=; of torch's options it takes reshard_after_forward=")
+        if value is None or (name == "reshard_after_forward" and isinstance(value, bool)) or _says_nothing(name, value):
+            continue
+        raise ModelError(f"run.fully_shard({name}={value!r:.60}): {_WAYS[name]}")
+
+
+_WAYS = {
+    "reshard_after_forward": "use True or False",
+    "mesh": "the devices are those of the worker: leave it out, and start workers with --devices-per-worker",
+    "dp_mesh_dims": "the devices are those of the worker: leave it out, and start workers with --devices-per-worker",
+    "shard_placement_fn": "slices are cut along the first dimension, on which bits depend: leave it out",
+    "mp_policy": "it would decide bits on several devices alone: leave it out, and say unisono.init(precision='bf16')",
+    "offload_policy": "slices stay on their devices: leave it out, and spread the model over more of them",
+    "ignored_params": "gradients are added up in slices alone: only frozen parameters can be left out",
+}
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether an option is as it would be without it, or leaves out what nobody trains."""
+    if name == "ignored_params":
+        return all(isinstance(each, Tensor) and not each.requires_grad for each in value)
+    if name in ("mp_policy", "offload_policy"):
+        from torch.distributed import fsdp  # whoever gives one has it loaded
+
+        return bool(value == {"mp_policy": fsdp.MixedPrecisionPolicy, "offload_policy": fsdp.OffloadPolicy}[name]())
+    return False
+
+
+def slice_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, gathering: Any, **options: Any) -> None:
+    """Have each device of a worker keep its slices of modules' parameters, except those that are in slices already.
 
     Args:
-        module: the module. One that is made of others is sliced after them.
+        modules: the modules, which are gathered together. One that is made of others is sliced after them.
         mesh: the devices of the worker.
         gathering: the way in which parameters are gathered, as FSDP wants it (``AllGather``).
         options: further arguments of torch's ``fully_shard``.
@@ -112,13 +149,15 @@ def slice_module(module: nn.Module, mesh: DeviceMesh, gathering: Any, **options:
     Raises:
         ModelError: a parameter has no dimension to cut; names it.
     """
-    for name, parameter in module.named_parameters():
-        if not parameter.dim():
-            raise ModelError(f"{name} is a single number, which cannot be cut: give it the shape (1,)")
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if not parameter.dim():
+                raise ModelError(f"{name} is a single number, which cannot be cut: give it the shape (1,)")
     from torch.distributed.fsdp import fully_shard  # takes seconds to load
 
     # Also the outermost module: between two steps all parameters are in slices.
-    sliced: Any = fully_shard(module, mesh=mesh, **{"reshard_after_forward": True, **options})
+    fully_shard(list(modules), mesh=mesh, **{"reshard_after_forward": True, **options})
+    sliced: Any = modules[0]
     for group in sliced._get_fsdp_state()._fsdp_param_groups:  # a module may have no parameters of its own
         group._all_gather_comm = gathering
 
@@ -143,15 +182,21 @@ def let_go_of_gathered(modules: Sequence[nn.Module]) -> None:
                 module.reshard()  # type: ignore[operator]
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Have a module on a device; what is on the meta device gets the values that its layer's ``reset_parameters`` sets.
+def materialise(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Have modules on a device; what is on the meta device gets the values that its layer's ``reset_parameters`` sets.
+
+    What is tied stays so, with the values that the first of its layers sets.
 
     Raises:
         ModelError: a layer on the meta device has none; names it.
     """
-    for name, layer in module.named_modules():
-        materialise_layer(name, layer, device)
-    module.to(device)
+    ties = Ties(modules)
+    for module in modules:
+        for name, layer in module.named_modules():
+            materialise_layer(name, layer, device)
+    ties.restore()
+    for module in modules:
+        module.to(device)
 
 
 def materialise_layer(name: str, layer: nn.Module, device: torch.device) -> None:
@@ -213,13 +258,13 @@ class Unit:
     """The parameters that FSDP gathers, and reduces, together.
 
     Attributes:
-        name: the name of its module.
-        module: the module.
+        name: the names of its modules.
+        modules: the modules, of which the first one stands for all with torch.
         parameters: its parameters that require gradients, in the order of its rows.
     """
 
     name: str
-    module: Any
+    modules: Sequence[Any]
     parameters: tuple[UnitParameter, ...]
 
 
@@ -229,16 +274,19 @@ def units_of(modules: Sequence[nn.Module]) -> list[Unit]:
 
 
 def _units_of(root: nn.Module) -> Iterator[Unit]:
+    called = dict[int, tuple[Any, dict[str, Any]]]()
     for name, module in root.named_modules():
-        state = getattr(module, "_get_fsdp_state", None)
-        for group in () if state is None else state()._fsdp_param_groups:
+        if (state := getattr(module, "_get_fsdp_state", None)) is not None:
+            called.setdefault(id(state()), (state(), {}))[1][name or type(root).__name__] = module
+    for state, modules in called.values():
+        for group in state._fsdp_param_groups:
             found, start = [], 0
             for held in group.fsdp_params:
                 if held.sharded_param.requires_grad:
                     padded = held.padded_sharded_param_size.numel()
                     found.append(UnitParameter(slice_of(held.sharded_param), start, padded, held))
                     start += padded
-            yield Unit(name or type(root).__name__, module, tuple(found))
+            yield Unit(" and ".join(modules), tuple(modules.values()), tuple(found))
 
 
 def update_slices(optimizers: Sequence[Optimizer]) -> None:

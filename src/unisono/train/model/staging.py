@@ -17,6 +17,7 @@ from unisono.train.model.elsewhere import Elsewhere, all_elsewhere, holds_elsewh
 from unisono.train.model.slices import materialise_layer
 from unisono.train.model.stage_values import heard, told
 from unisono.train.model.stages import Placement, Stages
+from unisono.train.model.ties import Ties
 
 
 @dataclass(slots=True)
@@ -84,7 +85,8 @@ class Staging:
         self.stages, self.placement, self._broadcast = stages, placement, broadcast
         self._pass: _Pass | None = None
         self.times: Path | None = None
-        self._names = {name: number for number, name in enumerate(stages.names)}
+        self._names = {name: number for number, name in enumerate(stages.names)} | _renamed(model)
+        ties = Ties([model])
         for number, (name, module) in enumerate(model.named_modules()):
             materialise_layer(name, module, device)
             block = self.block(number)
@@ -92,6 +94,7 @@ class Staging:
             _staged[module] = _Part(self, name)
             if placement.device(block) != placement.rank:
                 _let_go(module, keep_buffers=is_apart)
+        ties.restore()
         self._cover(model)
         held = [one for one in model.parameters() if one.requires_grad and not one.is_meta]
         if not held:
@@ -286,6 +289,21 @@ class _Cover:
                 if holds_elsewhere((args, kwargs)):
                     raise ModelError(self._staging.skipped(self._name))
         return self._forward(*args, **kwargs)
+
+
+def _renamed(model: nn.Module) -> dict[str, int]:
+    """The numbers of modules by the names that their tensors have in checkpoints, where these are others.
+
+    Wrappers leave themselves out of them, such as torch's ``checkpoint_wrapper``.
+    """
+    numbers = {id(each): number for number, module in enumerate(model.modules()) for each in _own(module)}
+    names = {name for name, _ in model.named_modules()}
+    kept = {name.rpartition(".")[0]: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: numbers[id(each)] for name, each in kept.items() if name not in names and id(each) in numbers}
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def _let_go(module: nn.Module, *, keep_buffers: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, optim
@@ -21,6 +22,11 @@ def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Each group's as JSON values by name: numbers, switches, texts, and lists of them. What is none, is left out."""
     groups = [{name: _plain(group[name]) for name in group if name != "params"} for group in _groups(optimizer)]
     return [{name: value for name, value in group.items() if value is not UNKNOWN} for group in groups]
+
+
+def settings_digest(optimizers: Sequence[Optimizer]) -> int:
+    """A number of 32 bits for their hyperparameters."""
+    return crc32(repr([*map(hyperparameters_of, optimizers)]).encode())
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

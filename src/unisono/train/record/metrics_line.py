@@ -130,8 +130,8 @@ def metric(name: Any, value: Any) -> float:
     Raises:
         JobError: lines have something else by this name, or it is no number.
     """
-    if not isinstance(name, str):
-        raise JobError(f"run.log({short(name)}, …): needs a name, as text")
+    if not isinstance(name, str) or not name.isprintable():
+        raise JobError(f"run.log({short(name)}, …): needs a name, as text without control characters")
     if name in RESERVED or name.startswith(CONFIDENCE):
         raise JobError(f"run.log({short(name)}): metrics.jsonl uses this name for itself; choose another")
     try:

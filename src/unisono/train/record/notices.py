@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.checkpoint.folder import RunFolder
+from unisono.checkpoint.folder import UNPROVEN, RunFolder
 from unisono.data.order import Order
 from unisono.errors import UnisonoWarning
 from unisono.job import SAMPLES_PER_SHARD
@@ -19,6 +19,9 @@ from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Doubt
 from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
+
+LONG = frozenset(10**power for power in range(1, 10))
+"""Numbers of steps skipped in a row that are warned of."""
 
 
 class Notices(Listener):
@@ -33,12 +36,14 @@ class Notices(Listener):
         self._folder, self._membership = folder, membership
         self._prepared: Prepared | None = None
         self._told_of_scheduler = False
-        self._bytes_shared = 0
+        self._bytes_shared = self._skipped = 0
         self._why_whole = ""
+        self._unheld: set[str] = set()
 
     def prepared(self, prepared: Prepared, step: int) -> None:
         """The models whose layers the next loop is told of; and what their optimizers have to say, once."""
         self._prepared = prepared
+        self._tell_unheld(prepared.unheld())
         for told in filter(None, [one.notice() for one in sharing_in(prepared.optimizers)]):
             if self._membership.is_main:
                 _warn(told)
@@ -54,6 +59,17 @@ class Notices(Listener):
                 f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "
                 f"(shards={max(1, batches.batch_size // SAMPLES_PER_SHARD)}), or GroupNorm or LayerNorm"
             )
+
+    def _tell_unheld(self, names: Sequence[str]) -> None:
+        """Parameters that want a gradient, and that no optimizer holds; each once."""
+        if (new := [name for name in names if name not in self._unheld]) and self._membership.is_main:
+            what = f"{new[0]} and {len(new) - 1} more want" if new[1:] else f"{new[0]} wants"
+            print(  # noqa: T201
+                f"unisono: {what} a gradient, and no optimizer holds them: they stay as they are. Give them to an "
+                f"optimizer, or freeze them (requires_grad_(False)), which spares their gradients",
+                flush=True,
+            )
+        self._unheld.update(names)
 
     def resumed(self, replaced: Sequence[str]) -> None:
         """Settings of optimizers that are others in the checkpoint.
@@ -92,8 +108,7 @@ class Notices(Listener):
         self._folder.journal("healed", step=step, what=what, ranks=list(ranks), hosts=list(hosts))
         listed = ", ".join(f"rank {rank} on host {host}" for rank, host in zip(ranks, hosts, strict=True))
         _warn(
-            f"step {step}: {listed} held another state ({what}) than most workers, which a fault of its memory would "
-            f"explain; it has been given theirs"
+            f"step {step}: {listed} held another state ({what}) than most workers, {UNPROVEN}; it has been given theirs"
         )
 
     def repeated(self, step: int) -> None:
@@ -134,10 +149,12 @@ class Notices(Listener):
         """
         if not self._membership.is_main:
             return
-        self._folder.journal("rolled back", step=reached, to=step, why=doubt.why, fault=doubt.is_fault)
+        about = {"why": doubt.why, "fault": doubt.is_fault, "proven": doubt.is_proven}
+        self._folder.journal("rolled back", step=reached, to=step, **about)
+        cause = f", {UNPROVEN}" if doubt.is_fault and not doubt.is_proven else ""
         _warn(
-            f"{doubt.why}: the run goes back to step {step}, where all workers held the same state, and computes the "
-            f"{reached - step} steps after it again"
+            f"{doubt.why}{cause}: the run goes back to step {step}, where all workers held the same state, and "
+            f"computes the {reached - step} steps after it again"
         )
 
     def topology_measured(self, about: Mapping[str, Any]) -> None:
@@ -147,6 +164,7 @@ class Notices(Listener):
 
     def call_counted(self, call: Call, counted: Counted) -> None:
         """More memory is shared by the workers of a host, or a step is left out."""
+        self._skipped = 0 if counted.skipped is None else self._skipped + 1
         if not self._membership.is_main:
             return
         if counted.bytes_shared > self._bytes_shared:  # the optimizers make their state in the first step
@@ -154,10 +172,29 @@ class Notices(Listener):
         self._bytes_shared = counted.bytes_shared
         if (report := counted.skipped) is not None:
             shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
-            self._folder.journal("skipped", step=call.step, shards=shards)
-            print(  # noqa: T201
-                f"unisono: step {call.step} skipped: the loss or its gradient is NaN or infinite", flush=True
-            )
+            self._folder.journal("skipped", step=call.step, shards=shards, why=counted.why)
+            print(f"unisono: step {call.step} skipped: {counted.why}", flush=True)  # noqa: T201
+            if self._skipped in LONG:
+                _warn(_nothing_trained(self._skipped, call.step))
+
+    def part_skipped(self, step: int, why: str) -> None:
+        """What one worker leaves out, where each updates weights of its own."""
+        if self._membership.is_main:
+            self._folder.journal("skipped", step=step, shards=[], why=why)
+        print(f"unisono: step {step} skipped on this worker: {why}", flush=True)  # noqa: T201
+
+    def close(self) -> None:
+        """The run ends while steps are skipped."""
+        if self._skipped > 1 and self._membership.is_main:
+            print(f"unisono: {_nothing_trained(self._skipped, None)}", flush=True)  # noqa: T201
+
+
+def _nothing_trained(steps: int, last: int | None) -> str:
+    until = "the run ends" if last is None else f"step {last}"
+    return (
+        f"{steps} steps in a row were skipped until {until}, and nothing was trained in them. If losses stay NaN or "
+        f"infinite, go on from a checkpoint before them with a lower learning rate, or clip gradients"
+    )
 
 
 def _warn(words: str) -> None:

@@ -27,11 +27,12 @@ class EpochRecord:
 
     Attributes:
         epoch: the number of the epoch, from 0.
-        loss: the mean training loss over the epoch's samples.
+        loss: the mean training loss over the epoch's samples, without those of skipped steps; NaN if all were skipped.
         metrics: means of what the loss function logged.
         validation: what evaluation on the validation set gave, if there is one.
         seconds: the duration of the epoch's training.
-        samples_per_s: the throughput, in samples per second.
+        samples_per_s: the throughput, in samples per second, of what was computed here.
+        skipped: the number of its steps that updated nothing, since their loss or gradient was NaN or infinite.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class EpochRecord:
     validation: dict[str, float]
     seconds: float
     samples_per_s: float
+    skipped: int = 0
 
 
 @dataclass(slots=True)
@@ -52,6 +54,11 @@ class History:
     def losses(self) -> list[float]:
         """The training loss of each epoch."""
         return [record.loss for record in self.epochs]
+
+    @property
+    def skipped(self) -> int:
+        """The number of steps that updated nothing, since their loss or gradient was NaN or infinite."""
+        return sum(record.skipped for record in self.epochs)
 
     def validation(self, name: str) -> list[float]:
         """One validation metric, for each epoch that has it."""
@@ -296,7 +303,9 @@ def summary(record: EpochRecord, epochs: int) -> str:
     """One line about an epoch."""
     named = {"loss": record.loss, **record.metrics, **record.validation}
     listed = " ".join(f"{name} {value:.4f}" for name, value in named.items())
-    return f"epoch {record.epoch + 1}/{epochs} {listed} {record.samples_per_s:.0f} samples/s {record.seconds:.1f} s"
+    skipped = f", {record.skipped} step{'s'[: record.skipped != 1]} skipped" if record.skipped else ""
+    rate = f"{record.samples_per_s:.0f} samples/s {record.seconds:.1f} s"
+    return f"epoch {record.epoch + 1}/{epochs} {listed} {rate}{skipped}"
 
 
 def figures(loss: float, samples_per_s: float, workers: int) -> str:

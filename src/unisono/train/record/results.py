@@ -17,6 +17,7 @@ import torch
 
 from unisono.checkpoint.folder import RunFolder, warn_unwritten
 from unisono.data.order import Order
+from unisono.device import most_memory, wait_for
 from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.memory import MIB, own_peak_mib
 from unisono.job import Reduction as Name
@@ -154,11 +155,11 @@ class FailureNote:
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
     """What this process has needed at most so far, in MiB: of the host's memory, and of its device's if it has any."""
-    on_device = torch.cuda.max_memory_reserved(device) / MIB if device.type == "cuda" else None
+    on_device = most_memory(device)
     return {
         "device": str(device),
         "peak_memory_mib": round(own_peak_mib(os.getpid()), 1),
-        "peak_device_memory_mib": None if on_device is None else round(on_device, 1),
+        "peak_device_memory_mib": None if on_device is None else round(on_device / MIB, 1),
     }
 
 
@@ -204,7 +205,6 @@ def _seconds(transport: Transport, reduction: Name, device: torch.device, numel:
         transport.all_gather(torch.zeros(1, dtype=torch.uint8))  # all are here
         begun = perf_counter()
         REDUCTIONS[reduction](transport, ("probe", numel), partials, None)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         found.append(perf_counter() - begun)
     return min(found)

@@ -15,7 +15,7 @@ from unisono.train.group.majority import Verdict, healing, judged
 from unisono.train.group.membership import StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.copies import START_AGAIN, StateCopies
-from unisono.train.recovery.known_states import AgreedState, KnownStates, Place
+from unisono.train.recovery.known_states import BOUNDARY, AgreedState, KnownStates, Place
 from unisono.train.state.trained import Doubt, Trained
 from unisono.words import MODULUS
 
@@ -93,13 +93,30 @@ class Integrity:
 
     # -- what is said of a call --------------------------------------------------------------------------------------
 
-    def judge(self, place: Place, flags: Sequence[Flags]) -> tuple[Verdict, Note]:
+    def judge(self, place: Place, flags: Sequence[Flags], given: Sequence[int] = ()) -> tuple[Verdict, Note]:
         """What the workers' control words say of the weights that a call was computed with.
 
+        Args:
+            place: the call.
+            flags: the control words.
+            given: digests of the optimizers' settings, of the limits on the gradient, and of the loss.
+
         Raises:
-            JobMismatch: a replay came by other weights than the first time.
+            JobMismatch: a replay came by other weights than the first time, or by something else that is given.
             MemoryFault: the weights are wrong, and there is no state to go back to; or that again and again.
         """
+        if any(before != now for before, now in zip(self.known.given.get(place, ()), given, strict=False)):
+            raise _differs(place, "with other settings of the optimizers, another limit or another loss")
+        verdict, note = self._said(place, flags)
+
+        def note_both() -> None:
+            note()
+            if self.known.right is not None:  # what is wrong may show in the loss
+                self.known.given[place] = [*given][: None if verdict is Verdict.RIGHT else -1]
+
+        return verdict, note_both
+
+    def _said(self, place: Place, flags: Sequence[Flags]) -> tuple[Verdict, Note]:
         if lost := [f"rank {rank}" for rank, each in enumerate(flags) if each.lost]:
             why = f"{', '.join(lost)} made an update from a gradient that memory had not kept"
             return Verdict.WRONG, self.give_way(place, f"step {place[0]}: {why}")
@@ -139,13 +156,11 @@ class Integrity:
         return found, nothing
 
     def _follow(self, place: Place, digest: int) -> Note:
-        before = self.known.digests.get(place, digest)
-        if before != digest:
-            raise JobMismatch(
-                f"step {place[0]} was computed again, after a fault, and came by other weights than the first time "
-                f"({digest:016x} instead of {before:016x}): the script changes something that is not restored, such as "
-                f"a scheduler that is not registered (run.register). {START_AGAIN}"
-            )
+        known = self.known.digests.get(place)
+        before = _right_ones(self.known.wrong.get(place, ())) if known is None else {known}
+        if before and digest not in before:
+            listed = " or ".join(f"{one:016x}" for one in sorted(before))
+            raise _differs(place, f"with other weights ({digest:016x} instead of {listed})")
 
         def note() -> None:
             if self.known.right is not None:
@@ -154,7 +169,7 @@ class Integrity:
         return note
 
     def _wrong(self, place: Place, flags: Sequence[Flags]) -> tuple[Verdict, Note]:
-        said = [each.digest for each in flags] + [each.own for each in flags]
+        said = [number for each in flags for number in (each.digest, each.own, each.amiss)]
         flipped = [rank for rank, each in enumerate(flags) if each.flipped]
         if flipped and self.known.wrong.get(place) == said:
             return self._believe(place, flags)
@@ -193,6 +208,32 @@ class Integrity:
         agreed = self.known.agreed(step)
         return agreed is not None and list(agreed.values()) == list(digests)
 
+    def require_held(self, step: int, digests: Sequence[int]) -> None:
+        """Refuse a state on which all agree, and which none of them held where they differed after so many steps.
+
+        Raises:
+            JobMismatch: a replay came by that state.
+        """
+        said, count = self.known.wrong.get((step, BOUNDARY), []), len(digests)
+        if said and [*digests] not in [said[at : at + count] for at in range(0, len(said), count)]:
+            raise _differs((step - 1, 0), "with another state")
+
+    def require_steady(self, doubt: Doubt, settings: int) -> None:
+        """Refuse to go back to where the doubted call began, if the script has set the optimizers otherwise behind it.
+
+        It does so again when the step is computed again. Whether from there on, no later step can tell.
+
+        Raises:
+            JobMismatch: it has.
+        """
+        given = self.known.given.get((doubt.step, doubt.call), [settings])
+        if self.known.right is not None and self.known.right.step == doubt.step and given[:1] != [settings]:
+            raise JobMismatch(
+                f"{doubt.why}: the run would go back to this step, behind which the script has changed settings of its "
+                f"optimizers, and registers nothing to go back with them, such as a scheduler (run.register). "
+                f"{START_AGAIN}"
+            )
+
     def suspect(self, step: int, *, is_agreed: bool) -> None:
         """This worker alone has the newest state, and hands it to others: what it has decided goes with it.
 
@@ -222,26 +263,27 @@ class Integrity:
 
     # -- going back --------------------------------------------------------------------------------------------------
 
-    def doubting(self, place: Place, why: str, *, is_fault: bool = True) -> Note:
+    def doubting(self, place: Place, why: str, *, is_fault: bool = True, is_proven: bool = False) -> Note:
         """Have the run go back to the right state at the next boundary.
 
         Args:
             place: the first call whose result is not to be believed; what went before was right.
             why: the reason, for people.
             is_fault: whether anything wrong was seen.
+            is_proven: whether it is known to be a fault of a host.
         """
 
         def note() -> None:
-            self._trained.doubt, self.known.unseen = Doubt(*place, why, is_fault), ""
+            self._trained.doubt, self.known.unseen = Doubt(*place, why, is_fault, is_proven), ""
             self.known.forget_from(place)
 
         return note
 
     def give_way(self, place: Place, why: str) -> Note:
-        """Doubt the state, unless there is none to go back to, or that has not helped."""
+        """A fault of a host: doubt the state, unless there is none to go back to, or that has not helped."""
         if self.known.right is None or not self.is_on or self.known.returns >= MOST_RETURNS:
             raise MemoryFault(f"{why}, so the weights are wrong: {START_AGAIN}")
-        doubt = self.doubting(place, why)
+        doubt = self.doubting(place, why, is_proven=True)
 
         def note() -> None:
             self.known.waits, self.known.returns = None, self.known.returns + 1
@@ -265,7 +307,7 @@ class Integrity:
             why += NO_MAJORITY
         if self.known.returns >= MOST_RETURNS:
             raise JobMismatch(f"{why}, and going back {MOST_RETURNS} times has not helped: {START_AGAIN}")
-        doubt = self.doubting(place, why)
+        doubt = self.doubting(place, why, is_proven=is_flip)
 
         def note() -> None:
             self.known.returns += 1
@@ -286,6 +328,19 @@ def warn(words: str) -> None:
 
 def _unflipped(flags: Sequence[Flags]) -> list[Flags]:
     return [replace(each, flipped=False) for each in flags]
+
+
+def _right_ones(said: Sequence[int]) -> set[int]:
+    """The digests of which one was right, where workers have said of theirs that some were wrong."""
+    own, amiss = sum(said[1::3]), sum(said[2::3])
+    return {(common + own + more) % MODULUS for common in said[::3] for more in (0, amiss)}
+
+
+def _differs(place: Place, what: str) -> JobMismatch:
+    return JobMismatch(
+        f"step {place[0]} was computed again, after a fault, {what} than the first time: the script changes something "
+        f"that is not restored, such as a rate or a scheduler that is not registered (run.register). {START_AGAIN}"
+    )
 
 
 def flipped_in(ranks: Sequence[int]) -> str:

@@ -41,6 +41,8 @@ class KnownStates:
         cleared: the ranks that audits have found right since then.
         returns: the number of times that the run has gone back to the right state.
         digests: the digests of the weights since the right state, by place; all workers agreed on them.
+        given: what the calls were given since the right state, by place: digests of the optimizers' settings and of the
+            limits on the gradient; and of the loss, if the weights were right.
         wrong: the findings where some worker was wrong, by place.
         ignored: the names of registered objects of which the script keeps a different one on each worker.
         before: the differences of registered objects when the run went back last.
@@ -53,6 +55,7 @@ class KnownStates:
     cleared: list[int] = field(default_factory=list)
     returns: int = 0
     digests: dict[Place, int] = field(default_factory=dict)
+    given: dict[Place, list[int]] = field(default_factory=dict)
     wrong: dict[Place, list[int]] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     before: dict[str, list[int]] = field(default_factory=dict)
@@ -107,7 +110,9 @@ class KnownStates:
     def forget_from(self, place: Place) -> None:
         """What was computed from here on is not to be believed."""
         self.digests = {at: seen for at, seen in self.digests.items() if at < place}
+        self.given = {at: seen for at, seen in self.given.items() if at < place}
 
     def _take_as_right(self, state: AgreedState) -> None:
         self.right, self.waits, self.returns, self.wrong = state, None, 0, {}
         self.digests = {place: seen for place, seen in self.digests.items() if place >= (state.step, 0)}
+        self.given = {place: seen for place, seen in self.given.items() if place >= (state.step, 0)}

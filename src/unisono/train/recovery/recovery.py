@@ -7,8 +7,6 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, NoReturn
 
-from torch.optim.lr_scheduler import LRScheduler
-
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
@@ -18,11 +16,14 @@ from unisono.received import value_of
 from unisono.train.group.change import Recovers
 from unisono.train.group.membership import Membership, StateTransfer
 from unisono.train.group.workers import Workers
+from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import forget_passes
 from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.state.checkpoints import Checkpoints
 from unisono.train.state.ending import Ending, Requests
+from unisono.train.state.registered import OWN
+from unisono.train.state.schedulers import holds_schedulers, unregistered_schedulers
 from unisono.train.state.sliced_state import share_of
 from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Trained
@@ -52,12 +53,15 @@ class Snapshots:
         self._membership = membership
         self._trained, self._checkpoints, self._steps, self._listeners = trained, checkpoints, steps, listeners
         self._cut: RunProgress | None = None
+        self._searched: Prepared | None = None  # for schedulers
 
     def settle(self, *, is_end: bool = False) -> None:
         """Restore the rest of a checkpoint, once the script has come to where it was written."""
         at, loops = self._trained.progress, self._trained.loops
         is_there = loops > at.loop or (loops == at.loop and at.reading is None)
         prepared = self._trained.prepared
+        if prepared is not None:
+            self._register_schedulers(prepared)
         if self._trained.restored is None or prepared is None or not (is_there or is_end):
             return
         before = [hyperparameters_of(one) for one in prepared.optimizers]
@@ -132,11 +136,16 @@ class Snapshots:
         at = self._trained.progress
         return self._cut == at and self._checkpoints.holds(at.position.step)
 
+    def _register_schedulers(self, prepared: Prepared) -> None:
+        """Once for what was prepared: the script makes its schedulers before its loop."""
+        if self._trained.loops and self._searched is not prepared:
+            self._searched = prepared
+            for name, scheduler in unregistered_schedulers(prepared.optimizers, self._trained.registered):
+                self._trained.registered[OWN + name] = scheduler
+
     def _tell_of_scheduler(self) -> None:
-        prepared, registered = self._trained.prepared, self._trained.registered.values()
-        # What a framework's loop registers may hold its schedulers, too, and says so.
-        is_kept = any(isinstance(each, LRScheduler) or getattr(each, "has_schedulers", False) for each in registered)
-        if prepared is not None and not is_kept:
+        prepared, registered = self._trained.prepared, self._trained.registered
+        if prepared is not None and not holds_schedulers(registered):
             self._listeners.tell(lambda one: one.unregistered_scheduler(prepared))
 
 
@@ -159,6 +168,7 @@ class Recovery(Recovers):
         folder: the run folder.
         listeners: the run's listeners.
         ending: the end of the run on this worker.
+        again: the way to go on with a job that has left, for people.
     """
 
     def __init__(
@@ -173,8 +183,10 @@ class Recovery(Recovers):
         folder: RunFolder,
         listeners: Listeners,
         ending: Ending,
+        again: str,
     ) -> None:
         self._membership, self._steps, self._trained, self._integrity = membership, steps, trained, integrity
+        self._again = again
         self._requests, self._checkpoints, self._snapshots = requests, checkpoints, snapshots
         self._folder, self._listeners, self._ending = folder, listeners, ending
 
@@ -265,7 +277,5 @@ class Recovery(Recovers):
         self._listeners.tell(lambda one: one.preempted())
         if is_main:
             kept = f"checkpoint after step {step}" if is_written else f"NO checkpoint of step {step} could be written"
-            print(  # noqa: T201
-                f"unisono: asked to leave: {kept} in {self._folder.path}; start the job again to go on", flush=True
-            )
+            print(f"unisono: asked to leave: {kept} in {self._folder.path}; {self._again}", flush=True)  # noqa: T201
         self._ending.leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))

@@ -15,6 +15,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.majority import Verdict, healing, verdict
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
+from unisono.train.model.update import settings_digest
 from unisono.train.recovery.copies import START_AGAIN, StateCopies
 from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
 from unisono.train.recovery.known_states import BOUNDARY
@@ -173,6 +174,8 @@ class Verification:
         """The state is doubted: go on from the newest one that was right."""
         doubt, reached = self._trained.doubt, self._trained.progress.position.step
         assert doubt is not None, "there is a reason"
+        if not self._trained.registered:
+            self._integrity.require_steady(doubt, settings_digest(self._trained.require_prepared().optimizers))
 
         def retrieve(workers: Workers) -> Change[None]:
             return Change(partial(self._set_back, self._copies.retrieve(workers, self._integrity.known)))
@@ -217,6 +220,7 @@ class Verification:
             return self._compare(workers, weights_only=weights_only, is_healed=True)
         if found is not Verdict.RIGHT:
             return Change(self._differ(step, held))
+        self._integrity.require_held(step, held[0])
         differ = differing(step, [(theirs, before) for _, theirs, before, _ in told])
         return Change(self._agree(step, digests, differ, weights_only=weights_only))
 

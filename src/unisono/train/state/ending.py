@@ -8,29 +8,35 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 from unisono.errors import Dismissed, JobError
 
+ENDS = (signal.SIGTERM, signal.SIGINT)
+"""After these the process is to end; what else is listened to is a notice that this may come."""
+
 SPREAD_S = 1.0
-"""For such a notice to reach all workers: each may have a handler of its own, which has to hear it."""
+"""For a notice to reach all workers: each may have a handler of its own, which has to hear it. And for one Ctrl-C to
+come from everybody who passes it on: torchrun does, and the terminal has told its workers already."""
 
 
 class LeaveRequest:
-    """Notes a SIGTERM, or a notice, instead of dying of it; a second SIGTERM ends the process at once.
+    """Notes a SIGTERM, a notice, or a Ctrl-C instead of ending by it; a second SIGTERM or Ctrl-C ends at once.
 
     What was noted is told to the handler that was there before, if the script or its framework has set one, when the
-    run is closed: after the checkpoint. Only the main thread can listen to signals; elsewhere nothing changes.
+    run is closed: after the checkpoint. So a Ctrl-C that comes when all is trained raises KeyboardInterrupt then. Only
+    the main thread can listen to signals; elsewhere nothing changes.
 
     Args:
         notices: the numbers of further signals to listen to. One that is ignored, or that no Python code handles, stays
             as it is.
+        says: whether to tell whoever is at the terminal what was noted: no launcher of ours does.
     """
 
-    def __init__(self, notices: Sequence[int] = ()) -> None:
-        self._asked = False
+    def __init__(self, notices: Sequence[int] = (), *, says: bool = False) -> None:
+        self._asked, self._says = False, says
         self._heard: dict[int, float] = {}
         self._before: dict[int, Any] = {}
         self._listens = threading.current_thread() is threading.main_thread()
@@ -42,13 +48,27 @@ class LeaveRequest:
     def requested(self) -> bool:
         """Whether this worker is asked to leave."""
         now = time.monotonic()
-        return self._asked or any(
-            number == signal.SIGTERM or now - at >= SPREAD_S for number, at in self._heard.items()
-        )
+        return self._asked or any(number in ENDS or now - at >= SPREAD_S for number, at in self._heard.items())
 
     def ask(self) -> None:
         """Ask without a signal."""
         self._asked = True
+
+    def hear_interrupts(self) -> None:
+        """A step begins: from now on there is something to keep, and a Ctrl-C asks to leave as well.
+
+        Until then it raises KeyboardInterrupt, as ever. A handler of the script's own stays, and decides; the kernel of
+        a notebook puts Python's own one back for each cell.
+        """
+        if self._listens:
+            present = signal.getsignal(signal.SIGINT)
+            another = getattr(present, "__self__", None)
+            if present is signal.default_int_handler or (isinstance(another, LeaveRequest) and another is not self):
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._note)
+
+    def heed(self) -> None:
+        """This worker leaves: a Ctrl-C has had its effect, and need not raise KeyboardInterrupt as well."""
+        self._heard.pop(signal.SIGINT, None)
 
     def close(self) -> None:
         """Give the signals back to whoever had them, and tell him what was noted."""
@@ -74,10 +94,19 @@ class LeaveRequest:
             signal.signal(number, self._below(number))
             os.kill(os.getpid(), number)
             return
-        if number == signal.SIGTERM and number in self._heard:
-            signal.signal(number, signal.SIG_DFL)
+        at = self._heard.setdefault(number, now := time.monotonic())
+        if at == now:
+            self._say(number)
+        elif number == signal.SIGTERM or (number == signal.SIGINT and now - at >= SPREAD_S):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+            self.heed()
             os.kill(os.getpid(), number)
-        self._heard.setdefault(number, time.monotonic())
+
+    def _say(self, number: int) -> None:
+        if self._says and number in ENDS:
+            words = "the workers leave after this step, with a checkpoint (once more ends them at once)"
+            with suppress(OSError):  # not by print, in whose middle the signal may have come
+                os.write(2, f"unisono: {signal.Signals(number).name}: {words}\n".encode())
 
 
 class Requests:
@@ -107,14 +136,15 @@ class Ending:
 
     Args:
         opened: what is to be closed.
+        request: the request to this worker to leave.
 
     Attributes:
         is_closed: whether the run is over on this worker.
     """
 
-    def __init__(self, opened: ExitStack) -> None:
+    def __init__(self, opened: ExitStack, request: LeaveRequest) -> None:
         self.is_closed = False
-        self._opened = opened
+        self._opened, self._request = opened, request
         self._farewell: Dismissed | None = None
 
     def also(self, close: Callable[[], None]) -> None:
@@ -136,6 +166,7 @@ class Ending:
     def leave(self, farewell: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
         self._farewell = farewell
+        self._request.heed()
         self.close()
         raise farewell
 

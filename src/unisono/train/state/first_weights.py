@@ -15,6 +15,7 @@ from unisono.checkpoint.store import Snapshot, load_weights
 from unisono.errors import CheckpointError, UnisonoWarning
 from unisono.train.group.change import Change
 from unisono.train.group.workers import Workers
+from unisono.train.model.held import OUTSIDE
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import slice_of
 from unisono.train.model.tensors import Values, digest_tensors, set_all
@@ -134,7 +135,7 @@ M = TypeVar("M")
 
 
 def load(model: M, path: str | PathLike[str]) -> M:
-    """Put a checkpoint's weights into a model.
+    """Put a checkpoint's weights into a model. What only optimizers held is left out.
 
     Args:
         model: built as in training: a module, or the list of them that ``run.prepare`` was given.
@@ -150,7 +151,10 @@ def load(model: M, path: str | PathLike[str]) -> M:
     weights = load_weights(Path(path))
     try:
         for prefix, module in prefixed(modules):
-            module.load_state_dict(module_part(weights, prefix))
+            part = module_part(weights, prefix)
+            for name in [name for name in part if OUTSIDE.fullmatch(name) and name not in module.state_dict()]:
+                del part[name]
+            module.load_state_dict(part)
     except RuntimeError as error:
         raise CheckpointError(f"{path} holds another model: {error}") from error
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, Literal, NoReturn
 
@@ -239,7 +240,7 @@ class PolicyState:
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as numbers and text by name."""
+        """All of it, as numbers and text by name: a copy, which later steps do not reach."""
         return {
             "batch_size": self.batch_size,
             "shards": self.shards,
@@ -252,8 +253,8 @@ class PolicyState:
             "has_begun": self.has_begun,
             "digest": self.digest,
             "stopped": self.stopped,
-            "observed": self.observed,
-            "policies": {name: policy.state_dict() for name, policy in self._policies.items()},
+            "observed": deepcopy(self.observed),
+            "policies": {name: deepcopy(policy.state_dict()) for name, policy in self._policies.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +268,7 @@ class PolicyState:
                 a policy of somebody else's has set a part of its state.
         """
         with all_or_nothing(self, *self._policies.values()):
-            found = value_of(FORMS, state, "state")
+            found = value_of(FORMS, deepcopy(state), "state")
             self._set_batch(found)
             self._set_rest(found)
             for name, policy in self._policies.items():

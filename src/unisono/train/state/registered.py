@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.codec import flatten
-from unisono.checkpoint.quick_digest import combined
+from unisono.checkpoint.quick_digest import combined, sums_of_words
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import CheckpointError, JobError, UnisonoError, Unreadable
 from unisono.received import short
-from unisono.words import sum_of_words
 
 # What a checkpoint holds is set part by part, and whatever cannot be set is named.
 
@@ -62,6 +61,10 @@ def kept(snapshot: Snapshot, name: str) -> Any:
     return snapshot.state[name]
 
 
+OWN = "unisono "
+"""What the names of our own objects begin with: a script that begins to use one, or uses it no more, can go on."""
+
+
 class Registered(dict[str, Any]):
     """Schedulers, counters, averages of the weights …, by the names they are found again by."""
 
@@ -77,6 +80,11 @@ class Registered(dict[str, Any]):
             raise JobError(f"run.register({short(name)}): {type(thing).__name__} has no state_dict and load_state_dict")
         self[name] = thing
 
+    def add_own(self, name: str, thing: Any) -> None:
+        """Take in an object of our own. There may be several of a kind."""
+        free = (f"{OWN}{name}{number or ''}" for number in range(len(self) + 1))
+        self.add(next(each for each in free if each not in self), thing)
+
     def restore(self, snapshot: Snapshot) -> None:
         """Set every object to its state in a checkpoint.
 
@@ -86,14 +94,16 @@ class Registered(dict[str, Any]):
         states: Mapping[str, Any] = kept(snapshot, "registered")
         if not isinstance(states, dict):
             raise CheckpointError(f"the checkpoint of step {snapshot.step} has no states of registered objects by name")
-        missing = [name for name in states if name not in self]
-        unknown = [name for name in self if name not in states]
+        missing = [name for name in states if name not in self and not name.startswith(OWN)]
+        unknown = [name for name in self if name not in states and not name.startswith(OWN)]
         if missing or unknown:
             raise CheckpointError(
                 f"the checkpoint of step {snapshot.step} and the script registered different objects: "
                 f"only in the checkpoint {missing or 'none'}, only in the script {unknown or 'none'}"
             )
         for name, state in states.items():
+            if name not in self:
+                continue
             with restoring(snapshot, f"state of the {type(self[name]).__name__} that is registered as {name!r}"):
                 self[name].load_state_dict(state)
 
@@ -120,7 +130,7 @@ def digests_of_objects(snapshot: Snapshot, ignored: Collection[str]) -> dict[str
     for name, state in snapshot.state["registered"].items():
         tensors = flatten(state)[1]
         if tensors and name not in ignored:
-            found[name] = combined([sum_of_words(tensors[each]) for each in sorted(tensors)])
+            found[name] = combined(sums_of_words([tensors[each] for each in sorted(tensors)]))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from unisono.received import short, value_of
 from unisono.train.model.places import BufferPlace, set_places
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import slice_of, sliced_like
+from unisono.train.model.tensors import set_all
 from unisono.train.state.registered import kept
 
 VERSIONS = "_metadata"
@@ -32,12 +33,18 @@ class Reading:
         shuffle: whether their order is shuffled.
         drop_last: whether a last, smaller batch is left out.
         order: a digest of what a loader's sampler gives for the first epoch; empty without a sampler.
+        content: a digest of what a few of the samples hold; empty where that was not noted.
     """
 
     samples: int
     shuffle: bool
     drop_last: bool
     order: str = ""
+    content: str = ""
+
+    def goes_on(self, before: "Reading") -> bool:
+        """Whether a loop that was begun with other settings can go on with these."""
+        return self == (before if self.content and before.content else replace(before, content=self.content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ def capture(
 
 
 def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
-    """Set all modules' parameters and buffers.
+    """Set all modules' parameters and buffers, and what only optimizers hold.
 
     Raises:
         CheckpointError: the checkpoint holds another model; names what differs.
@@ -126,11 +133,14 @@ def restore_models(prepared: Prepared, snapshot: Snapshot) -> None:
         )
     for prefix, module in prefixed(prepared.modules):
         part, held = module_part(snapshot.model, prefix), module.state_dict()
+        for name in prepared.outside:
+            part.pop(name, None)
         for name, value in part.items():
             part[name] = sliced_like(held[name], value)
         part.update((name, value) for name, value in held.items() if _is_hollow(value))
         module.load_state_dict(part)
     set_places([(places[name], value) for name, value in values.items()])
+    set_all([(tensor, snapshot.model[name]) for name, tensor in prepared.outside.items()])
 
 
 def holds_models(prepared: Prepared, snapshot: Snapshot) -> bool:
@@ -186,7 +196,8 @@ def restore_optimizers(prepared: Prepared, snapshot: Snapshot) -> None:
         except (ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {snapshot.step} holds another optimizer than the script's "
-                f"{type(optimizer).__name__}: {error}"
+                f"{type(optimizer).__name__}: {error}. What a loop's body has changed in it, such as a further group, "
+                f"whoever resumes or joins does not have: write one loop for each phase, and call run.prepare between"
             ) from error
         _own_values(optimizer, state)
 
@@ -239,13 +250,14 @@ def module_part(state: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
 
 
 def _module_state(prepared: Prepared) -> OrderedDict[str, Any]:
-    """What the modules' ``state_dict`` say, by name, with torch's note of the modules' versions."""
+    """What the modules' ``state_dict`` say, by name, with torch's note of their versions; and what optimizers hold."""
     whole: OrderedDict[str, Any] = OrderedDict()
     versions: dict[str, Any] = {}
     for prefix, module in prefixed(prepared.modules):
         state = module.state_dict()
         whole.update((prefix + name, slice_of(value)) for name, value in state.items() if not _is_hollow(value))
         versions |= {prefix + name: value for name, value in getattr(state, VERSIONS, {}).items()}
+    whole.update((name, tensor.detach()) for name, tensor in prepared.outside.items())
     setattr(whole, VERSIONS, versions)
     return whole
 

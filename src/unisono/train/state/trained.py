@@ -14,6 +14,7 @@ from unisono.received import value_of
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.checkpoints import as_snapshot, as_tree
+from unisono.train.state.loss_scale import LossScale
 from unisono.train.state.monitors import Monitors
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.registered import Registered, all_or_nothing, kept, restoring
@@ -39,12 +40,15 @@ class Doubt:
         call: the number of the call of ``step.run`` in that step.
         why: a sentence for people.
         is_fault: whether anything wrong was seen. If not, nobody could compare the state.
+        is_proven: whether it is known to be a fault of a host: a worker has found it in its own memory, or an audit in
+            its results. If not, the script may have set something on some workers only.
     """
 
     step: int
     call: int
     why: str
     is_fault: bool = True
+    is_proven: bool = False
 
 
 class Trained:
@@ -59,6 +63,7 @@ class Trained:
         progress: the place that the run has reached.
         registered: the objects that the script has registered.
         monitors: the measurements of the steps so far.
+        loss_scale: the factor of losses, with ``precision="fp16"``.
         strategy: the present strategy's text, and the state by name that it keeps from round to round.
         doubt: the reason to go back to an older state; None as long as all is well.
         restored: a snapshot that models are restored from, and the script has yet to ask for the rest of.
@@ -75,6 +80,7 @@ class Trained:
         self.progress = RunProgress()
         self.registered = Registered()
         self.monitors = Monitors()
+        self.loss_scale = LossScale()
         self.strategy: tuple[str, dict[str, Any]] = "", {}
         self.doubt: Doubt | None = None
         self.restored: Snapshot | None = None
@@ -109,6 +115,7 @@ class Trained:
         own = {
             "about": dict(self._about),
             "monitors": self.monitors.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
             "adaptation": self.policy_state.state_dict(),
             "strategy": list(self.strategy),
             "doubt": None if self.doubt is None else asdict(self.doubt),
@@ -124,7 +131,7 @@ class Trained:
                 a later loop, its model need not fit until then.
         """
         prepared = self.require_prepared()
-        with all_or_nothing(self, self.monitors, self.policy_state, *self.policy_state.policies):
+        with all_or_nothing(self, self.monitors, self.loss_scale, self.policy_state, *self.policy_state.policies):
             self.restored, self.original = snapshot, None
             with restoring(snapshot, "progress"):
                 self.progress = RunProgress.from_tree(kept(snapshot, "progress"))
@@ -219,7 +226,7 @@ class Trained:
             if joins and self.progress.reading is not None:  # what computes is made before its script's next line
                 require_same_trained(prepared, snapshot)
         else:
-            with all_or_nothing(self, self.monitors):
+            with all_or_nothing(self, self.monitors, self.loss_scale):
                 self._recall(snapshot)
                 if follow is not None:
                     follow()
@@ -230,6 +237,9 @@ class Trained:
     def _recall(self, snapshot: Snapshot) -> None:
         with restoring(snapshot, "monitors"):
             self.monitors.load_state_dict(kept(snapshot, "monitors"))
+        if "loss_scale" in snapshot.state:  # not in checkpoints of earlier versions
+            with restoring(snapshot, "loss_scale"):
+                self.loss_scale.load_state_dict(snapshot.state["loss_scale"])
         with restoring(snapshot, "strategy"):
             self.strategy = value_of(tuple[str, dict[str, Any]], kept(snapshot, "strategy"), "strategy")
         with restoring(snapshot, "doubt"):

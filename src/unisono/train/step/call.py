@@ -15,7 +15,7 @@ from unisono.received import short
 from unisono.train.model.own_update import OwnUpdate
 
 LossFunction = Callable[[Any, Any], Any]
-"""``loss_fn(model, batch) -> loss``, ``-> (loss, weight)`` or ``-> BackwardDone(loss)``."""
+"""``loss_fn(model, batch) -> loss``, ``-> Weighted(loss, weight)`` or ``-> BackwardDone(loss)``."""
 
 
 def global_norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -78,6 +78,7 @@ class Call:
         load: a function that returns the batch of any shard, to audit it.
         is_last: whether the loop ends with this step, so that every worker is audited.
         decided: a digest of what policies and samplers decided before the step.
+        scale: the factor of its losses, a power of two.
         computed: a function that is called when this worker's shards are computed, with the seconds that this took.
     """
 
@@ -93,4 +94,5 @@ class Call:
     load: Callable[[int], Any] | None = None
     is_last: bool = False
     decided: int = 0
+    scale: float = 1.0
     computed: Callable[[float], None] = lambda seconds: None

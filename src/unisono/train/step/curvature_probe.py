@@ -30,7 +30,7 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.step.call import Call
-from unisono.train.step.loss import BackwardDone
+from unisono.train.step.loss import BackwardDone, Weighted, read_loss
 from unisono.train.step.measured_calls import MeasuredCalls
 from unisono.train.step.trial_step import Held, try_step
 
@@ -106,7 +106,7 @@ class CurvatureProbe:
             returned = loss_fn(model, batch)
             parameters = list(self._parameters.values())
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                _loss_of(returned, "confidence=True")[0], parameters, allow_unused=True, retain_graph=True
+                _loss_of(returned, "confidence=True"), parameters, allow_unused=True, retain_graph=True
             )
             squares[:] = [0.0 if one is None else dot([one], [one]) for one in gradients]
             return returned
@@ -164,13 +164,13 @@ class CurvatureProbe:
         def along(model: Any, batch: Any) -> Any:
             with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
                 returned = loss_fn(model, batch)
-            loss, *weight = _loss_of(returned, "iterations=…, vectors=…")
+            loss = _loss_of(returned, "iterations=…, vectors=…")
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, parameters, create_graph=True, allow_unused=True
             )
             parts = [(one * other).sum() for one, other in zip(gradients, vector, strict=True) if one is not None]
             product = torch.stack(parts).sum() + 0.0 * loss  # which has a gradient, even if that is zero
-            return (product, *weight) if weight else product
+            return replace(returned, loss=product) if isinstance(returned, Weighted) else product
 
         self._products += 1
         try:
@@ -187,14 +187,14 @@ class CurvatureProbe:
         return [draw(parameter.shape, generator=generator).to(parameter) for parameter in self._parameters.values()]
 
 
-def _loss_of(returned: Any, asked: str) -> Sequence[Any]:
-    """What a loss function returned, as its loss and perhaps its weight."""
+def _loss_of(returned: Any, asked: str) -> Tensor:
+    """The loss among what a loss function returned."""
     if isinstance(returned, BackwardDone):
         raise LossError(
             f"run.curvature({asked}): the loss function goes backward by itself, and derivatives need its loss: return "
             f"that, or measure the critical step alone"
         )
-    return returned if isinstance(returned, tuple) else (returned,)
+    return read_loss(returned, samples=1)[0]
 
 
 class _Draws(Sequence[Vector]):

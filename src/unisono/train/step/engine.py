@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.adapt.squared_norms import SquaredNorms
+from unisono.device import StreamMoment, is_accelerator
 from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.plan.audits import AuditResult
@@ -33,7 +34,7 @@ from unisono.train.model.update import Update
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call, global_norm
 from unisono.train.step.gradients import Fusion, Gradients
-from unisono.train.step.loss import require_agreement
+from unisono.train.step.loss import read_all, require_agreement
 from unisono.train.step.report_exchange import ReportExchange
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.shard_passes import ShardPasses
@@ -94,10 +95,13 @@ class StepEngine:
         spans: Spans | None = None,
     ) -> None:
         self._job, self._workers, self._prepared, self._execution = job, workers, prepared, execution
+        self._device = device
+        # By a call's number and shards: the seconds of the one before, which a device has told meanwhile.
+        self._compute_s: dict[tuple[int, int], float] = {}
         overlap = execution.overlaps(workers.transport, job.threads)
         self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap, spans=spans)
         self._slicing, pipeline = _on_devices(prepared, workers, device, spans)
-        self._buffers = Buffers(prepared.buffers, self._split, workers.rank)
+        self._buffers = Buffers(prepared.buffers, self._split, workers.rank, looks=execution.looks)
         self._gradients: dict[tuple[object, ...], Gradients] = {}
         self._exchange = ReportExchange(workers)
         self._audit = Audit(job.seed, execution.audit, workers)
@@ -120,6 +124,7 @@ class StepEngine:
             memory=memory or ScriptMemory(),
             moves=self.passes.let_go,
             stays_whole=stays_whole,
+            not_finite=self.passes.not_finite,
             spans=spans,
         )
 
@@ -201,34 +206,42 @@ class StepEngine:
 
     def _attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
         gradients = self._gradients_of(call)
-        gradients.witness = self.witness
+        gradients.witness = self._buffers.witness = self.witness
         gradients.watch(call.step if self._execution.monitoring.watches(call.step, call.number) else None)
-        started = perf_counter()
+        started = StreamMoment(self._device)
         gradients.begin(call.step)
         shards = self.passes.compute(call, gradients, self._drawn(call))
-        call.computed(perf_counter() - started)
-        computed = perf_counter()
+        work = call.number, len(call.shards)
+        call.computed(self._compute_s.get(work, perf_counter() - started.host_s))
+        computed = StreamMoment(self._device)  # a worker that is slowed down waits in that call
         totals, reducing = gradients.totals()
         reduced = perf_counter()
-        own = flags(self.update.watch.look())
+        # Nobody else has what one worker has: it looks once all is worked out, right before the update. Before an audit
+        # it looks as well.
+        is_early = not self.update.watch.looks_last or bool(self._drawn(call))
+        own = flags(self.update.watch.look() if is_early else Seen())
         asked = perf_counter()
         own = replace(
             own,
             again=gradients.came_twice,
             lost=self.update.has_lost,
             written=self.update.must_part,
+            diverges=not gradients.is_finite(),
             balance=Balance(gradients.balance, gradients.copies),
         )
         used = [*gradients.used, *self._buffers.used]
-        report, told = self._exchange.told(self.passes.rounds, [one.read() for one in shards], used, own)
+        report, told = self._exchange.told(self.passes.rounds, read_all(shards), used, own)
         done = perf_counter()
+        compute_s = started.seconds_to(computed)
+        if is_accelerator(self._device):
+            self._compute_s = {work: compute_s}
         if self._spans is not None:
-            self._spans.add("compute", started, computed)
+            self._spans.add("compute", started.host_s, started.host_s + compute_s)
             self._spans.add("exchange", asked, done)
-            self._spans.add("exposed", computed, done)
+            self._spans.add("exposed", started.host_s + compute_s, done)
         seconds = {
-            "compute": computed - started,
-            "exposed_communication": done - computed,
+            "compute": compute_s,
+            "exposed_communication": max(0.0, done - started.host_s - compute_s),
             "communication": reducing + done - reduced,
         }
         marks = {

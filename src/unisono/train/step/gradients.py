@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono.adapt.squared_norms import LARGE, SquaredNorms, squares_of
 from unisono.errors import ModelError
+from unisono.finite import LONG, Finiteness, first_not_finite
 from unisono.plan.audits import windows
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSumRow, PartialSums, views_of
@@ -98,6 +99,7 @@ class Gradients:
         self._flats: list[Tensor] = []
         self._wide: dict[int, Tensor] = {}
         self._views: dict[tuple[int, ...], tuple[Tensor, ...]] = {}
+        self._finished = Finiteness()  # what stays where it is
         self._windows: Sequence[range] = ()  # what is checked of each buffer
         self._tallies: list[Tally | None] = []
         self._seen: dict[
@@ -183,8 +185,11 @@ class Gradients:
                 self._note(number, gradient)
                 if self.mark is not None:
                     self.mark.take(number, gradient)
-                if gradient is not None and self._seen.get(number) != (id(gradient), gradient._version):
+                is_new = gradient is not None and self._seen.get(number) != (id(gradient), gradient._version)
+                if is_new:
                     self._keep(number, gradient)  # a hook of the script has changed it since
+                if gradient is not None and (is_new or gradient.numel() < LONG):
+                    self._finished.look(gradient, number)
             elif not self._arrived[number]:
                 self._take(number, parameter.grad)
         for sums in self._sums:
@@ -225,6 +230,22 @@ class Gradients:
         """Likewise."""
         return sum(tally.copies for tally in self._tallies if tally is not None)
 
+    def is_finite(self) -> bool:
+        """Whether all sums that this worker has finished are, now that there are totals."""
+        return self._finished.holds(tally.finished for tally in self._tallies if tally is not None)
+
+    def not_finite(self, totals: Sequence[Tensor] | None) -> tuple[int, float] | None:
+        """The first parameter whose gradient holds a value that is NaN or infinite: its number, and such a value.
+
+        Args:
+            totals: the sums that :meth:`totals` returned; None to look at what lies in ``parameter.grad``.
+        """
+        own = [parameter.grad for parameter in self.parameters]
+        for number, gradient in enumerate(views_of(self._buckets, totals) if totals else own):
+            if gradient is not None and (value := first_not_finite(gradient)) is not None:
+                return number, value
+        return None
+
     def has_kept(self) -> bool:
         """Whether the step's gradient, as far as its memory is checked, still is what was reduced."""
         for words, left in self._kept.values():  # in each step: a generator would take twice as long
@@ -240,6 +261,13 @@ class Gradients:
         for tally in self._tallies:
             if tally is not None:
                 tally.show()
+
+    def unscale(self, scale: float) -> None:
+        """Divide gradients of a single shard, which nobody has added up, and so nobody has divided."""
+        present = [each.grad for each in self.trained if each.grad is not None]
+        if self._single and scale != 1.0 and present:
+            torch._foreach_div_(present, scale)
+            self.keep()
 
     def keep(self) -> None:
         """The step's gradient was changed, and stays from now on as it is."""
@@ -286,8 +314,9 @@ class Gradients:
         """Nothing is tallied, and nothing kept."""
         self._windows = windows(self._lengths, self._bytes, self._checked_bytes, step)
         self._kept, self._seen = {}, {}
+        self._finished.forget()
         if not self._single:
-            self._tallies = [Tally(part.start, part.stop, self.witness) if part else None for part in self._windows]
+            self._tallies = [Tally(part.start, part.stop, self.witness) for part in self._windows]
 
     def _keep(self, number: int, values: Tensor | None) -> None:
         """From now on these are kept, and not what was kept before in their place."""
@@ -302,6 +331,8 @@ class Gradients:
     def _stay(self, number: int, parameter: Tensor) -> None:
         if self._listens and (gradient := parameter.grad) is not None:
             self._keep(number, gradient)  # what came before is part of it
+            if gradient.numel() >= LONG:
+                self._finished.look(gradient, number)
             self._seen[number] = id(gradient), gradient._version
 
     @torch.no_grad()

@@ -29,6 +29,7 @@ class Counted:
         shards: the number of this worker's shards.
         bytes_shared: the number of bytes that the workers of this host hold together.
         skipped: the report of a call whose update was left out, since its loss or gradient is no number.
+        why: the loss or gradient that is no number, in words; empty if the update is made.
     """
 
     generation: int
@@ -36,6 +37,7 @@ class Counted:
     shards: int
     bytes_shared: int
     skipped: StepReport | None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,9 @@ class Listener:
 
     def call_counted(self, call: Call, counted: Counted) -> None:
         """The call's update is made here, and counted."""
+
+    def part_skipped(self, step: int, why: str) -> None:
+        """This worker, which updates weights of its own, makes no update from its part of a step."""
 
     def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
         """A call of ``step.run`` is over."""

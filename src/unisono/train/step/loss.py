@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from unisono.data.streams import seed_generators
-from unisono.errors import LossError, ModelError, NondeterministicOperation, PolicyError
+from unisono.errors import JobError, LossError, ModelError, NondeterministicOperation, PolicyError
 from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node
+from unisono.received import short
 from unisono.reduce.transport import Transport
 from unisono.spans import Spans
+from unisono.train.config.numerics import autocast
 from unisono.train.group.control import ShardReport
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.audit import ShardDigest
@@ -77,6 +79,19 @@ def _add(left: float, right: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Weighted:
+    """What a loss function returns whose mean is not over samples; and a metric of an evaluation likewise.
+
+    Attributes:
+        loss: the shard's mean loss, a tensor with one element; or the mean of a metric, a number.
+        weight: the number of samples, or of tokens, that it is the mean of: 0, or from 1e-30 to 1e30.
+    """
+
+    loss: Tensor | float
+    weight: Tensor | float
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardDone:
     """What a loss function returns that went backward by itself: its gradients are taken as they are.
 
@@ -93,56 +108,65 @@ class BackwardDone:
     weight: Tensor | float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedLoss:
-    """A shard's mean loss, the number of samples or tokens it is the mean of, and whether its gradients are there."""
+def read_loss(returned: Any, samples: int) -> tuple[Tensor, float]:
+    """The loss and the weight that a loss function returned: a loss, :class:`Weighted` or :class:`BackwardDone`.
 
-    loss: Tensor
-    weight: float
-    has_gradients: bool = False
+    Args:
+        returned: the value that the loss function returned.
+        samples: the number of samples: the weight, unless one was returned.
 
-    @classmethod
-    def of(cls, returned: Any, samples: int) -> "WeightedLoss":
-        """Read ``loss``, ``(loss, weight)`` or :class:`BackwardDone`.
-
-        Args:
-            returned: the value that the loss function returned.
-            samples: the number of samples: the weight, unless one was returned.
-
-        Raises:
-            LossError: the loss is no scalar that depends on a parameter, or the weight is negative or not finite.
-        """
-        loss, weight = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, samples)
-        if has_gradients := isinstance(returned, BackwardDone):
-            loss = _given(returned.loss)
-            weight = samples if returned.weight is None else returned.weight
-        if not isinstance(loss, Tensor):
-            raise LossError(f"the loss function returned {_kind(loss)}: return a scalar tensor, or (loss, weight)")
-        if loss.numel() != 1:
-            raise LossError(
-                f"the loss function returned a tensor of shape {list(loss.shape)}: return one number, the mean over "
-                f"the shard's samples, for instance loss.mean()"
-            )
-        number = float(weight)
-        if not loss.requires_grad and not has_gradients and number != 0:
-            raise LossError("the loss depends on no parameter: was it detached, or computed under no_grad?")
-        if not 0 <= number < float("inf"):
-            raise LossError(
-                f"the loss function returned the weight {number}: it counts samples or tokens, so it is >= 0"
-            )
-        return cls(loss.reshape(()), number, has_gradients)
-
-
-def _given(loss: Any) -> Any:
-    """The loss of a :class:`BackwardDone` as a tensor, if it can be one."""
-    return torch.as_tensor(loss).detach() if isinstance(loss, Tensor | Real) else loss
+    Raises:
+        LossError: the loss is no scalar that depends on a parameter, or the weight is neither 0 nor between 1e-30 and
+            1e30.
+    """
+    loss, weight = (
+        (returned.loss, returned.weight) if isinstance(returned, Weighted | BackwardDone) else (returned, samples)
+    )
+    if has_gradients := isinstance(returned, BackwardDone):
+        loss = torch.as_tensor(loss).detach() if isinstance(loss, Tensor | Real) else loss
+        weight = samples if weight is None else weight
+    if not isinstance(loss, Tensor):
+        kind = "nothing" if loss is None else f"a {type(loss).__name__}"
+        raise LossError(f"the loss function returned {kind}: return the loss alone, a scalar tensor. {_INSTEAD}")
+    if loss.numel() != 1:
+        raise LossError(
+            f"the loss function returned a tensor of shape {list(loss.shape)}: return one number, the mean over "
+            f"the shard's samples, for instance loss.mean()"
+        )
+    if loss.layout != torch.strided or loss.is_complex() or loss.is_meta:
+        kind = f"{str(loss.dtype).removeprefix('torch.')}, {str(loss.layout).removeprefix('torch.')}, {loss.device}"
+        raise LossError(f"the loss function returned a tensor that is no real number: {kind}")
+    number = as_number(weight)
+    if number is None or not (number == 0 or 1e-30 <= number <= 1e30):  # so that neither it nor its square overflows
+        raise LossError(
+            f"the loss function returned the weight {short(weight)}: it counts samples or tokens, so it is >= 0; "
+            f"unless it is 0, it is at least 1e-30 and at most 1e30"
+        )
+    if not loss.requires_grad and not has_gradients and number != 0:
+        raise LossError("the loss depends on no parameter: was it detached, or computed under no_grad?")
+    return loss.reshape(()), number
 
 
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"
+_INSTEAD = (
+    "If the mean is over tokens, say, instead of samples, return unisono.Weighted(loss, tokens); log a metric by "
+    "run.log(name, value), and return the loss"
+)
+"""What to write in place of a loss function's tuple, list or dict."""
+
+
+def as_number(value: Any) -> float | None:
+    """A number, or a tensor or array that holds a single one, as a float; None for anything else."""
+    if isinstance(value, str | bytes | bytearray) or (isinstance(value, Tensor) and value.numel() != 1):
+        return None
+    try:
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # too large, or a tensor without a value, say
+        return None
 
 
 # One shard, forward and backward.
+
+_EXACT_AS_FLOAT32 = {torch.float32, torch.float16, torch.bfloat16}
 
 
 @dataclass(slots=True)
@@ -157,6 +181,7 @@ class Shard:
         has_gradients: whether the loss function went backward by itself.
         mark: the digest of its gradients, if it is audited.
         counts: whether what comes of it here counts: not where another device of the worker computes it as well.
+        scale: the factor of its gradients, beside its weight.
     """
 
     number: int
@@ -166,16 +191,17 @@ class Shard:
     loss: Tensor | None = None
     has_gradients: bool = False
     mark: ShardDigest | None = None
+    scale: float = 1.0
 
     @classmethod
     def of(cls, call: Call, number: int, *, is_audited: bool, counts: bool = True) -> "Shard":
         """A shard that is about to be computed."""
-        return cls(number, len(call.batch.shard(number)), counts, mark=ShardDigest() if is_audited else None)
+        mark = ShardDigest() if is_audited else None
+        return cls(number, len(call.batch.shard(number)), counts, mark=mark, scale=call.scale)
 
     def read(self) -> ShardReport:
         """What it came to. Only here the loss is read, since that waits for a GPU."""
-        self.report.loss = 0.0 if self.loss is None else float(self.loss.detach())
-        return self.report
+        return read_all([self])[0]
 
     def backward(self, parameters: Sequence[Tensor]) -> None:
         """Have autograd compute the gradient of the loss, times the weight; or take the gradients that are there.
@@ -188,11 +214,16 @@ class Shard:
             ModelError, NondeterministicOperation: torch refuses; says how to go on.
         """
         assert self.loss is not None
-        weight = self.report.weight
+        weight = self.report.weight * self.scale
         if self.has_gradients:
+            if self.scale != 1.0:
+                raise LossError(
+                    "precision='fp16': the loss function went backward by itself (BackwardDone), from a loss that "
+                    "nobody had scaled: return the loss, or use precision='bf16'"
+                )
             _weigh(parameters, weight)
             return
-        with _explained():
+        with explained():
             (self.loss * weight if weight != 1.0 else self.loss).backward()
         self.loss = self.loss.detach()
 
@@ -208,6 +239,23 @@ def _weigh(parameters: Sequence[Tensor], weight: float) -> None:
     if weight != 1.0:
         for parameter, gradient in held:
             parameter.grad = gradient * weight  # the script may use that memory again, or for two parameters
+
+
+def read_all(shards: Sequence[Shard]) -> list[ShardReport]:
+    """What shards came to. Their losses are read together: each time a GPU has to be waited for."""
+    by_device: dict[torch.device, list[Shard]] = {}
+    for shard in shards:
+        shard.report.loss = 0.0
+        if type(shard.loss) is Tensor:
+            by_device.setdefault(shard.loss.device, []).append(shard)
+        elif shard.loss is not None:  # a kind of tensor of its own, such as DTensor
+            shard.report.loss = float(shard.loss.detach())
+    for theirs in by_device.values():
+        losses = [shard.loss.detach() for shard in theirs if shard.loss is not None]
+        wide = torch.float32 if all(loss.dtype in _EXACT_AS_FLOAT32 for loss in losses) else torch.float64
+        for shard, loss in zip(theirs, torch.stack([loss.to(wide) for loss in losses]).tolist(), strict=True):
+            shard.report.loss = loss
+    return [shard.report for shard in shards]
 
 
 class ForwardPass:
@@ -236,16 +284,16 @@ class ForwardPass:
         self._shard = shard.report
         begun = perf_counter()
         try:
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._job.precision == "bf16"), _explained():
+            with autocast(self._job, self._device), explained():
                 returned = call.loss_fn(self._prepared.model, batch)
         finally:  # the pass may end in mid-model, where the next device goes on
             self._shard = None
             if self._spans is not None:
                 self._spans.add("forward", begun, perf_counter(), shard.number)
-        weighted = WeightedLoss.of(returned, shard.samples)
-        shard.loss, shard.has_gradients = weighted.loss, weighted.has_gradients
+        shard.loss, weight = read_loss(returned, shard.samples)
+        shard.has_gradients = isinstance(returned, BackwardDone)
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
-        shard.report.weight = 1.0 if call.batch.shards == 1 and weighted.weight else weighted.weight
+        shard.report.weight = 1.0 if call.batch.shards == 1 and weight else weight
 
     def log(self, name: str, value: float) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
@@ -255,7 +303,7 @@ class ForwardPass:
         return True
 
 
-class _explained:  # noqa: N801  a context manager, named like one
+class explained:  # noqa: N801  a context manager, named like one
     """Turns torch's refusals into errors that say how to go on."""
 
     def __enter__(self) -> None:
@@ -267,6 +315,13 @@ class _explained:  # noqa: N801  a context manager, named like one
             raise ModelError(
                 "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
                 "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
+            ) from error
+        if kind is not None and kind.__name__ == "FailOnRecompileLimitHit":
+            raise JobError(
+                f"torch.compile has come to the limit of its kernels, and would compute without compiler from here on, "
+                f"on this worker, since others have met other shapes and numbers. Pad to fewer shapes, give what "
+                f"changes with the steps as tensors, or allow more: torch._dynamo.config.recompile_limit "
+                f"(now {torch._dynamo.config.recompile_limit})"
             ) from error
         if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
             raise LossError(

@@ -38,7 +38,7 @@ class MeasuredCalls:
         with torch.enable_grad():
             attempt = self._engine.attempt(call)
         self._engine.discard()
-        self._engine.update.require_finite(call, attempt.report)
+        self._engine.update.require_finite(call, attempt)
         gradients, report = attempt.gradients, attempt.report
         gradients.assign(attempt.totals, report.weight, report.used[: len(gradients.names)], writable=True)
         trained = self._prepared.trained_by(call.optimizers).values()

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from unisono.data.streams import generators_kept
 from unisono.errors import LossError, ModelError
@@ -90,24 +91,46 @@ class ShardPasses:
 
     def again(self, call: Call, gradients: Gradients, number: int) -> str:
         """Compute a shard, of whichever worker, beside the attempt; returns the digest of its results."""
+        assert call.load is not None, "what is audited can be loaded"
+        with self._computed_again(call, gradients, number, call.load(number)) as (shard, made):
+            assert shard.mark is not None, "it is audited"
+            for each, parameter in enumerate(gradients.parameters):
+                shard.mark.take(each, parameter.grad)
+            return shard.mark.finish(shard.read(), made())
+
+    def not_finite(self, call: Call, gradients: Gradients) -> tuple[int, int, float] | None:
+        """The first of this worker's shards whose gradient is not finite, computed again beside the attempt.
+
+        Returns:
+            the shard's number in the batch, and what :meth:`Gradients.not_finite` says of it.
+        """
+        mine = self._workers.transport.split.of(self._workers.rank)
+        for number, batch in zip(mine, call.shards, strict=True):
+            if len(call.batch.shard(number)):
+                with self._computed_again(call, gradients, number, batch if call.load is None else call.load(number)):
+                    if (where := gradients.not_finite(None)) is not None:
+                        return number, *where
+        return None
+
+    @contextmanager
+    def _computed_again(
+        self, call: Call, gradients: Gradients, number: int, batch: Any
+    ) -> Iterator[tuple[Shard, Callable[[], Sequence[Tensor | None]]]]:
+        """A shard's gradients lie where its backward pass leaves them in here; afterwards all is as it was."""
         shard = Shard.of(call, number, is_audited=True)
-        assert call.load is not None and shard.mark is not None, "what is audited can be loaded"  # noqa: PT018
         holders = self._prepared.gradient_holders()
         held = [parameter.grad for parameter in holders]
         with generators_kept(), self._buffers.aside() as made:
             self._prepared.clear_gradients()
-            self._forward.compute(call, shard, call.load(number))
+            self._forward.compute(call, shard, batch)
             if shard.report.weight:
                 shard.backward(gradients.parameters)
             else:
                 self._prepared.clear_gradients()
-            for each, parameter in enumerate(gradients.parameters):
-                shard.mark.take(each, parameter.grad)
-            found = shard.mark.finish(shard.read(), made())
+            yield shard, made
         for parameter, gradient in zip(holders, held, strict=True):
             parameter.grad = gradient
         self._workers.tick()
-        return found
 
     def figures(
         self,
@@ -186,7 +209,7 @@ class ShardPasses:
                 self._prepared.clear_gradients()
             gradients.close()
             if shard.report.weight:
-                shard.report.squared_norm = gradients.squared_norm() / shard.report.weight**2
+                shard.report.squared_norm = gradients.squared_norm() / (shard.report.weight * call.scale) ** 2
 
     def _compute_stages(self, pipeline: Pipeline, call: Call, gradients: Gradients, shards: Sequence[Shard]) -> None:
         """The devices of this worker compute all its shards together."""
@@ -206,4 +229,4 @@ class ShardPasses:
     def _weigh(self, call: Call, weights: Sequence[float]) -> float | None:
         # What is compressed is divided only when it is wide again.
         weight = total_weight(self._workers.transport, weights, call.decided)
-        return None if self._is_compressed else weight
+        return None if self._is_compressed else weight * call.scale

@@ -71,22 +71,23 @@ class SlicedGradients(Gradients):
         self._names = [unit.name for unit in units]
         super().__init__(parameters, reducer, fusion, norms)
         for number, unit in enumerate(units):  # before the unit is gathered
-            self._hooks.append(unit.module.register_forward_pre_hook(partial(self._enter, number), prepend=True))
+            enter = partial(self._enter, number)
+            self._hooks.extend(each.register_forward_pre_hook(enter, prepend=True) for each in unit.modules)
         scratch, self._received = _Scratch(), _Scratch()
         # Passes of other calls train other units: theirs have gradients as well.
         self._exchanges = [(unit, _Exchange(_leave_out, scratch)) for unit, trained in found if not trained]
         for number, (unit, _) in enumerate(self._units):
             self._exchanges.append((unit, _Exchange(partial(self._arrive_all, number), scratch)))
         for unit in units:
-            unit.module.set_reduce_scatter_unused_params(True)
-            unit.module.set_gradient_divide_factor(1.0)
-            unit.module.set_force_sum_reduction_for_comms(True)
+            unit.modules[0].set_reduce_scatter_unused_params(True)
+            unit.modules[0].set_gradient_divide_factor(1.0)
+            unit.modules[0].set_force_sum_reduction_for_comms(True)
 
     def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the rounds of this worker's devices follow."""
         super().begin(step)
         for unit, exchange in self._exchanges:
-            unit.module.set_custom_reduce_scatter(exchange)
+            unit.modules[0].set_custom_reduce_scatter(exchange)
         self._round, self._is_passing = -1, False
         self._clear()
 

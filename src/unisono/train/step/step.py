@@ -77,8 +77,8 @@ class Step:
 
         Args:
             loss_fn: ``loss_fn(model, batch)``, called once for each shard of this worker; returns the mean loss
-                of that shard, or ``(loss, weight)`` where the mean is not over samples but, say, tokens; or
-                ``unisono.BackwardDone(loss)`` if it went backward by itself.
+                of that shard; ``unisono.Weighted(loss, weight)`` where the mean is not over samples but, say, tokens;
+                or ``unisono.BackwardDone(loss)`` if it went backward by itself.
             optimizer: one or several of those given to ``prepare``; all of them by default.
             clip_norm: the largest global norm of the gradient.
             clip_value: the largest absolute value in the gradient.

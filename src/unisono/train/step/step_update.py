@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from time import perf_counter
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.adapt.norms import GradientNorms
+from unisono.device import StreamMoment
 from unisono.errors import LossError, NonFiniteLoss
 from unisono.job import Job
 from unisono.plan.audits import AuditResult
@@ -23,8 +23,8 @@ from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import OwnUpdate, Scaled
 from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.update import Update, may_change_gradients
+from unisono.train.state.loss_scale import LEAST
 from unisono.train.step.call import Call
 from unisono.train.step.gradients import Gradients
 from unisono.train.step.owned_update import whole_update
@@ -37,7 +37,10 @@ from unisono.train.step.why_whole import why_whole
 
 @dataclass(slots=True)
 class Attempt:
-    """A computed, not yet committed call. Norms of its gradients come with its update, if they are wanted."""
+    """A computed, not yet committed call.
+
+    Norms of its gradients come with its update, if they are wanted; and so does the reason why there is none.
+    """
 
     gradients: Gradients
     totals: tuple[Tensor, ...]
@@ -47,6 +50,8 @@ class Attempt:
     norms: GradientNorms | None = None
     marks: dict[int, str] = field(default_factory=dict)
     findings: tuple[AuditResult, ...] = ()
+    trouble: str = ""
+    overflows: bool = False
 
 
 class StepUpdate:
@@ -67,6 +72,7 @@ class StepUpdate:
         memory: the memory in which the script sees what the workers of a host share.
         moves: a function that is called when weights are about to lie elsewhere.
         stays_whole: a function that gets the reason for which updates are not split for now.
+        not_finite: a function that finds this worker's first shard whose gradient is not finite.
         spans: the worker's spans, if they are kept.
 
     Attributes:
@@ -92,8 +98,11 @@ class StepUpdate:
         memory: ScriptMemory,
         moves: Callable[[], None],
         stays_whole: Callable[[str], None],
+        not_finite: Callable[[Call, Gradients], tuple[int, int, float] | None],
         spans: Spans | None,
     ) -> None:
+        self._not_finite, self._device = not_finite, workers.device
+        self._last: tuple[StreamMoment, StreamMoment] | None = None
         self._job, self._workers, self._prepared, self._buffers = job, workers, prepared, buffers
         self._rank, self._norm_of, self._scaled, self._moves, self._spans = rank, norm_of, scaled, moves, spans
         self.has_lost = has_lost
@@ -174,37 +183,39 @@ class StepUpdate:
 
         Returns:
             what makes the update, here; nothing where a step is skipped: its loss is NaN or infinite, with
-            ``on_nan="skip"``.
+            ``on_nan="skip"``, or by a fault of the memory that the watch tells of.
 
         Raises:
-            NonFiniteLoss: names step, shard and rank.
+            NonFiniteLoss: names step, shard and rank, and the parameter whose gradient it is.
         """
-        started = perf_counter()
-        if trouble := self._trouble(call, attempt.report):
-            self._refused(call, trouble)
+        started = StreamMoment(self._device)
+        if trouble := self._trouble(call, attempt):
+            self._refused(call, attempt, trouble)
             return None
         gradients, report = attempt.gradients, attempt.report
         used, used_buffers = report.used[: len(gradients.names)], report.used[len(gradients.names) :]
         changes = call.update is not None or any(map(may_change_gradients, call.optimizers))
         self._prepared.clear_gradients(but=gradients.parameters)  # or what this worker's last shard left would be seen
-        gradients.assign(attempt.totals, report.weight, used, writable=changes or call.clip.limits)
+        gradients.assign(attempt.totals, report.weight * call.scale, used, writable=changes or call.clip.limits)
+        self.has_lost |= call.scale != 1.0 and not gradients.has_kept()
+        gradients.unscale(call.scale)
         if gradients.is_watched:
             with self._or_rewound():
                 attempt.norms = _norms_of(call, gradients, report)
         norm = self._clipped(call, gradients)
         if not math.isfinite(norm):
-            self._refused(call, f"the norm of the gradient is {norm}")
-            return None
-        if trouble := next(filter(None, (one.trouble() for one in sharing_in(call.optimizers))), ""):
-            self._refused(call, trouble)
+            self._refused(call, attempt, f"the norm of the gradient is {norm}")
             return None
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
         with self._or_rewound():
             buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
+            self.has_lost |= not self._buffers.have_kept
             if call.update is None:
                 with self._scaled(call.optimizers):
                     self._update.work_out(call.optimizers)
                     self._pieces.work_out(call.optimizers)
+            self._workers.transport.settle()
+            self._workers.devices.settle()
 
         cause = self.watch.cause(call)
 
@@ -225,20 +236,23 @@ class StepUpdate:
             if call.update is None:  # which leaves gradients as it wants to
                 gradients.release(used)
             self.watch.committed()
-            attempt.seconds["update"] = (ended := perf_counter()) - started
+            ended = StreamMoment(self._device)
+            # A device is not waited for: it has told by now how long the update before took.
+            begun, done = (started, ended) if ended.is_over else self._last or (started, ended)
+            attempt.seconds["update"], self._last = begun.seconds_to(done), (started, ended)
             if self._spans is not None:
-                self._spans.add("update", started, ended)
+                self._spans.add("update", started.host_s, ended.host_s)
 
         gradients.show()
         return make
 
-    def require_finite(self, call: Call, report: StepReport) -> None:
-        """Refuse an attempt that is not to be updated from; gradients are cleared.
+    def require_finite(self, call: Call, attempt: Attempt) -> None:
+        """Refuse an attempt that is not to be updated from; gradients are cleared. Collective.
 
         Raises:
             NonFiniteLoss: names step, shard and rank.
         """
-        if trouble := self._trouble(call, report):
+        if trouble := self._trouble(call, attempt):
             self._prepared.clear_gradients()
             raise NonFiniteLoss(f"step {call.step}: {trouble}")
 
@@ -265,24 +279,59 @@ class StepUpdate:
             self._buffers.rewind()
             raise
 
-    def _trouble(self, call: Call, report: StepReport) -> str:
+    def _trouble(self, call: Call, attempt: Attempt) -> str:
+        report = attempt.report
         if report.weight == 0:
             raise LossError(f"step {call.step}: all shards returned the weight 0, so there is no mean to follow")
         for shard, part in enumerate(report.shards):
             if part.weight and not math.isfinite(part.loss):
                 rank = self._workers.transport.split.owner(shard) if self._workers.world_size > 1 else self._rank
                 return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
+        if report.diverges and self._backs_off(call):
+            attempt.overflows = True
+            return f"float16 overflows at the loss scale {call.scale:g}"
+        if report.diverges:
+            with self._or_rewound():
+                return self._where_not_finite(call, attempt)
         return ""
 
-    def _refused(self, call: Call, trouble: str) -> None:
+    def _where_not_finite(self, call: Call, attempt: Attempt) -> str:
+        """What of the gradient is not finite: the parameter and the shard, which is computed again. Collective."""
+        workers, gradients = self._workers, attempt.gradients
+        found = workers.devices.gather(_named(gradients, gradients.not_finite(attempt.totals)))
+        told = "{} is {} in {}".format
+        name, value = next(filter(None, found), ("the gradient", "not finite"))
+        shards = f"shards {call.first} to {call.first + call.batch.shards - 1}"
+        if workers.devices.count > 1:  # which compute shards together, or in turns
+            return told(name, value, f"one of {shards}")
+        own = self._not_finite(call, gradients)
+        everybody = workers.gather_json(own and [own[0], *(_named(gradients, own[1:]) or ())])
+        for rank, one in enumerate(everybody):
+            if one is not None:
+                shard, name, value = one
+                owner = rank if workers.world_size > 1 else self._rank
+                return told(name, value, f"shard {call.first + shard} (rank {owner})")
+        return told(name, value, f"the sum of {shards}, though it is finite in each of them")
+
+    def _refused(self, call: Call, attempt: Attempt, trouble: str) -> None:
         self._buffers.rewind()
         self._prepared.clear_gradients()
-        if self._job.on_nan == "skip":
+        attempt.trouble = trouble
+        if attempt.overflows or self._job.on_nan == "skip" or self._is_faulty():
             return
         raise NonFiniteLoss(
             f"step {call.step}: {trouble}; nothing was updated. Lower the learning rate, clip gradients, check the "
-            f'data; or skip such steps with unisono.init(on_nan="skip")'
+            f'data; or skip such steps with unisono.init(on_nan="skip"). Steps are exact: if this does not come again '
+            f"from an older checkpoint, a bit has flipped, and the memory of the hosts wants a test"
         )
+
+    def _backs_off(self, call: Call) -> bool:
+        """Whether a step that is not finite is skipped, and the next one has a smaller loss scale."""
+        return self._job.precision == "fp16" and call.scale > LEAST
+
+    def _is_faulty(self) -> bool:
+        """Whether one worker's memory is to blame for what was computed, as it says next."""
+        return self.watch.looks_last and (self.has_lost or self.watch.has_flipped)
 
     def _let_go(self) -> None:
         """What lies in memory may move: hold nothing of it."""
@@ -292,6 +341,14 @@ class StepUpdate:
     def _look_anew(self) -> None:
         """It lies elsewhere now."""
         self.watch.look_anew()
+
+
+def _named(gradients: Gradients, found: tuple[int, float] | None) -> tuple[str, str] | None:
+    if found is None:
+        return None
+    number, value = found
+    what = "gradient of" if number < len(gradients.trained) else "sum of the"  # statistics
+    return f"the {what} {gradients.names[number]}", str(value)
 
 
 def _norms_of(call: Call, gradients: Gradients, report: StepReport) -> GradientNorms:

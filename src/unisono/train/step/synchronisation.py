@@ -110,6 +110,7 @@ class WorkerReport:
             checkpoint=self._membership.wants_checkpoint,
             digest=seen.common,
             own=seen.own,
+            amiss=seen.amiss,
             timings=self._timer.timings(formed_s, self._checkpoints.seconds),
         )
 

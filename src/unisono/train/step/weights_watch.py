@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
+from unisono.train.group.control import Flags
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
 from unisono.train.model.body_writes import BodyWrites
 from unisono.train.model.buffers import Buffers
@@ -62,6 +64,27 @@ class WeightsWatch:
     def look(self) -> Seen:
         """What the shards of an attempt were computed with."""
         return Seen() if self._at_rest is None else self._at_rest.look()
+
+    @property
+    def looks_last(self) -> bool:
+        """Whether what was found is told right before the update: no other worker has to know before."""
+        return self._is_only and self._at_rest is not None
+
+    def looked_last(self, flags: Sequence[Flags]) -> Sequence[Flags]:
+        """What workers have said of a call that is worked out, and what this one finds now."""
+        if not self.looks_last:
+            return flags
+        seen = self.look()
+        return [
+            replace(
+                own,
+                digest=seen.common,
+                own=seen.own,
+                flipped=own.flipped or seen.has_flipped,
+                amiss=seen.amiss,
+            )
+            for own in flags
+        ]
 
     @property
     def has_flipped(self) -> bool:

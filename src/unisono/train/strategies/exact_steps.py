@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
+from zlib import crc32
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.own_update import UpdateCause
+from unisono.train.model.update import settings_digest
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.state.ending import Requests
@@ -161,7 +163,8 @@ class ExactSteps:
 
         def found(workers: Workers) -> dict[str, Any]:
             mine = workers.split(call.step.batch.shards).of(workers.rank)
-            made = self._call(call, mine, call.source.mark(call.step.batch))
+            # Nothing is updated, so a gradient that is too small for float16 is no more than an error of measurement.
+            made = replace(self._call(call, mine, call.source.mark(call.step.batch)), scale=1.0)
             prepared = self.trained.require_prepared()
             calls = MeasuredCalls(self.require_engine(), prepared)
             probe = CurvatureProbe(calls, prepared, made, self.config.job.seed)
@@ -228,7 +231,10 @@ class ExactSteps:
         audited, wrong = self.judge.judged(workers, attempt.findings, engine.discard)
         if wrong:
             return self._doubted(workers, audited, wrong)
-        verdict, note = self.integrity.judge(place, attempt.flags)
+        work_out, is_last = partial(engine.update.work_out, made, attempt), engine.update.watch.looks_last
+        update = work_out() if is_last else None
+        given = self._given(made, attempt) if self.integrity.is_on else ()
+        verdict, note = self.integrity.judge(place, engine.update.watch.looked_last(attempt.flags), given)
         if verdict is not Verdict.RIGHT:
             engine.discard()
             healing = verdict is Verdict.HEALING
@@ -238,7 +244,7 @@ class ExactSteps:
             about = workers.transport.measured.pop(0)
             self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]
         self.listeners.tell(lambda one: one.call_worked_out(made, own, attempt.report))
-        update = engine.update.work_out(made, attempt)
+        update = update if is_last else work_out()
         make = partial(self._update, call.step, attempt, update, self.trained.setting(workers), (audited, note))
         then = partial(self._updated, made, attempt, workers, is_skipped=update is None)
         cause = None if update is None else engine.update.watch.cause(made)
@@ -258,8 +264,14 @@ class ExactSteps:
             load=partial(self._load, step, call.source),
             is_last=step.is_last,
             decided=self.trained.policy_state.digest + samples,  # below 2**49 and 2**32
+            scale=self.trained.loss_scale.value if self.config.job.precision == "fp16" else 1.0,
             computed=partial(self.listeners.step_computed, step, len(mine)),
         )
+
+    def _given(self, call: Call, attempt: Attempt) -> list[int]:
+        """What is to be the same if the call is computed again: digests of settings, limits and the loss."""
+        settings = settings_digest(self.trained.require_prepared().optimizers)
+        return [settings, *(crc32(repr(one).encode()) for one in (call.clip, attempt.report.loss))]
 
     def _load(self, step: Step, source: Source, shard: int) -> Any:
         """The batch of any shard, whoever computes it."""
@@ -298,6 +310,10 @@ class ExactSteps:
         """Make the update of a step, and note what is known of it as long as its weights are."""
         if update is not None:
             update()
+            if self.config.job.precision == "fp16":
+                self.trained.loss_scale.updated()
+        elif attempt.overflows:
+            self.trained.loss_scale.overflowed()
         report = attempt.report
         self.requests.note(leave=report.leave, regroup=report.regroup, checkpoint=report.checkpoint)
         if not step.calls:
@@ -353,6 +369,7 @@ class ExactSteps:
             len(workers.split(self.config.job.shards).of(workers.rank)),
             self.require_engine().update.bytes_shared,
             attempt.report if is_skipped else None,
+            attempt.trouble,
         )
         self.listeners.tell(lambda one: one.call_counted(call, counted))
 

@@ -113,11 +113,11 @@ class LocalRounds:
             if batch.part(split.of(number)).size:
                 yield split.of(number)
 
-    def train(self, call: Call) -> Attempt | None:
+    def train(self, call: Call) -> Attempt:
         """Compute a part, and make this worker's update with it.
 
         Returns:
-            what it came to; nothing if the loss is NaN or infinite, and such steps are skipped.
+            what it came to; its ``trouble`` if the loss or gradient is NaN or infinite, and such steps are skipped.
 
         Raises:
             UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
@@ -129,7 +129,7 @@ class LocalRounds:
         finally:
             self._workers.is_called = False
         if (make := engine.update.work_out(call, attempt)) is None:
-            return None
+            return attempt
         make()
         self.progress.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
         return attempt

@@ -139,6 +139,8 @@ class LocalTraining:
             )
         self._with_others(collectives, lambda rounds: rounds.begin())
         self._with_others(collectives, lambda rounds: self._parts(rounds, call, own))
+        if own.skipped and not own.samples:
+            return Computed(math.nan, {}, {}, {}, 0)
         self._loss = own.mean_loss(self._loss)
         return Computed(self._loss, own.mean_metrics, {}, own.seconds, own.samples)
 
@@ -211,7 +213,10 @@ class LocalTraining:
                     computed=partial(self._listeners.step_computed, step, len(part)),
                 )
             )
-            if attempt is not None:
+            if attempt.trouble:
+                self._listeners.tell(lambda one, why=attempt.trouble: one.part_skipped(step.number, why))  # type: ignore[misc]
+                own.skipped += 1
+            else:
                 report = attempt.report
                 own.add(step.batch.part(part).size, report.loss, report.metrics, attempt.seconds)
 

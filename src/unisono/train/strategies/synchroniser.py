@@ -54,12 +54,14 @@ class Sums:
         loss: the sum of their losses.
         metrics: the sums of what the loss functions logged, over the same samples.
         seconds: the seconds of each kind of work.
+        skipped: the number of parts without an update, since their loss or gradient was NaN or infinite.
     """
 
     samples: int = 0
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
     def add(self, samples: int, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """One more part, with its samples' mean loss and metrics."""

@@ -1,0 +1,231 @@
+"""Jobs on a simulated accelerator: the weights of one worker, on any number of workers, over each kind of group."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import simulated_accelerator
+from launches import Launches, launches
+from training import PATIENCE_S, Training
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "accelerated.py")
+MOST_WAITS = 10
+"""For the device, in a step that looks at nothing that only some steps look at."""
+
+PLACES = ["first", "between", "second", "after"]
+"""In a step, where a worker is struck."""
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """The folder of the compiled accelerator."""
+    try:
+        return simulated_accelerator.built()
+    except simulated_accelerator.NoCompiler as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which each process writes what its devices have seen."""
+    return tmp_path_factory.mktemp("seen")
+
+
+@pytest.fixture(scope="module")
+def over_hosts(built: Path, log: Path) -> Iterator[Launches]:
+    """One device, whose workers speak through the memory of the host."""
+    with launches(simulated_accelerator.environment(built, log)) as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def over_nccl(built: Path, log: Path) -> Iterator[Launches]:
+    """Three devices, which speak with each other."""
+    with launches(simulated_accelerator.environment(built, log, devices=3, nccl=True)) as launched:
+        yield launched
+
+
+def digest(said: str) -> str:
+    [found] = re.findall("weights sha256 ([0-9a-f]{64})", said)
+    return str(found)
+
+
+def devices(said: str) -> list[str]:
+    """The devices on which the workers have computed."""
+    return sorted(re.findall(r"computed on (\S+)", said))
+
+
+def counted(said: str) -> list[dict[str, float]]:
+    """What each worker has counted per step."""
+    return [json.loads(line) for line in re.findall(r"counted (\{.*\})", said)]
+
+
+def wrong(log: Path) -> list[str]:
+    """What the devices complain of: races, reads of memory that nobody has written, memory that was freed too early."""
+    seen: list[dict[str, Any]] = [json.loads(path.read_text()) for path in log.glob("*.json")]
+    assert seen, "nothing ran on a device"
+    return [each for one in seen for each in one["reports"]]
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
+def test_the_weights_are_those_of_one_worker_and_a_step_waits_little_and_leaves_nothing(
+    over_hosts: Launches, over_nccl: Launches, log: Path, tmp_path: Path, model: str
+) -> None:
+    settings = {"MODEL": model, "EPOCHS": "4"}
+    alone = over_hosts(1, SCRIPT, folder=tmp_path / "serial", **settings)
+    serial, told = digest(alone), counted(alone)
+    for workers in (2, 3):
+        shared = over_hosts(workers, SCRIPT, folder=tmp_path / f"shared-{workers}", **settings)
+        assert (digest(shared), devices(shared)) == (serial, ["fakegpu:0"] * workers)
+        own = over_nccl(workers, SCRIPT, folder=tmp_path / f"own-{workers}", **settings)
+        assert (digest(own), devices(own)) == (serial, [f"fakegpu:{number}" for number in range(workers)])
+        told += [*counted(shared), *counted(own)]
+    assert len(told) == 1 + 2 * (2 + 3)
+    for each in told:
+        assert each["host waits"] <= MOST_WAITS
+        assert each["live"] == each["live at first"]
+    assert wrong(log) == []
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["SGD", "Adagrad", "Adam", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax", "ASGD"]
+)
+def test_the_state_that_an_optimizer_has_already_goes_along_to_the_device(
+    over_hosts: Launches, tmp_path: Path, optimizer: str
+) -> None:
+    settings = {"OPTIMIZER": optimizer, "EARLY_STATE": "1", "EPOCHS": "1"}
+    serial = over_hosts(1, SCRIPT, folder=tmp_path / "serial", **settings)
+    shared = over_hosts(2, SCRIPT, folder=tmp_path / "shared", **settings)
+    assert digest(shared) == digest(serial)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_passes_end_in_the_same_weights(
+    over_hosts: Launches, over_nccl: Launches, tmp_path: Path, precision: str
+) -> None:
+    settings = {"MODEL": "cnn", "PRECISION": precision, "EPOCHS": "4"}
+    serial = digest(over_hosts(1, SCRIPT, folder=tmp_path / "serial", **settings))
+    assert digest(over_hosts(2, SCRIPT, folder=tmp_path / "shared", **settings)) == serial
+    assert digest(over_nccl(3, SCRIPT, folder=tmp_path / "own", **settings)) == serial
+    assert ('"skipped"' in (tmp_path / "own" / "journal.jsonl").read_text()) == (precision == "fp16")
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+def test_devices_of_any_kind_are_described(built: Path, nccl: bool) -> None:
+    ask = (
+        "import json; from unisono.device import *; print(json.dumps([described(), names(), builds(), way_of_sums()]))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=simulated_accelerator.environment(built, devices=2, nccl=nccl),
+        capture_output=True,
+        check=True,
+    )
+    described, names, builds, way = json.loads(told.stdout)
+    assert (described, names) == (["Simulated accelerator"] * 2, ["cpu", "fakegpu:0", "fakegpu:1"])
+    assert builds["nccl"] is None
+    assert ("over NCCL where each worker has one of the 2" if nccl else "torch has no NCCL for fakegpu") in way
+
+
+def test_a_weight_that_a_loops_body_halves_is_no_fault_of_the_memory(over_hosts: Launches, tmp_path: Path) -> None:
+    digests = set()
+    for workers in (1, 2):
+        folder = tmp_path / f"halved-{workers}"
+        digests.add(digest(over_hosts(workers, SCRIPT, folder=folder, HALVES="1")))
+        assert "rolled back" not in (folder / "journal.jsonl").read_text()
+    assert len(digests) == 1
+    assert digests != {digest(over_hosts(1, SCRIPT, folder=tmp_path / "serial"))}
+
+
+@pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("sockets", "host")])
+def test_the_network_can_be_said(over_nccl: Launches, tmp_path: Path, transport: str, backend: str) -> None:
+    folder = tmp_path / "said"
+    said = over_nccl(2, SCRIPT, folder=folder, UNISONO_TRANSPORT=transport)
+    assert digest(said) == digest(over_nccl(1, SCRIPT, folder=tmp_path / "serial"))
+    assert f'"backend": "{backend}"' in (folder / "journal.jsonl").read_text()
+
+
+def test_workers_that_name_the_same_device_speak_through_the_hosts_memory(over_nccl: Launches, tmp_path: Path) -> None:
+    serial = digest(over_nccl(1, SCRIPT, folder=tmp_path / "serial"))
+    shared = over_nccl(2, SCRIPT, folder=tmp_path / "shared", DEVICE="fakegpu:1")
+    assert (digest(shared), devices(shared)) == (serial, ["fakegpu:1"] * 2)
+    [line] = [line for line in (tmp_path / "shared" / "journal.jsonl").read_text().splitlines() if '"backend"' in line]
+    assert "host" in line
+    assert "ranks 0, 1 share the device" in line
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["host", "nccl"])
+def elastic(built: Path, log: Path, request: pytest.FixtureRequest) -> dict[str, str]:
+    """The variables of elastic jobs whose workers share a device, or have devices that speak with each other."""
+    devices = 4 if request.param else 1
+    told = simulated_accelerator.environment(built, log, devices=devices, nccl=request.param)
+    return {name: told[name] for name in told if name.startswith("FAKEGPU") or name == "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(elastic: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of one worker that nobody disturbs."""
+    training = job(tmp_path_factory.mktemp("serial") / "run", elastic, "-n", "1")
+    try:
+        return training.end()
+    finally:
+        training.close()
+
+
+def job(folder: Path, variables: dict[str, str], *options: str, **settings: Any) -> Training:
+    return Training(folder, *options, **{"PACE_S": "0", "EPOCHS": "4", **variables, **settings})
+
+
+def test_whoever_is_killed_in_a_step_or_joins_changes_no_bit(
+    elastic: dict[str, str], undisturbed: str, log: Path, tmp_path: Path
+) -> None:
+    faults = [{"place": place, "step": 2 + 3 * number, "rank": number % 2} for number, place in enumerate(PLACES)]
+    training = job(tmp_path / "run", elastic, "-n", "3", "--max-restarts", "9", faults=faults)
+    try:
+        assert training.end() == undisturbed
+    finally:
+        training.close()
+    assert len(training.journal("lost")) == len(faults)
+    assert wrong(log) == []
+
+
+def test_workers_join_and_leave_and_a_stopped_job_goes_on_with_another_number_of_them(
+    elastic: dict[str, str], undisturbed: str, log: Path, tmp_path: Path
+) -> None:
+    training = job(tmp_path / "run", elastic, "-n", "1:3", PACE_S="0.05")
+    try:
+        training.until("minted", generation=1)
+        training.ask("resize", "3")
+        training.until("minted", workers=["w1", "w2", "w3"])
+        training.ask("resize", "2")
+        training.until("minted", workers=["w1", "w2"])
+        training.ask("stop")
+        assert training.process.wait(PATIENCE_S) == 75
+    finally:
+        training.close()
+    training = job(tmp_path / "run", elastic, "-n", "3", "--max-restarts", "1")
+    try:
+        assert training.end() == undisturbed
+    finally:
+        training.close()
+    assert wrong(log) == []
+
+
+def test_whoever_hangs_is_given_up_and_nobody_else(elastic: dict[str, str], undisturbed: str, tmp_path: Path) -> None:
+    faults = [{"place": "second", "step": 5, "rank": 1, "signal": "SIGSTOP"}]
+    options = ("-n", "3", "--max-restarts", "9", "--failure-timeout-s", "5")
+    training = job(tmp_path / "run", elastic, *options, faults=faults)
+    try:
+        assert training.end() == undisturbed
+    finally:
+        training.close()
+    [lost] = training.journal("lost")
+    assert lost["worker"] == "w2"

@@ -1,0 +1,155 @@
+"""Training in float16: every number of workers skips the same steps, and scales its losses alike."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import unisono
+from script_cluster import Cluster, Done, Kill
+from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss, Unreadable
+from unisono.train.state.loss_scale import FIRST, GROWTH_STEPS, LEAST, LossScale
+
+SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "float16.py"
+STEPS = 24
+
+
+def train(folder: Path, workers: int, way: str, /, **settings: object) -> Done:
+    shards = 1 if way == "whole" else 6
+    return Cluster(folder)(SCRIPT, workers, shards=shards, arguments=[way], **settings)  # type: ignore[arg-type]
+
+
+def scales(done: Done) -> list[tuple[bool, float]]:
+    """Of each step: whether it was made, and the loss scale after it."""
+    found = re.findall(r"step \d+ is_updated=(\w+) scale (\S+)", done.printed)
+    return [(updated == "True", float(scale)) for updated, scale in found]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("way", ["plain", "clipped", "own", "compressed"])
+def test_any_number_of_workers_skips_the_same_steps_and_ends_in_the_same_bits(way: str, tmp_path: Path) -> None:
+    serial, *others = (train(tmp_path / str(workers), workers, way) for workers in (1, 2, 3, 5))
+    seen = scales(serial)
+    assert len(seen) == STEPS
+    skipped = [not updated for updated, _ in seen]
+    assert 1 < sum(skipped) < STEPS / 2
+    for (_, before), (updated, after) in zip([(True, FIRST), *seen], seen, strict=False):
+        assert after == (before if updated else before / 2)
+    for other in others:
+        assert other.digest == serial.digest
+        assert scales(other) == seen
+        assert other.metrics == serial.metrics
+    assert [line["step"] for line in serial.journal("skipped")] == [
+        n for n, is_skipped in enumerate(skipped) if is_skipped
+    ]
+
+
+@pytest.mark.cluster
+def test_with_one_shard_the_gradient_is_divided_by_the_scale_too(tmp_path: Path) -> None:
+    assert sum(updated for updated, _ in scales(train(tmp_path, 1, "whole"))) > STEPS / 2
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("points", [0, 4, 9])
+def test_whoever_is_killed_and_whoever_resumes_has_the_scale_of_the_others(points: int, tmp_path: Path) -> None:
+    serial = train(tmp_path / "serial", 1, "plain")
+    kills = [Kill(1, 1, points), Kill(4, 0, points), Kill(10, 2, points)]
+    struck = train(tmp_path / "struck", 3, "plain", kills=kills)
+    assert struck.digest == serial.digest
+    folder = tmp_path / "stopped"
+    train(tmp_path, 3, "plain", folder=folder, UNISONO_STOP_AFTER="5")
+    assert train(tmp_path, 2, "plain", folder=folder).digest == serial.digest
+
+
+@pytest.mark.unit
+def test_the_scale_grows_when_nothing_has_overflowed_for_long() -> None:
+    scale = LossScale()
+    for _ in range(GROWTH_STEPS - 1):
+        scale.updated()
+    assert scale.value == FIRST
+    scale.updated()
+    assert (scale.value, scale.steps) == (2 * FIRST, 0)
+    scale.overflowed()
+    scale.updated()
+    assert (scale.value, scale.steps) == (FIRST, 1)
+    other = LossScale()
+    other.load_state_dict(scale.state_dict())
+    assert other.state_dict() == scale.state_dict()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"value": 3.0, "steps": 0},
+        {"value": 0.5, "steps": 0},
+        {"value": 2.0, "steps": -1},
+        {"value": float("nan"), "steps": 0},
+    ],
+)
+def test_a_forged_scale_is_refused(state: dict[str, float]) -> None:
+    with pytest.raises(Unreadable):
+        LossScale().load_state_dict(state)
+
+
+@pytest.mark.unit
+def test_workers_with_weights_of_their_own_scale_no_losses(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="precision='fp16': with strategy='local-sgd"):
+        unisono.init(batch_size=8, precision="fp16", strategy="local-sgd:every=2", run_dir=tmp_path)
+
+
+@pytest.mark.unit
+def test_kfac_sees_gradients_as_they_are_and_is_refused(tmp_path: Path, torch_settings_restored: None) -> None:
+    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ModelError, match="use precision='bf16'"):
+        run.prepare(model, unisono.KFAC(model, lr=0.1))
+    run.close()
+
+
+@pytest.mark.unit
+def test_a_loss_that_is_not_finite_ends_the_job_at_once(tmp_path: Path, torch_settings_restored: None) -> None:
+    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    with pytest.raises(NonFiniteLoss, match="step 0: the loss is nan"):
+        for step in run.steps(data, epochs=2):
+            step.run(lambda model, batch: model(batch[0]).mean() * float("nan"))
+    run.close()
+
+
+@pytest.mark.unit
+def test_gradients_of_a_loss_that_nobody_has_scaled_are_refused(tmp_path: Path, torch_settings_restored: None) -> None:
+    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+
+    def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> unisono.BackwardDone:
+        loss = model(batch[0]).mean()
+        loss.backward()
+        return unisono.BackwardDone(loss)
+
+    with pytest.raises(LossError, match="BackwardDone"):
+        for step in run.steps(data, epochs=2):
+            step.run(loss_fn)
+    run.close()
+
+
+@pytest.mark.unit
+@pytest.mark.filterwarnings("ignore:10 steps in a row were skipped")
+def test_a_gradient_that_is_never_finite_ends_the_job_at_the_smallest_scale(
+    tmp_path: Path, torch_settings_restored: None
+) -> None:
+    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    with pytest.raises(NonFiniteLoss, match="step 16: the gradient of weight is nan"):
+        for step in run.steps(data, epochs=40):
+            step.run(lambda model, batch: (model(batch[0]) * 0).float().sqrt().mean())
+    assert run.inside.trained.loss_scale.value == LEAST
+    run.close()
