@@ -24,8 +24,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership", "loggers"),
     ("plan",),
     ("job",),
-    ("jsonl", "arguments", "device", "device_words"),
-    ("received", "host", "words", "finite", "spans", "telemetry"),
+    ("jsonl", "arguments", "device_words", "finite"),
+    ("device",),
+    ("received", "host", "words", "spans", "telemetry"),
     ("errors", "failpoints"),
 )
 DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}

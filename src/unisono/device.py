@@ -300,6 +300,11 @@ class Handover:
             for tensor in tensors:
                 tensor.record_stream(stream)
 
+    def wait(self) -> None:
+        """What the host does from now on happens after that moment."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+
 
 class StreamMoment:
     """A moment in the work of this thread: of the current stream, where it computes on a device.
@@ -363,7 +368,26 @@ def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
     if is_accelerator(device):
         source = tensor if is_accelerator(tensor.device) else page_locked(tensor)
         return source.to(device, non_blocking=True)
-    return page_locked(torch.empty_like(tensor, device=device)).copy_(tensor, non_blocking=True)
+    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class HostRead:
+    """Values of a device on their way to the host, which waits once for all that it has asked for.
+
+    Args:
+        values: what the host wants to know. What lies on a CPU stays as it is until it is read.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._stream = current_stream(values.device) if is_accelerator(values.device) else None
+        self._values = values.detach() if self._stream is None else sent_to(torch.device("cpu"), values.detach())
+        self._event: Any = None if self._stream is None else self._stream.record_event()
+
+    def values(self) -> Tensor:
+        """The values, in the host's memory."""
+        if self._event is not None and not self._event.query():
+            self._stream.synchronize()  # not the event: all that was asked for since then comes along
+        return self._values
 
 
 def wait_for(device: torch.device) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.device import HostRead
 from unisono.words import SMALL, THIRDS, WORD, Sums
 
 
@@ -47,17 +48,25 @@ class DeviceWords:
         ends = np.cumsum([piece.numel() for piece in (*self._pieces, *self._rests)])
         self._ends = torch.from_numpy(ends).to(tensors[0].device) if len(ends) else None
 
-    def thirds(self) -> Sums:
-        """The sums of the thirds of each tensor, a row of three numbers; together they are as on the CPU."""
-        found = np.zeros(THIRDS * self._count, np.uint64)
-        if len(self._places):
-            np.add.at(found, self._places, self._sums().cpu().numpy().view(np.uint64))
-        rows: Sums = found.reshape(-1, THIRDS)
-        if self._shifted:
-            rows[[number for number, _ in self._shifted]] = DeviceWords(
-                [one.clone() for _, one in self._shifted]
-            ).thirds()
-        return rows
+    def asked(self) -> Callable[[], Sums]:
+        """Ask for the sums of the thirds of each tensor, as they are now.
+
+        Returns:
+            a function that waits for them: a row of three numbers for each; together they are as on the CPU.
+        """
+        read = HostRead(self._sums()) if len(self._places) else None
+        shifted = DeviceWords([each.clone() for _, each in self._shifted]).asked() if self._shifted else None
+
+        def answer() -> Sums:
+            sums = np.zeros(THIRDS * self._count, np.uint64)
+            if read is not None:
+                np.add.at(sums, self._places, read.values().numpy().view(np.uint64))
+            rows: Sums = sums.reshape(-1, THIRDS)
+            if shifted is not None:
+                rows[[number for number, _ in self._shifted]] = shifted()
+            return rows
+
+        return answer
 
     def _sums(self) -> Tensor:
         sums = [words.sum(1) for words in self._large]

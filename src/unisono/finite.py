@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from unisono.device import HostRead
 
 SHORT = 2**13
 """Elements up to which a call costs more than what it does; a dot product is the cheapest one."""
@@ -23,7 +25,7 @@ class Finiteness:
         self._looked: dict[int, tuple[Tensor, Tensor]] = {}
 
     def look(self, values: Tensor, place: int = -1) -> None:
-        """Look at values that stay as they are until :meth:`holds` is asked.
+        """Look at values that stay as they are until somebody has the answer of :meth:`asked`.
 
         Args:
             values: the values, of any dtype; only floating-point ones can be other than finite.
@@ -32,15 +34,23 @@ class Finiteness:
         if values.is_floating_point():
             self._looked[-1 - len(self._looked) if place < 0 else place] = _sum(values), values
 
-    def holds(self, others: Iterable[Finiteness] = ()) -> bool:
-        """Whether all are finite, and all that others have looked at.
+    def asked(self, others: Iterable[Finiteness] = ()) -> Callable[[], bool]:
+        """Ask whether all are finite, and all that others have looked at.
 
         A sum that is not finite may have become too large: then each value is looked at.
+
+        Returns:
+            a function that waits for the answer.
         """
         looked = [*self._looked.values(), *(each for other in others for each in other._looked.values())]
-        if not looked or all(map(bool, _together([found for found, _ in looked]))):
-            return True
-        return all(bool(found.isfinite()) or bool(values.isfinite().all()) for found, values in looked)
+        reads = [HostRead(each) for each in _together([found for found, _ in looked])] if looked else []
+
+        def answer() -> bool:
+            if all(bool(each.values()) for each in reads):
+                return True
+            return all(bool(found.isfinite()) or bool(values.isfinite().all()) for found, values in looked)
+
+        return answer
 
     def forget(self) -> None:
         """Hold nothing of what was looked at."""
@@ -52,7 +62,7 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
     looking = Finiteness()
     for each in tensors:
         looking.look(each.detach())
-    return looking.holds()
+    return looking.asked()()
 
 
 def first_not_finite(values: Tensor) -> float | None:

@@ -1,10 +1,12 @@
 """Training in float16: every number of workers skips the same steps, and scales its losses alike."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import unisono
 from script_cluster import Cluster, Done, Kill
@@ -43,6 +45,24 @@ def test_any_number_of_workers_skips_the_same_steps_and_ends_in_the_same_bits(wa
     assert [line["step"] for line in serial.journal("skipped")] == [
         n for n, is_skipped in enumerate(skipped) if is_skipped
     ]
+
+
+@pytest.mark.unit
+def test_a_gradient_that_a_scaler_of_the_script_would_skip_names_what_skips_it_alike_on_all(
+    start: Callable[..., unisono.Run],
+) -> None:
+    run, model, scaler = start(), torch.nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)  # so the loss is finite
+    loop = iter(run.steps(TensorDataset(torch.full((64, 4), 99.0)), epochs=1))
+    step = next(loop)
+    with pytest.raises(NonFiniteLoss, match=r"weight is .*A torch\.amp\.GradScaler is for precision='fp16' to replace"):
+        step.run(
+            lambda model, batch: scaler.scale(model(batch[0]).mean()),
+            update=lambda: (scaler.step(optimizer), scaler.update()),
+        )
 
 
 @pytest.mark.cluster

@@ -434,6 +434,28 @@ def test_workers_of_a_host_that_make_different_calls_are_told_so() -> None:
 
 
 @over_any_kind
+class Aborted:
+    """A group whose calls return at once, and also when it was aborted, as NCCL's do."""
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> "Aborted":
+        return self
+
+    def wait(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        return None
+
+
+def test_what_a_call_has_received_is_not_believed_where_the_group_was_aborted_meanwhile() -> None:
+    transport = ProcessGroupTransport(Aborted(), 0, Split.even(2, 2), torch.device("cpu"))
+    under_way = transport.receive(torch.empty(8), 1, 0)
+    transport.abort()
+    with pytest.raises(WorkerLost, match="rank 0 was cut off from the other workers"):
+        under_way.wait()
+    transport.close()
+
+
 def test_a_worker_that_leaves_is_noticed_by_the_others_and_not_waited_for(with_workers: WithWorkers) -> None:
     split = Split.even(3, 3)
 

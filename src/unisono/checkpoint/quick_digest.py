@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -40,16 +40,25 @@ class Summing:
 
     def thirds(self, tensors: Sequence[Tensor]) -> Sums:
         """The sums of the words of each tensor's thirds, a row of three for each."""
+        return self.asked(tensors)()
+
+    def asked(self, tensors: Sequence[Tensor]) -> Callable[[], Sums]:
+        """Ask for these sums, of the tensors as they are now; returns a function that waits for them."""
         marks = [*map(Tensor.data_ptr, tensors), *map(_BYTES, tensors)]
         if marks != self._marks:
             self._plan(tensors)
             self._marks = marks
-        found = self._words.thirds()
-        for numbers, words in self._on_devices:
-            found[numbers] = words.thirds()
+        sums = self._words.thirds()
         for number in self._others:
-            found[number, 0] = sum_of_words(tensors[number])
-        return found
+            sums[number, 0] = sum_of_words(tensors[number])
+        asked = [(numbers, words.asked()) for numbers, words in self._on_devices]
+
+        def answer() -> Sums:
+            for numbers, theirs in asked:
+                sums[numbers] = theirs()
+            return sums
+
+        return answer
 
     def _plan(self, tensors: Sequence[Tensor]) -> None:
         known: dict[tuple[int, int], Bytes | None] = {}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from unisono.device import is_accelerator, sent_to
 from unisono.errors import CheckpointError, Superseded
 from unisono.received import short
 
@@ -18,7 +19,9 @@ T = TypeVar("T")
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that lies row by row, as safetensors wants it."""
+    """A copy on the CPU that lies row by row, as safetensors wants it; from an accelerator it is under way yet."""
+    if is_accelerator(tensor.device):
+        return sent_to(torch.device("cpu"), tensor.detach().contiguous())
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

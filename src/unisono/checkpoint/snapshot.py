@@ -16,6 +16,7 @@ from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.quick_digest import flat_digest, tree_digest
 from unisono.checkpoint.share import WHOLE, Share, require_each_once
 from unisono.checkpoint.tensors import copies, mapped_tensors, pieces, read_tensors, require_kept
+from unisono.device import Handover
 from unisono.errors import CheckpointError, Unreadable
 from unisono.failpoints import failpoint
 from unisono.finite import is_finite
@@ -82,20 +83,29 @@ class FrozenSnapshot:
     Attributes:
         step: the number of committed steps.
         text: the content of ``state.json``.
-        tensors: the tensors of each part that this process writes, by name.
+        copies: copies of the tensors of each part that this process writes, by name; see :attr:`tensors`.
         verified: digests on which all workers agreed before it was copied; None if they were not compared.
         names: the names of all tensors of each part.
         trained: the names of the parameters that are trained, as far as they are known.
         registered: a digest of position and registered objects, from before it was copied; 0 for a share.
+        arrived: the moments at which the copies are there, one for each device that they come from.
     """
 
     step: int
     text: dict[str, Any]
-    tensors: dict[str, dict[str, Tensor]]
+    copies: dict[str, dict[str, Tensor]]
     verified: Digests | None = None
     names: Mapping[str, list[str]] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     registered: int = 0
+    arrived: tuple[Handover, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The copies, once they are there: a step that makes them waits for no device."""
+        for moment in self.arrived:
+            moment.wait()
+        return self.copies
 
     @classmethod
     def of(cls, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> "FrozenSnapshot":
@@ -117,7 +127,9 @@ class FrozenSnapshot:
         tensors = {part: copies(found[part], share.copy) for part in PARTS}
         trained = snapshot.state.get("trained", ()) if isinstance(snapshot.state, dict) else ()
         names = {part: list(found[part]) for part in PARTS}
-        return cls(snapshot.step, text, tensors, verified, names, frozenset(trained), registered)
+        devices = {each.device for part in PARTS for each in found[part].values()}
+        arrived = tuple(map(Handover, devices))
+        return cls(snapshot.step, text, tensors, verified, names, frozenset(trained), registered, arrived)
 
     def require_verified(self) -> None:
         """Refuse a copy that is not what all workers held.

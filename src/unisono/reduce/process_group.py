@@ -201,9 +201,7 @@ class ProcessGroupTransport(Transport):
 
     def all_gather(self, row: Tensor) -> Tensor:
         """One all-gather of rows of equal length."""
-        staged = sent_to(self.device, row.contiguous())
-        if is_accelerator(row.device) and not is_accelerator(self.device):
-            current_stream(row.device).synchronize()
+        staged = self._on_own_device(row)
         rows = torch.empty((self.world_size, row.numel()), dtype=row.dtype, device=self.device)
         self._count_copies(row)
         with self._collective():
@@ -240,18 +238,18 @@ class ProcessGroupTransport(Transport):
     def receive(self, tensor: Tensor, source: int, tag: int) -> "TensorUnderWay":
         """Begin to receive what another worker sends under a tag, into a contiguous tensor of the backend's device."""
         with self._named_errors():
-            return TensorUnderWay(self._group.recv([tensor], source, tag), self._named_errors)
+            return TensorUnderWay(self._group.recv([tensor], source, tag), self._named_errors, self._come)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
-        staged = tensor.detach().to(self.device).contiguous()
+        staged = self._on_own_device(tensor.detach())
         if self.rank == source:
             self._count_copies(tensor)
         with self._collective():
             self._group.broadcast(staged, source).wait()
         self.settle()
         with torch.no_grad():
-            tensor.copy_(staged)
+            tensor.copy_(staged, non_blocking=is_accelerator(tensor.device))
 
     def abort(self) -> None:
         """Hang up."""
@@ -269,6 +267,13 @@ class ProcessGroupTransport(Transport):
         if isinstance(self._group, SocketGroup):
             self._group.close()
         self._group = None
+
+    def _on_own_device(self, tensor: Tensor) -> Tensor:
+        """The same values where the backend takes them."""
+        staged = sent_to(self.device, tensor.contiguous())
+        if is_accelerator(tensor.device) and not is_accelerator(self.device):
+            current_stream(tensor.device).synchronize()
+        return staged
 
     def _count_copies(self, tensor: Tensor) -> None:
         self.traffic.count((self.world_size - 1) * tensor.nbytes, self.world_size - 1)
@@ -300,6 +305,12 @@ class ProcessGroupTransport(Transport):
         with self._named_errors():
             self._is_pending = is_accelerator(self.device)
             yield
+
+    def _come(self) -> None:
+        """What was received is read now: NCCL says so at once, and also when it was aborted."""
+        self._is_pending = is_accelerator(self.device)
+        self.settle()
+        self._require_whole()
 
     def _require_whole(self) -> None:
         if self._is_aborted:
@@ -373,10 +384,13 @@ class TensorUnderWay:
     Args:
         work: torch's handle of it.
         named: a context in which the errors of a group get their names.
+        come: what is yet to be done before it is read.
     """
 
-    def __init__(self, work: Any, named: Callable[[], AbstractContextManager[None]]) -> None:
-        self._work, self._named = work, named
+    def __init__(
+        self, work: Any, named: Callable[[], AbstractContextManager[None]], come: Callable[[], None] = lambda: None
+    ) -> None:
+        self._work, self._named, self._come = work, named, come
 
     def wait(self) -> None:
         """Until it has left, or has come.
@@ -386,6 +400,7 @@ class TensorUnderWay:
         """
         with self._named():
             self._work.wait()
+        self._come()
 
 
 def _choice(topology: str | None, workers: int) -> Choice:

@@ -135,7 +135,6 @@ class Reducer:
             current_stream(self.transport.device).synchronize()
         for handover, total in zip(pending.handovers, pending.totals, strict=True):
             handover.accept(total)
-        self.transport.settle()
         return tuple(pending.totals), pending.seconds
 
     def abandon(self) -> None:

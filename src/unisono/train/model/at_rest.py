@@ -78,12 +78,13 @@ class AtRest:
         self._seen = [weights[number] for number in self._numbers_of_parts]
         self._summing, self._noting = Summing(), Summing()
         self._left: Sums | None = None  # of each tensor the sums of its thirds
+        self._asked: Callable[[], Sums] | None = None  # for them, and nobody has waited yet
         self._whole_from = 0  # the first one of which only the total is known
         self._written: list[int] = []
 
     def first(self) -> None:
         """A step begins, perhaps the first: what is there now stays until the step is computed."""
-        if self._left is None:
+        if self._left is None and self._asked is None:
             self.note()
 
     def begin(self) -> None:
@@ -91,25 +92,32 @@ class AtRest:
         if not self._is_only:
             return
         written = self._writes(self._present())
-        if self._left is None or len(written) != len(self._written):
+        if (self._left is None and self._asked is None) or len(written) != len(self._written):
             self.note()
         elif written != self._written:
             # What the script has written stays as it is now: a bit of it that flips from here on is found as any other.
             sums = self._sums_of(self._noting.thirds(self._present()))
-            self._left, self._written = np.where(self._unwritten(written), self._left, sums), written
+            self._left, self._written = np.where(self._unwritten(written), self._known(), sums), written
 
-    def look(self) -> Seen:
-        """All shards are computed, and nothing is committed."""
+    def look(self) -> Callable[[], Seen]:
+        """All shards are computed, and nothing is committed: ask what is there now.
+
+        Returns:
+            a function that waits for the answer.
+        """
         buffers = self._buffers.begun()
         numbers = [*self._numbers, *range(self._buffers_from, self._buffers_from + len(buffers))]
-        thirds = self._summing.thirds(
-            [*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())]
-        )
-        common, own = self._digests(thirds, numbers)
-        if self._left is None or not self._has_flipped(thirds):
-            return Seen(common, own)
-        amiss = sum(self._digests(self._left, numbers)) - common - own
-        return Seen(common, own, has_flipped=True, amiss=amiss % MODULUS)
+        asked = self._summing.asked([*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())])
+
+        def seen() -> Seen:
+            thirds = asked()
+            common, own = self._digests(thirds, numbers)
+            if (left := self._known()) is None or not self._has_flipped(thirds):
+                return Seen(common, own)
+            amiss = sum(self._digests(left, numbers)) - common - own
+            return Seen(common, own, has_flipped=True, amiss=amiss % MODULUS)
+
+        return seen
 
     def note(self, sums: Sequence[int] | None = None) -> None:
         """An update is done: everything stays as it is until the next one.
@@ -122,15 +130,15 @@ class AtRest:
         now = self._present()
         self._written = self._writes(now)
         self._whole_from = len(now) - len(sums or ())
-        self._left = self._noting.thirds(now[: self._whole_from])
-        if sums is not None:
-            self._left = np.concatenate([self._left, _only_totals(np.array(sums, np.uint64))])
+        asked = self._noting.asked(now[: self._whole_from])
+        further = [] if sums is None else [_only_totals(np.array(sums, np.uint64))]
+        self._left, self._asked = None, lambda: np.concatenate([asked(), *further])
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
         now = self._present()
         written = self._writes(now)
-        if self._left is None or len(written) != len(self._written):
+        if self._known() is None or len(written) != len(self._written):
             return False
         return self._has_flipped(self._summing.thirds(now), self._unwritten(written))
 
@@ -165,9 +173,15 @@ class AtRest:
         return np.array(tensors & writes)[:, None]
 
     def _has_flipped(self, thirds: Sums, looked_at: npt.NDArray[np.bool_] | bool = True) -> bool:
-        if self._left is None:
+        if (left := self._known()) is None:
             return False
-        return 0 < flipped_bits(self._left, np.where(looked_at, self._sums_of(thirds), self._left)) <= MOST_FLIPPED
+        return 0 < flipped_bits(left, np.where(looked_at, self._sums_of(thirds), left)) <= MOST_FLIPPED
+
+    def _known(self) -> Sums | None:
+        """What the last update has left, now that somebody wants to know it."""
+        if self._asked is not None:
+            self._left, self._asked = self._asked(), None
+        return self._left
 
     def _sums_of(self, thirds: Sums) -> Sums:
         start = self._whole_from

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.checkpoint.layout import form_of
 from unisono.checkpoint.quick_digest import Summing
-from unisono.device import is_accelerator
+from unisono.device import HostRead, is_accelerator
 from unisono.errors import ModelError
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
@@ -86,6 +86,7 @@ class Buffers:
         self._results: dict[int, list[Tensor | None]] = {}
         self._left: dict[int, Sums] = {}  # of the results of each shard
         self._doubts: list[_Doubt] = []
+        self._asked: list[Callable[[], list[_Doubt]]] = []
 
     def __len__(self) -> int:
         return len(self._places)
@@ -111,7 +112,7 @@ class Buffers:
     @torch.no_grad()
     def begin(self) -> None:
         """Remember the buffers as they are now; only what was written since the last step is copied."""
-        self._results, self._left, self._doubts = {}, {}, []
+        self._results, self._left, self._doubts, self._asked = {}, {}, [], []
         if not self._bases:
             self._bases = [_Base(p.tensor, p.tensor.clone(), p.tensor._version) for p in self._places]
         for place, base in zip(self._places, self._bases, strict=True):
@@ -229,11 +230,18 @@ class Buffers:
             made.append(None if is_written is False else place.tensor)
         return made, doubts
 
+    def ask(self) -> None:
+        """Ask the device which buffers shards have written, to wait for the answer later."""
+        self._asked.append(_unwritten(self._doubts))
+        self._doubts = []
+
     def _settle(self) -> None:
         """Wait for the device, once for all shards: what they have not written does not count."""
-        doubts, self._doubts = self._doubts, []
-        for shard, number, _ in _unwritten(doubts):
-            self._results[shard][number] = None
+        self.ask()
+        asked, self._asked = self._asked, []
+        for unwritten in asked:
+            for shard, number, _ in unwritten():
+                self._results[shard][number] = None
 
     @torch.no_grad()
     def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Placed:
@@ -355,13 +363,15 @@ def _written(place: BufferPlace, base: _Base) -> bool | None:
     return None if is_accelerator(place.tensor.device) else not torch.equal(place.tensor, base.value)
 
 
-def _unwritten(doubts: Sequence[_Doubt]) -> list[_Doubt]:
-    flags = torch.stack([doubt.is_written for doubt in doubts]).tolist() if doubts else []
-    return [doubt for doubt, is_written in zip(doubts, flags, strict=True) if not is_written]
+def _unwritten(doubts: Sequence[_Doubt]) -> Callable[[], list[_Doubt]]:
+    if not doubts:
+        return list
+    flags = HostRead(torch.stack([doubt.is_written for doubt in doubts]))
+    return lambda: [doubt for doubt, written in zip(doubts, flags.values().tolist(), strict=True) if not written]
 
 
 def _without(made: list[Tensor | None], doubts: Sequence[_Doubt]) -> list[Tensor | None]:
-    for _, number, _ in _unwritten(doubts):
+    for _, number, _ in _unwritten(doubts)():
         made[number] = None
     return made
 

@@ -44,18 +44,19 @@ class Clip:
         """Whether there is a limit at all."""
         return self.norm is not None or self.value is not None
 
-    def apply(self, parameters: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor] = global_norm) -> float:
-        """Limit the parameters' gradients in place; returns their global norm if it is limited, else 0.
+    def apply(
+        self, parameters: Sequence[Tensor], norm_of: Callable[[Sequence[Tensor]], Tensor] = global_norm
+    ) -> Tensor | None:
+        """Limit the parameters' gradients in place; returns their global norm if it is limited.
 
         Args:
             parameters: the parameters.
             norm_of: a function that returns the norm of all their gradients together.
         """
-        norm = 0.0
+        norm = None
         if self.norm is not None:
-            total = norm_of(parameters)
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.norm, total)
-            norm = float(total)
+            norm = norm_of(parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.norm, norm)
         if self.value is not None:
             torch.nn.utils.clip_grad_value_(parameters, self.value)
         return norm

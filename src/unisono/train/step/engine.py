@@ -34,7 +34,7 @@ from unisono.train.model.update import Update
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call, global_norm
 from unisono.train.step.gradients import Fusion, Gradients
-from unisono.train.step.loss import read_all, require_agreement
+from unisono.train.step.loss import ask_all, require_agreement
 from unisono.train.step.report_exchange import ReportExchange
 from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.shard_passes import ShardPasses
@@ -219,18 +219,22 @@ class StepEngine:
         # Nobody else has what one worker has: it looks once all is worked out, right before the update. Before an audit
         # it looks as well.
         is_early = not self.update.watch.looks_last or bool(self._drawn(call))
-        own = flags(self.update.watch.look() if is_early else Seen())
+        seen = self.update.watch.look() if is_early else Seen
+        finite, reports = gradients.are_finite(), ask_all(shards)
+        self._buffers.ask()
+        self._workers.transport.settle()  # with one wait for all that was asked for
+        own = flags(seen())
         asked = perf_counter()
         own = replace(
             own,
             again=gradients.came_twice,
             lost=self.update.has_lost,
             written=self.update.must_part,
-            diverges=not gradients.is_finite(),
+            diverges=not finite(),
             balance=Balance(gradients.balance, gradients.copies),
         )
         used = [*gradients.used, *self._buffers.used]
-        report, told = self._exchange.told(self.passes.rounds, read_all(shards), used, own)
+        report, told = self._exchange.told(self.passes.rounds, reports(), used, own)
         done = perf_counter()
         compute_s = started.seconds_to(computed)
         if is_accelerator(self._device):

@@ -1,7 +1,7 @@
 """The gradients of a step: from each shard's to their mean in ``parameter.grad``."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -230,9 +230,9 @@ class Gradients:
         """Likewise."""
         return sum(tally.copies for tally in self._tallies if tally is not None)
 
-    def is_finite(self) -> bool:
-        """Whether all sums that this worker has finished are, now that there are totals."""
-        return self._finished.holds(tally.finished for tally in self._tallies if tally is not None)
+    def are_finite(self) -> Callable[[], bool]:
+        """Ask whether all sums that this worker has finished are, now that there are totals."""
+        return self._finished.asked(tally.finished for tally in self._tallies if tally is not None)
 
     def not_finite(self, totals: Sequence[Tensor] | None) -> tuple[int, float] | None:
         """The first parameter whose gradient holds a value that is NaN or infinite: its number, and such a value.

@@ -1,6 +1,6 @@
 """A shard's loss and weight, and what the shards of a step weigh together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from time import perf_counter
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.data.streams import seed_generators
+from unisono.device import HostRead
 from unisono.errors import JobError, LossError, ModelError, NondeterministicOperation, PolicyError
 from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
@@ -201,7 +202,7 @@ class Shard:
 
     def read(self) -> ShardReport:
         """What it came to. Only here the loss is read, since that waits for a GPU."""
-        return read_all([self])[0]
+        return ask_all([self])()[0]
 
     def backward(self, parameters: Sequence[Tensor]) -> None:
         """Have autograd compute the gradient of the loss, times the weight; or take the gradients that are there.
@@ -241,8 +242,8 @@ def _weigh(parameters: Sequence[Tensor], weight: float) -> None:
             parameter.grad = gradient * weight  # the script may use that memory again, or for two parameters
 
 
-def read_all(shards: Sequence[Shard]) -> list[ShardReport]:
-    """What shards came to. Their losses are read together: each time a GPU has to be waited for."""
+def ask_all(shards: Sequence[Shard]) -> Callable[[], list[ShardReport]]:
+    """Ask for the losses of shards; returns a function that waits for them, and tells what shards came to."""
     by_device: dict[torch.device, list[Shard]] = {}
     for shard in shards:
         shard.report.loss = 0.0
@@ -250,12 +251,19 @@ def read_all(shards: Sequence[Shard]) -> list[ShardReport]:
             by_device.setdefault(shard.loss.device, []).append(shard)
         elif shard.loss is not None:  # a kind of tensor of its own, such as DTensor
             shard.report.loss = float(shard.loss.detach())
+    reads: list[tuple[list[Shard], HostRead]] = []
     for theirs in by_device.values():
         losses = [shard.loss.detach() for shard in theirs if shard.loss is not None]
         wide = torch.float32 if all(loss.dtype in _EXACT_AS_FLOAT32 for loss in losses) else torch.float64
-        for shard, loss in zip(theirs, torch.stack([loss.to(wide) for loss in losses]).tolist(), strict=True):
-            shard.report.loss = loss
-    return [shard.report for shard in shards]
+        reads.append((theirs, HostRead(torch.stack([loss.to(wide) for loss in losses]))))
+
+    def answer() -> list[ShardReport]:
+        for theirs, read in reads:
+            for shard, loss in zip(theirs, read.values().tolist(), strict=True):
+                shard.report.loss = loss
+        return [shard.report for shard in shards]
+
+    return answer
 
 
 class ForwardPass:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.adapt.norms import GradientNorms
-from unisono.device import StreamMoment
+from unisono.device import HostRead, StreamMoment
 from unisono.errors import LossError, NonFiniteLoss
 from unisono.job import Job
 from unisono.plan.audits import AuditResult
@@ -203,9 +203,6 @@ class StepUpdate:
             with self._or_rewound():
                 attempt.norms = _norms_of(call, gradients, report)
         norm = self._clipped(call, gradients)
-        if not math.isfinite(norm):
-            self._refused(call, attempt, f"the norm of the gradient is {norm}")
-            return None
         counts = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
         with self._or_rewound():
             buffers = self._buffers.reduced(self._workers.transport, used_buffers, counts)
@@ -217,6 +214,10 @@ class StepUpdate:
             self._workers.transport.settle()
             self._workers.devices.settle()
 
+        self.watch.look_last()
+        if norm is not None and not math.isfinite(length := float(norm.values())):
+            self._refused(call, attempt, f"the norm of the gradient is {length}")
+            return None
         cause = self.watch.cause(call)
 
         def make() -> None:
@@ -262,13 +263,14 @@ class StepUpdate:
         self._update.part()
         update.make(attempt.report.loss, optimizers, self._scaled)
 
-    def _clipped(self, call: Call, gradients: Gradients) -> float:
+    def _clipped(self, call: Call, gradients: Gradients) -> HostRead | None:
+        """Limit the gradients; returns their norm, if that is limited, for which nobody has waited."""
         if not call.clip.limits:
-            return 0.0
+            return None
         self.has_lost |= not gradients.has_kept()
         norm = call.clip.apply(gradients.trained, self._norm_of)
         gradients.keep()
-        return norm
+        return None if norm is None else HostRead(norm)
 
     @contextmanager
     def _or_rewound(self) -> Iterator[None]:
@@ -319,8 +321,9 @@ class StepUpdate:
         attempt.trouble = trouble
         if attempt.overflows or self._job.on_nan == "skip" or self._is_faulty():
             return
+        scaler = "" if call.update is None else "A torch.amp.GradScaler is for precision='fp16' to replace. "
         raise NonFiniteLoss(
-            f"step {call.step}: {trouble}; nothing was updated. Lower the learning rate, clip gradients, check the "
+            f"step {call.step}: {trouble}; nothing was updated. {scaler}Lower the learning rate, clip gradients, check the "
             f'data; or skip such steps with unisono.init(on_nan="skip"). Steps are exact: if this does not come again '
             f"from an older checkpoint, a bit has flipped, and the memory of the hosts wants a test"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -45,6 +45,7 @@ class WeightsWatch:
         self._cause = UpdateCause() if survives and not is_only else None
         self._body = BodyWrites(self._weights, lambda: [place.tensor for place in prepared.buffers], self._kept)
         self._at_rest = self._looking() if looks else None
+        self._looked: Callable[[], Seen] | None = None
 
     def step_begins(self) -> None:
         """A step begins: from now on only updates and the script change the state."""
@@ -58,12 +59,18 @@ class WeightsWatch:
 
     def attempt_begins(self) -> None:
         """The shards of an attempt are about to be computed."""
+        self._looked = None
         if self._at_rest is not None:
             self._at_rest.begin()
 
-    def look(self) -> Seen:
-        """What the shards of an attempt were computed with."""
-        return Seen() if self._at_rest is None else self._at_rest.look()
+    def look(self) -> Callable[[], Seen]:
+        """Ask what the shards of an attempt were computed with; returns a function that waits for the answer."""
+        return Seen if self._at_rest is None else self._at_rest.look()
+
+    def look_last(self) -> None:
+        """All is worked out: ask now, if this is the last look, for what :meth:`looked_last` tells."""
+        if self.looks_last:
+            self._looked = self.look()
 
     @property
     def looks_last(self) -> bool:
@@ -74,7 +81,7 @@ class WeightsWatch:
         """What workers have said of a call that is worked out, and what this one finds now."""
         if not self.looks_last:
             return flags
-        seen = self.look()
+        seen, self._looked = (self._looked or self.look())(), None
         return [
             replace(
                 own,
