@@ -77,9 +77,9 @@ def _timed() -> Iterator[list[float]]:
 
         return call
 
-    look, holds = Finiteness.look, Finiteness.holds
-    Finiteness.look, Finiteness.holds = timed(look), timed(holds)  # type: ignore[method-assign]
+    look, asked = Finiteness.look, Finiteness.asked
+    Finiteness.look, Finiteness.asked = timed(look), timed(asked)  # type: ignore[method-assign]
     try:
         yield spent
     finally:
-        Finiteness.look, Finiteness.holds = look, holds  # type: ignore[method-assign]
+        Finiteness.look, Finiteness.asked = look, asked  # type: ignore[method-assign]

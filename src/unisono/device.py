@@ -379,7 +379,7 @@ class HostRead:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._stream = current_stream(values.device) if is_accelerator(values.device) else None
+        self._stream: Any = current_stream(values.device) if is_accelerator(values.device) else None
         self._values = values.detach() if self._stream is None else sent_to(torch.device("cpu"), values.detach())
         self._event: Any = None if self._stream is None else self._stream.record_event()
 
@@ -388,6 +388,10 @@ class HostRead:
         if self._event is not None and not self._event.query():
             self._stream.synchronize()  # not the event: all that was asked for since then comes along
         return self._values
+
+    def __float__(self) -> float:
+        """The only value."""
+        return float(self.values())
 
 
 def wait_for(device: torch.device) -> None:

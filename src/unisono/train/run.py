@@ -185,7 +185,7 @@ class Run(RunOnDevices):
         if self.inside.evaluator.is_under_way:
             return
         if not self.inside.steps.log(name, number):
-            self.inside.metrics.write(name, number)
+            self.inside.metrics.write(name, float(number))
 
     # -- beside training -------------------------------------------------------------------------------------
 

@@ -91,8 +91,16 @@ model = {"mlp": mlp, "cnn": Cnn, "gpt": Gpt}[MODEL]()
 optimizer = optimizer_of(model)
 run.prepare(model, optimizer)
 first: dict[str, int] = {}
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    answers = model(batch[0])
+    run.log("right", (answers.argmax(1) == batch[1]).float().mean())
+    return F.cross_entropy(answers, batch[1])
+
+
 for step in run.steps(data, epochs=EPOCHS, shuffle=True):
-    step.run(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), clip_norm=1.0)
+    step.run(loss_of, clip_norm=1.0)
     if HALVES and step.number == 3:
         next(model.parameters()).data.mul_(0.5)
     if "fakedev" in sys.modules and step.number == COUNTED_FROM:

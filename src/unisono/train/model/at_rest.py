@@ -97,7 +97,8 @@ class AtRest:
         elif written != self._written:
             # What the script has written stays as it is now: a bit of it that flips from here on is found as any other.
             sums = self._sums_of(self._noting.thirds(self._present()))
-            self._left, self._written = np.where(self._unwritten(written), self._known(), sums), written
+            self._left = sums if (left := self._known()) is None else np.where(self._unwritten(written), left, sums)
+            self._written = written
 
     def look(self) -> Callable[[], Seen]:
         """All shards are computed, and nothing is committed: ask what is there now.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from unisono.adapt.curvature_question import CONFIDENCE, FIGURES
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.order import Order
+from unisono.device import HostRead, is_accelerator
 from unisono.errors import JobError
 from unisono.plan.batches import Batches
 from unisono.received import short
@@ -124,8 +125,8 @@ class MetricsLine(Listener):
         self._line.computed(loss, rate, self._seconds, about)
 
 
-def metric(name: Any, value: Any) -> float:
-    """The value of a metric that a script logs.
+def metric(name: Any, value: Any) -> float | HostRead:
+    """The value of a metric that a script logs; of a device, for which nobody waits yet.
 
     Raises:
         JobError: lines have something else by this name, or it is no number.
@@ -135,6 +136,8 @@ def metric(name: Any, value: Any) -> float:
     if name in RESERVED or name.startswith(CONFIDENCE):
         raise JobError(f"run.log({short(name)}): metrics.jsonl uses this name for itself; choose another")
     try:
+        if isinstance(value, Tensor) and is_accelerator(value.device) and value.numel() == 1 and not value.is_complex():
+            return HostRead(value)
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise JobError(

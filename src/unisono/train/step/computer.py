@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from unisono.adapt.curvature import Curvature
 from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.data.shards import Source
+from unisono.device import HostRead
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.model.own_update import OwnUpdate
@@ -130,7 +131,7 @@ class StepComputer(Protocol):
             what every worker says, with its figures.
         """
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
 
     def require_whole(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.device import HostRead
 from unisono.errors import PolicyError
 from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
@@ -130,7 +131,7 @@ class CurrentSteps:
         if self._computer is not None:
             self._computer.step_begins()
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._computer is not None and self._computer.log(name, value)
 

@@ -183,6 +183,7 @@ class Shard:
         mark: the digest of its gradients, if it is audited.
         counts: whether what comes of it here counts: not where another device of the worker computes it as well.
         scale: the factor of its gradients, beside its weight.
+        logged: metrics that are on their way from its device.
     """
 
     number: int
@@ -193,6 +194,7 @@ class Shard:
     has_gradients: bool = False
     mark: ShardDigest | None = None
     scale: float = 1.0
+    logged: dict[str, HostRead] = field(default_factory=dict)
 
     @classmethod
     def of(cls, call: Call, number: int, *, is_audited: bool, counts: bool = True) -> "Shard":
@@ -261,6 +263,8 @@ def ask_all(shards: Sequence[Shard]) -> Callable[[], list[ShardReport]]:
         for theirs, read in reads:
             for shard, loss in zip(theirs, read.values().tolist(), strict=True):
                 shard.report.loss = loss
+        for shard in shards:
+            shard.report.metrics |= {name: float(value) for name, value in shard.logged.items()}
         return [shard.report for shard in shards]
 
     return answer
@@ -278,7 +282,7 @@ class ForwardPass:
 
     def __init__(self, job: Job, prepared: Prepared, device: torch.device, spans: Spans | None = None) -> None:
         self._job, self._prepared, self._device, self._spans = job, prepared, device, spans
-        self._shard: ShardReport | None = None
+        self._shard: Shard | None = None
 
     def compute(self, call: Call, shard: Shard, batch: Any) -> None:
         """Call the loss function with a shard's batch, and give the shard its loss and weight.
@@ -289,7 +293,7 @@ class ForwardPass:
         """
         seed = stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number)
         seed_generators(seed)
-        self._shard = shard.report
+        self._shard = shard
         begun = perf_counter()
         try:
             with autocast(self._job, self._device), explained():
@@ -303,11 +307,15 @@ class ForwardPass:
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
         shard.report.weight = 1.0 if call.batch.shards == 1 and weight else weight
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         if self._shard is None:
             return False
-        self._shard.metrics[name] = value
+        self._shard.logged.pop(name, None)
+        if isinstance(value, HostRead):
+            self._shard.logged[name] = value
+        else:
+            self._shard.report.metrics[name] = value
         return True
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.data.streams import generators_kept
+from unisono.device import HostRead
 from unisono.errors import LossError, ModelError
 from unisono.job import Job
 from unisono.spans import Spans
@@ -165,7 +166,7 @@ class ShardPasses:
         self._workers.tick()
         return [row for one in self._workers.gather_json(told) for row in one]
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._forward.log(name, value)
 

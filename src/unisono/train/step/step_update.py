@@ -323,9 +323,9 @@ class StepUpdate:
             return
         scaler = "" if call.update is None else "A torch.amp.GradScaler is for precision='fp16' to replace. "
         raise NonFiniteLoss(
-            f"step {call.step}: {trouble}; nothing was updated. {scaler}Lower the learning rate, clip gradients, check the "
-            f'data; or skip such steps with unisono.init(on_nan="skip"). Steps are exact: if this does not come again '
-            f"from an older checkpoint, a bit has flipped, and the memory of the hosts wants a test"
+            f"step {call.step}: {trouble}; nothing was updated. {scaler}Lower the learning rate, clip gradients, "
+            f'check the data; or skip such steps with unisono.init(on_nan="skip"). Steps are exact: if this does not '
+            f"come again from an older checkpoint, a bit has flipped, and the memory of the hosts wants a test"
         )
 
     def _backs_off(self, call: Call) -> bool:

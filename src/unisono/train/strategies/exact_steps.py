@@ -16,6 +16,7 @@ from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.adapt.view import Setting
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
+from unisono.device import HostRead
 from unisono.errors import DataError, JobError, MemoryFault, PolicyError
 from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
@@ -187,7 +188,7 @@ class ExactSteps:
         """All have the same weights anyway."""
         return []
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self.engine is not None and self.engine.passes.log(name, value)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from unisono.device import HostRead
 from unisono.errors import JobError
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
@@ -180,7 +181,7 @@ class LocalRounds:
 
         return make
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._engine is not None and self._engine.passes.log(name, value)
 

@@ -11,6 +11,7 @@ from unisono.adapt.curvature import Curvature
 from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
+from unisono.device import HostRead
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.train.config.run_config import RunConfig
@@ -190,7 +191,7 @@ class LocalTraining:
             self._loss = sum(one["loss"] for one in found) / samples
         return found
 
-    def log(self, name: str, value: float) -> bool:
+    def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._rounds is not None and self._rounds.log(name, value)
 

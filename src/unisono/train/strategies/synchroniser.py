@@ -33,7 +33,9 @@ class Alone(Workers):
     """
 
     def __init__(self, among: Workers, shards: int) -> None:
-        super().__init__(Generation(among.generation.number, 0, Split.even(shards, 1)), Solo(shards), device=among.device)
+        super().__init__(
+            Generation(among.generation.number, 0, Split.even(shards, 1)), Solo(shards), device=among.device
+        )
         self._among = among
 
     def tick(self) -> None:
