@@ -4,12 +4,13 @@ Before any worker of a new host is started, and again before members stop for on
 member knows of that.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import chain
 from typing import NamedTuple
 
 from unisono.membership.agent_messages import LeftOut, Probe, Probed
 from unisono.membership.messages import Target, Unreached
-from unisono.membership.state.cover import lightest_cover
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Link, pair
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate, short
@@ -227,7 +228,7 @@ def _leave_out(update: StateUpdate) -> None:
     gaps = update.state.links.gaps
     if not gaps and not update.state.agents.count("out"):
         return
-    out = lightest_cover([(link.one, link.other) for link in gaps], _weights(update.state)) if gaps else frozenset()
+    out = _left_out(update.state, gaps)
     for agent in update.state.agents.values():
         why = _reason(update.state, agent, gaps, out) if agent.id in out else ""
         if bool(why) != bool(agent.left_out):
@@ -248,24 +249,28 @@ def _reason(state: State, agent: Agent, gaps: Sequence[Link], out: frozenset[str
     return telling[0].why
 
 
-def _weights(state: State) -> dict[str, int]:
-    """What it costs to go on without the workers of each agent.
+def _left_out(state: State, gaps: Sequence[Link]) -> frozenset[str]:
+    """The agents without which all others reach each other: one by one, whoever is named by most of them.
 
-    Whoever holds the weights counts most; among equals the source's host stays, then the one with more workers on the
-    way, with more room, and that came first. Before the first generation the room counts most.
+    Whoever has no weights goes first. Among equals the source's host stays, then the one with more workers that hold
+    the weights, or are on the way, with more room, and that came first. Before the first generation the room counts
+    most.
     """
     source = "" if state.minted is None else state.minted.roster[state.minted.source].agent
-    names = sorted(state.agents, key=lambda name: name != source)
     holding, working = _counted(state)
-    weights = {}
-    for place, name in enumerate(names):
+    places = {name: place for place, name in enumerate(state.agents)}
+
+    def cost(name: str) -> list[int]:
         counts = [holding.get(name, 0), int(name == source), working.get(name, 0), state.agents[name].room]
-        weight = 0
-        for count in counts if state.minted is not None else counts[::-1]:
-            weight = (weight << 20) + count
-        # A bit of its own for each agent, so that no two sets weigh the same: the higher, the sooner it came.
-        weights[name] = (weight << len(names)) + (1 << (len(names) - 1 - place))
-    return weights
+        return [*(counts if state.minted is not None else counts[::-1]), -places[name]]
+
+    pairs, out = {(link.one, link.other) for link in gaps}, set[str]()
+    while pairs:
+        named = Counter(chain.from_iterable(pairs))
+        worst = min(named, key=lambda name: (name in holding, -named[name], cost(name)))
+        pairs = {both for both in pairs if worst not in both}
+        out.add(worst)
+    return frozenset(out)
 
 
 def _counted(state: State) -> tuple[dict[str, int], dict[str, int]]:
