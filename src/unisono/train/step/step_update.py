@@ -214,6 +214,7 @@ class StepUpdate:
             self._workers.transport.settle()
             self._workers.devices.settle()
 
+        gradients.show()
         self.watch.look_last()
         if norm is not None and not math.isfinite(length := float(norm.values())):
             self._refused(call, attempt, f"the norm of the gradient is {length}")
@@ -244,7 +245,6 @@ class StepUpdate:
             if self._spans is not None:
                 self._spans.add("update", started.host_s, ended.host_s)
 
-        gradients.show()
         return make
 
     def require_finite(self, call: Call, attempt: Attempt) -> None:

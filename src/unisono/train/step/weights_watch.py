@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from unisono.device import is_accelerator
 from unisono.train.group.control import Flags
 from unisono.train.model.at_rest import AtRest, Seen, kept_by
 from unisono.train.model.body_writes import BodyWrites
@@ -68,8 +69,8 @@ class WeightsWatch:
         return Seen if self._at_rest is None else self._at_rest.look()
 
     def look_last(self) -> None:
-        """All is worked out: ask now, if this is the last look, for what :meth:`looked_last` tells."""
-        if self.looks_last:
+        """All is worked out: ask a device now, if this is the last look, for what :meth:`looked_last` tells."""
+        if self.looks_last and is_accelerator(self._weights[0].device):
             self._looked = self.look()
 
     @property
