@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "an update is made from what is not finite: a gradient, or a factor of K-FAC",
         "train/step/engine.py",
-        "diverges=not gradients.is_finite()",
+        "diverges=not finite()",
         "diverges=False",
         ("tests/unit/test_not_finite.py", *FACTORS),
     ),

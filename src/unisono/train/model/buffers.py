@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
+from zlib import crc32
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from unisono.checkpoint.layout import form_of
-from unisono.checkpoint.quick_digest import Summing
 from unisono.device import HostRead, is_accelerator
 from unisono.errors import ModelError
 from unisono.plan.split import Split
@@ -22,10 +21,13 @@ from unisono.reduce.transport import Transport
 from unisono.train.model.combining import Combining
 from unisono.train.model.places import FRESH, BufferPlace, Placed, Rule
 from unisono.train.model.tensors import set_all, version_of
-from unisono.words import Sums
+from unisono.words import bytes_of, sum_of_words
 
 LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
+
+SHORT = 2**14
+"""Bytes that a checksum goes over sooner than their words are summed."""
 
 
 Combine = Callable[[Transport, Tensor, Sequence[Tensor]], Tensor | None]
@@ -84,7 +86,7 @@ class Buffers:
         self._bases: list[_Base] = []
         self._found: dict[int, _Base] = {}  # what the present shard began with, in place of a base
         self._results: dict[int, list[Tensor | None]] = {}
-        self._left: dict[int, Sums] = {}  # of the results of each shard
+        self._left: dict[int, list[int]] = {}  # of the results of each shard
         self._doubts: list[_Doubt] = []
         self._asked: list[Callable[[], list[_Doubt]]] = []
 
@@ -271,7 +273,7 @@ class Buffers:
             *self._first(transport, by_rule.get("first", [])),
         ]
         # All is used now; and of a single shard, what it has made is what is put back.
-        self.have_kept = all(np.array_equal(left, _summed(self._results[one])) for one, left in self._left.items())
+        self.have_kept = all(left == _summed(self._results[one]) for one, left in self._left.items())
         for number in numbers:
             self._rewind(number)
         return found
@@ -356,11 +358,12 @@ def _written(place: BufferPlace, base: _Base) -> bool | None:
     """Whether a buffer is not as it was; None where only its device knows, which would have to be waited for."""
     # Autograd counts the writes in place, so most buffers cost neither a copy nor a comparison. Batch norm's kernel
     # writes its running statistics without being counted, but those are as small as a layer is wide.
-    if place.tensor is not base.tensor or place.tensor._version != base.version or not _alike(place.tensor, base.value):
+    tensor = place.tensor
+    if tensor is not base.tensor or tensor._version != base.version or not _alike(tensor, base.value):
         return True
-    if not 0 < place.tensor.numel() <= LARGEST_STATISTIC:
+    if not 0 < tensor.numel() <= LARGEST_STATISTIC:
         return False
-    return None if is_accelerator(place.tensor.device) else not torch.equal(place.tensor, base.value)
+    return None if is_accelerator(tensor.device) else not torch.equal(tensor, base.value)
 
 
 def _unwritten(doubts: Sequence[_Doubt]) -> Callable[[], list[_Doubt]]:
@@ -376,8 +379,13 @@ def _without(made: list[Tensor | None], doubts: Sequence[_Doubt]) -> list[Tensor
     return made
 
 
-def _summed(made: Sequence[Tensor | None]) -> Sums:
-    return Summing()([tensor for tensor in made if tensor is not None and tensor.device.type == "cpu"])
+def _summed(made: Sequence[Tensor | None]) -> list[int]:
+    return [_sum_of(tensor) for tensor in made if tensor is not None and tensor.device.type == "cpu"]
+
+
+def _sum_of(tensor: Tensor) -> int:
+    is_short = tensor.nbytes <= SHORT and tensor.is_contiguous()
+    return crc32(bytes_of(tensor)) if is_short else sum_of_words(tensor)
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

@@ -45,7 +45,8 @@ class BufferPlace:
         Raises:
             ModelError: there is none any more; names the place.
         """
-        found: Tensor = self._held()
+        held = self.registry.get(self.key)
+        found: Tensor = held if isinstance(held, Tensor) else self._held()
         return found
 
     @property
