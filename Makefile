@@ -24,7 +24,7 @@ QEMU := qemu-user
 SSH := openssh-server openssh-client iproute2
 BROWSER := chromium fonts-dejavu-core
 FRAMEWORKS := $(wildcard $(foreach name,accelerat keras lightning transformers,tests/unit/test_$(name)*.py)) \
-	tests/unit/test_frameworks.py tests/unit/test_not_finite_guests.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
+	tests/unit/test_float16_guests.py tests/unit/test_frameworks.py tests/unit/test_not_finite_guests.py tests/unit/test_run_of_script.py tests/procs/test_keras.py tests/procs/test_lightning.py
 
 # Where this is set (in container images), each of the suite's thousand processes would compile the package again. What is
 # kept lies in __pycache__, which git ignores.

@@ -33,8 +33,8 @@ def made(tmp_path: Path) -> Iterator[Made]:
     """An accelerator on a run, with model, optimizer, loader and scheduler."""
     runs: list[Any] = []
 
-    def make(shards: int = 4, **settings: Any) -> Any:
-        run = unisono.init(seed=0, shards=shards, run_dir=tmp_path / f"run-{len(runs)}")
+    def make(shards: int = 4, precision: Any = "float32", **settings: Any) -> Any:
+        run = unisono.init(seed=0, shards=shards, precision=precision, run_dir=tmp_path / f"run-{len(runs)}")
         runs.append(run)
         accelerator = unisono.accelerate.Accelerator(run=run, **settings)
         torch.manual_seed(0)
@@ -209,7 +209,8 @@ def test_trackers_log_once_for_each_step(made: Made) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "mixed_precision='fp16'": {"mixed_precision": "fp16"},
+    "mixed_precision='fp8'": {"mixed_precision": "fp8"},
+    "say precision='fp16' where it begins": {"mixed_precision": "fp16"},
     "dynamo_backend": {"dynamo_backend": "inductor"},
     "step_scheduler_with_optimizer": {"step_scheduler_with_optimizer": False},
     "dispatch_batches": {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
@@ -331,10 +332,25 @@ def test_layers_are_unfrozen_between_two_loops(made: Made) -> None:
     assert not torch.equal(model.weight, frozen)
 
 
-def test_the_precision_belongs_to_the_job(tmp_path: Path) -> None:
-    accelerator = unisono.accelerate.Accelerator(mixed_precision="bf16", run_dir=tmp_path / "run")
-    assert accelerator.run.job.precision == "bf16"
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_precision_belongs_to_the_job(precision: str, tmp_path: Path) -> None:
+    accelerator = unisono.accelerate.Accelerator(mixed_precision=precision, run_dir=tmp_path / "run")
+    assert accelerator.run.job.precision == precision
+    assert (accelerator.scaler is not None) == (precision == "fp16")
     accelerator.run.close()
+
+
+def test_float16_of_the_run_is_that_of_the_accelerator_whose_files_know_the_scale(made: Made, tmp_path: Path) -> None:
+    accelerator, model, *others = made(precision="fp16")
+    train(accelerator, model, *others)
+    assert accelerator.scaler.state_dict() != torch.amp.GradScaler("cpu").state_dict()
+    accelerator.save_state(str(tmp_path / "state"))
+    with accelerator.autocast():
+        assert (model.weight @ model.weight.T).dtype == torch.float16
+    accelerator.run.finish()
+    another, *_ = made(precision="fp16")
+    another.load_state(str(tmp_path / "state"))
+    assert another.scaler.state_dict() == accelerator.scaler.state_dict()
 
 
 class Stream(IterableDataset[Any]):

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
-from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
+from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
 from unisono.integrations.keras.callbacks import Saving
 
 Start = Callable[..., unisono.Run]
@@ -30,11 +30,13 @@ Y = DRAWN.randint(0, 3, 90)
 WEIGHTS = DRAWN.rand(90).astype("float32")
 
 
-def network(*, batch_norm: bool = False) -> Any:
+def network(*, batch_norm: bool = False, policy: str = "float32", kind: Any = keras.Sequential) -> Any:
     keras.utils.clear_session()
+    keras.config.set_dtype_policy(policy)
     norm = [keras.layers.BatchNormalization()] if batch_norm else []
     first, last = keras.layers.Dense(8, "relu"), keras.layers.Dense(3, "softmax")
-    model = keras.Sequential([keras.Input((6,)), first, *norm, last])
+    model = kind([keras.Input((6,)), first, *norm, last])
+    keras.config.set_dtype_policy("float32")
     for layer in (first, last):
         layer.set_weights([np.linspace(-1, 1, one.size).reshape(one.shape) for one in layer.get_weights()])
     return model
@@ -363,6 +365,55 @@ def test_what_cannot_be_kept_is_refused_with_what_to_do(start: Start, what: str)
     model = unisono.keras.Model(network(), start())
     with pytest.raises(kind, match=words):
         act(model)
+
+
+HALF = "mixed_float16"
+OVERFLOWING = X * np.where(np.arange(90) == 50, 1e4, 1.0)[:, None]
+"""In float16, in batch 1 of 40 samples."""
+
+
+def test_float16_is_that_of_keras_to_the_last_bit(start: Start) -> None:
+    def fitted(model: Any) -> Any:
+        inner = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, 2.0**16), "sparse_categorical_crossentropy")
+        model.fit(OVERFLOWING, Y, batch_size=40, epochs=3, shuffle=False, verbose=0)
+        return model
+
+    alone = fitted(network(policy=HALF))
+    run = start(batch_size=40, shards=1, precision="fp16")
+    ours = fitted(unisono.keras.Model(network(policy=HALF), run))
+    assert all(np.array_equal(*pair) for pair in zip(alone.get_weights(), ours.get_weights(), strict=True))
+    scale = run.inside.trained.loss_scale.value
+    assert float(alone.optimizer.dynamic_scale) == scale < 2**16
+    assert int(ours.optimizer.iterations) == int(alone.optimizer.iterations) < 9
+    assert np.array_equal(ours.predict(X), alone.predict(X, verbose=0))
+    assert ours.evaluate(X, Y) == pytest.approx(alone.evaluate(X, Y, verbose=0))
+
+
+class Unscaled(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    def train_step(self, data: Any) -> dict[str, Any]:
+        loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        loss.backward()
+        self.optimizer.apply([one.value.grad for one in self.trainable_variables], self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_train_step_that_leaves_the_loss_as_it_is_is_told_to_scale_it(start: Start) -> None:
+    model = compiled(unisono.keras.Model(network(policy=HALF, kind=Unscaled), start(precision="fp16")))
+    with pytest.raises(LossError, match="optimizer.scale_loss"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_float16_needs_a_run_that_scales_and_weights_in_float32(start: Start, tmp_path: Path) -> None:
+    own = unisono.keras.Model(network(policy=HALF), shards=2, run_dir=tmp_path / "own")
+    precision = own.run.job.precision
+    own.run.close()
+    assert precision == "fp16"
+    model = compiled(unisono.keras.Model(network(policy=HALF), start()))
+    with pytest.raises(JobError, match="say precision='fp16' where it begins"):
+        model.fit(X, Y, verbose=0)
+    with pytest.raises(ModelError, match="kernel is in float16, where small updates are lost"):
+        compiled(unisono.keras.Model(network(policy="float16"), model.run))
 
 
 def test_two_optimizers_in_one_train_step_are_refused(start: Start) -> None:

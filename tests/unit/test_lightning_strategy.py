@@ -40,6 +40,8 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 DRAWN = torch.Generator().manual_seed(1)
 X, Y = torch.rand(88, 6, generator=DRAWN), torch.randint(0, 3, (88,), generator=DRAWN)
 DATA = TensorDataset(X, Y)
+OVERFLOWING = TensorDataset(X * torch.where(torch.arange(88) == 50, 1e4, 1.0)[:, None], Y)
+"""In float16, in batch 2 of 20 samples."""
 EXACT = {"shards": 1}
 
 
@@ -112,6 +114,10 @@ def fitted(module: Any = None, *, loader: Any = None, ckpt_path: Any = None, **o
 
 def on(run: unisono.Run) -> dict[str, Any]:
     return {"strategy": unisono.lightning.Strategy(run)}
+
+
+def half() -> Any:
+    return lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
 def known(trainer: Any) -> dict[str, float]:
@@ -531,20 +537,65 @@ def test_what_cannot_be_kept_is_refused_with_what_to_do(
         fitted(**on(start(shards=4)), **what)
 
 
-def test_a_scaled_loss_is_refused(start: Start) -> None:
-    plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(JobError, match="bf16-mixed"):
-        fitted(**on(start(shards=4)), plugins=[plugin])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"plugins": [half()]}, "say precision='fp16' where it begins"),
+        ({"precision": "16-true"}, "small updates are lost"),
+    ],
+)
+def test_float16_that_nobody_scales_is_refused(start: Start, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        fitted(**on(start(shards=4)), **options)
 
 
+@pytest.mark.parametrize("kind", [Plain, Backward])
+def test_float16_is_that_of_lightning_to_the_last_bit(start: Start, kind: type[Net]) -> None:
+    strategy, loader = on(start(shards=1, precision="fp16")), loader_of(data=OVERFLOWING)
+    alone = fitted(kind(), loader=loader, plugins=[half()], gradient_clip_val=0.05)
+    ours = fitted(kind(), loader=loader, plugins=[half()], gradient_clip_val=0.05, **strategy)
+    assert same_weights(ours, alone)
+    assert ours.scaler.state_dict() == alone.scaler.state_dict() != half().scaler.state_dict()
+    assert ours.global_step == alone.global_step
+    assert known(ours)["train_loss_step"] == known(alone)["train_loss_step"]
+
+
+class Noting(callbacks.Callback):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Notes which batches change the weights."""
+
+    def __init__(self) -> None:
+        self.changed: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.before = module.layers[0].weight.detach().clone()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.changed.append(not torch.equal(self.before, module.layers[0].weight))
+
+
+def test_a_batch_that_overflows_takes_those_along_that_it_is_accumulated_with(start: Start) -> None:
+    noting = Noting()
+    strategy = on(start(shards=4, precision="fp16"))
+    options = {"accumulate_grad_batches": 2, "callbacks": [noting], "max_epochs": 2}
+    fitted(Plain(), loader=loader_of(data=OVERFLOWING), plugins=[half()], **strategy, **options)
+    assert noting.changed == [False, False, False, False, True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
 def test_a_training_goes_on_from_lightnings_checkpoints_as_if_it_had_not_been_stopped(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, precision: str
 ) -> None:
     saving = callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
     loader = loader_of(shuffle=True)
-    whole = fitted(Drops(), loader=loader, **on(start(shards=4)), callbacks=[saving], enable_checkpointing=True)
+
+    def trained(**options: Any) -> Any:
+        plugins = [half()] if precision == "fp16" else None
+        return fitted(Drops(), loader=loader, plugins=plugins, **options)
+
+    usual: dict[str, Any] = {"shards": 4, "precision": precision}
+    whole = trained(**on(start(**usual)), callbacks=[saving], enable_checkpointing=True)
     for number, path in enumerate(sorted((tmp_path / "saved").iterdir())):
-        ours = fitted(Drops(), loader=loader, **on(start(shards=4, run_dir=tmp_path / str(number))), ckpt_path=path)
+        ours = trained(**on(start(**usual, run_dir=tmp_path / str(number))), ckpt_path=path)
         assert same_weights(ours, whole), path.name
         assert known(ours)["val_loss"] == known(whole)["val_loss"]
     assert number > 4

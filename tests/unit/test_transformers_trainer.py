@@ -121,6 +121,31 @@ def test_one_worker_ends_in_the_bits_of_the_plain_trainer(
     on_run.end()
 
 
+def test_float16_is_the_runs_and_goes_on_from_the_trainers_checkpoints(start: Start, tmp_path: Path) -> None:
+    def made(name: str) -> Any:
+        run = start(shards=2, precision="fp16", batch_size=None, run_dir=tmp_path / name)
+        settings: dict[str, Any] = {"fp16": True, "save_strategy": "steps", "save_steps": 4}
+        return trainer(OnRun, tmp_path, given={"run": run}, **settings)
+
+    whole = made("whole")
+    whole.train()
+    scaler = whole.accelerator.scaler
+    assert 1 < scaler.get_scale() < 2**16
+    assert whole.state.global_step == 2 * len(whole.get_train_dataloader())  # skipped steps count
+    again = made("again")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert same_weights(again.model, whole.model)
+    assert again.accelerator.scaler.state_dict() == scaler.state_dict()
+    assert untimed(again.state.log_history)[:-1] == untimed(whole.state.log_history)[:-1]
+
+
+def test_a_run_that_a_trainer_begins_has_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = trainer(OnRun, tmp_path, fp16=True)
+    assert made.run.job.precision == "fp16"
+    made.run.close()
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[list[int]]:
         return iter(ROWS)
@@ -137,8 +162,9 @@ class Impatient(TrainerCallback):  # type: ignore[misc]
         (
             {"fp16_full_eval": True},
             {},
-            "full evaluation in half precision: it rounds the weights for good; use bf16=True",
+            "full evaluation in half precision: it rounds the weights for good; use bf16=True or fp16=True",
         ),
+        ({"fp16": True}, {}, "fp16=True: losses are scaled by the run, .* say precision='fp16' where it begins"),
         ({"torch_compile": True}, {}, "torch_compile=True: compiled steps have bits .* leave it out"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True: .* unisono batch-size"),
         ({"enable_jit_checkpoint": True}, {}, "enable_jit_checkpoint=True: a run checkpoints by itself"),
@@ -160,7 +186,6 @@ def test_what_cannot_be_kept_is_refused_with_the_cure(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("fp16", True, "fp16=True: its scaler skips steps .* use bf16=True"),
         ("deepspeed", "zero.json", "deepspeed: Unisono distributes the work itself, .* leave it out"),
         ("fsdp", True, "fsdp: Unisono distributes the work itself, .* leave it out"),
         ("parallelism_config", object(), "parallelism_config: Unisono distributes .* leave it out"),

@@ -289,6 +289,7 @@ class StepLoop:
         done = self.steps.computer.compute(call, self.collectives)
         self.steps.is_computing = False
         step.metrics |= done.metrics
+        step.is_skipped = done.is_skipped
         done = replace(done, figures={**done.figures, **step.curvature})
         if not self.trained.is_doubted:
             self.listeners.tell(lambda one: one.call_done(step, call.optimizers, done))

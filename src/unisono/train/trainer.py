@@ -73,7 +73,7 @@ class EpochSums:
 
     def add(self, step: Step, loss: float, metrics: Mapping[str, float]) -> None:
         """A step is committed."""
-        if math.isnan(loss):
+        if step.is_skipped or math.isnan(loss):
             self.skipped += 1
             return
         self.samples += step.size

@@ -3,6 +3,7 @@
 Arguments: how the script trains.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -32,6 +33,8 @@ run.prepare(model, optimizer)
 for step in run.steps(TensorDataset(inputs, labels), epochs=4, shuffle=False):
     before = unisono.digest(model[0])
     step.run(loss_fn, update=optimizer.step if way == "own" else None, clip_norm=1.0 if way == "clipped" else None)
+    assert math.isfinite(step.loss)
     is_updated = before != unisono.digest(model[0])
+    assert is_updated != step.is_skipped
     run.print(f"epoch {step.epoch}: step {step.number} {is_updated=} scale {run.inside.trained.loss_scale.value:g}")
 run.finish()

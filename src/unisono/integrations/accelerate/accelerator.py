@@ -21,10 +21,12 @@ from unisono.integrations.accelerate.kept import precision_of, require_kept, req
 from unisono.integrations.accelerate.loader import Loader, size_of, together
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.accelerate.wrapped import Optimizer, StepState
+from unisono.integrations.loss_scaler import take_scaling
 from unisono.integrations.names import free_name
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 
+_NARROW = ("bf16", "fp16")
 _OWN = frozenset(inspect.signature(Original.__init__).parameters)
 
 
@@ -55,11 +57,13 @@ class Accelerator(RecordingAccelerator):
         require_kept(said)
         if said.get("cpu"):
             ours.setdefault("device", "cpu")
-        defaults = {"precision": "bf16"} if precision_of(said) == "bf16" else {}  # it is part of the job
+        precision = precision_of(said)
+        defaults = {"precision": precision} if precision in _NARROW else {}  # it is part of the job
         self.run = run_for("unisono.accelerate.Accelerator", run, ours, defaults)
-        if said.get("mixed_precision") is None and self.run.job.precision == "bf16":
-            own["mixed_precision"] = "bf16"
+        if said.get("mixed_precision") is None and self.run.job.precision in _NARROW:
+            own["mixed_precision"] = self.run.job.precision
         super().__init__(*arguments, **own)
+        take_scaling(self, self.run, "mixed_precision='fp16'")
         require_own_folder(self.project_dir, self.run.dir)
         rank = live_rank.follow(self.run)
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):

@@ -42,10 +42,9 @@ def require_kept(said: Mapping[str, Any]) -> None:
     for name, what in _VARIABLES.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             _refuse_split(f"{name}={os.environ[name]}", what)
-    if (precision := precision_of(said)) in ("fp16", "fp8"):
+    if precision_of(said) == "fp8":
         raise JobError(
-            f"mixed_precision={precision!r} scales losses or weights by what each process has seen: use "
-            f"mixed_precision='bf16'"
+            "mixed_precision='fp8' scales weights by what each process has seen: use mixed_precision='bf16' or 'fp16'"
         )
     if said.get("dynamo_backend") is not None or said.get("dynamo_plugin") is not None:
         raise JobError("dynamo_backend=…: compiled models have other bits; leave it out")

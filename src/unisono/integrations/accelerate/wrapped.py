@@ -64,5 +64,5 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the present step makes no update, since its loss is no number."""
+        """Whether the present step makes no update, since its loss or gradient is not finite."""
         return self._bodies.was_skipped

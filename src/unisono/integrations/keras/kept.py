@@ -38,11 +38,27 @@ def require_kept(model: Any) -> None:
         raise ModelError("compile(jit_compile=True): compiled steps have other bits; leave it out, or say False")
     if model.steps_per_execution != 1:
         raise ModelError(f"compile(steps_per_execution={model.steps_per_execution}): each step is one update; use 1")
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+    if wholly := [one.path for one in model.trainable_variables if one.dtype == "float16"]:
         raise ModelError(
-            "the optimizer scales the loss, which float16 needs: use keras.mixed_precision with mixed_bfloat16, or "
-            "compile(auto_scale_loss=False)"
+            f"{wholly[0]} is in float16, where small updates are lost: use the policy mixed_float16 or mixed_bfloat16"
         )
+
+
+def scales_loss(model: Any) -> bool:
+    """Whether Keras would scale the loss of a model, or will when it is compiled."""
+    if model.compiled:
+        return isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    return is_half(model)
+
+
+def is_half(model: Any) -> bool:
+    """Whether layers compute in float16, by Keras' own policy."""
+    return bool(model.dtype_policy.name == "mixed_float16")
+
+
+def own_optimizer(model: Any) -> Any:
+    """The optimizer that updates, without one around it that scales the loss."""
+    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
 def require_number(model: Any) -> None:

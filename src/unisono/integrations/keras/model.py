@@ -16,7 +16,7 @@ from unisono.integrations.keras.batches import DrawKey
 from unisono.integrations.keras.callbacks import listed
 from unisono.integrations.keras.data import KerasData, split
 from unisono.integrations.keras.fitting import Fitting
-from unisono.integrations.keras.kept import require_kept, require_number
+from unisono.integrations.keras.kept import require_kept, require_number, scales_loss
 from unisono.integrations.keras.on_run import OnRun
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.variables import results_of, set_metrics
@@ -55,7 +55,8 @@ class Model:
 
     def __init__(self, model: Any, run: Run | None = None, **settings: Any) -> None:
         require_kept(model)
-        self.keras_model, self.run = model, run_for("unisono.keras.Model", run, settings)
+        precision = {"precision": "fp16"} if scales_loss(model) else {}
+        self.keras_model, self.run = model, run_for("unisono.keras.Model", run, settings, precision)
         self._on_run = OnRun(model, self.run)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +78,7 @@ class Model:
         """Compile the Keras model.
 
         Raises:
-            ModelError: ``jit_compile=True``, ``steps_per_execution`` above 1, or a scaled loss.
+            ModelError: ``jit_compile=True``, ``steps_per_execution`` above 1, or weights in float16.
         """
         self.keras_model.compile(*values, **options)
         require_kept(self.keras_model)
@@ -188,7 +189,7 @@ class Model:
         results = frozenset(results_of(self.keras_model))
         for step in steps:
             fit.step_begins(step)
-            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run.log, step.size)
+            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size)
             step.run(train_step, update=update.step)
             if fit.step_ends(step):
                 self.run.inside.loop.end_here()

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from unisono.integrations.keras.data import KerasData
 from unisono.integrations.keras.fitting import Fitting
-from unisono.integrations.keras.kept import require_kept
+from unisono.integrations.keras.kept import require_kept, scales_loss
 from unisono.integrations.keras.update import KerasUpdate, VariablesState
 from unisono.integrations.keras.variables import is_built, require_sums, shared_state
+from unisono.integrations.loss_scaler import require_scaling
 from unisono.integrations.names import free_name
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
@@ -60,6 +61,8 @@ class OnRun:
         """
         model, run = self._model, self._run
         require_kept(model)
+        if trains and scales_loss(model):
+            require_scaling(run, "a LossScaleOptimizer, which mixed_float16 brings along")
         if not is_built(model):
             first = samples.first()
             model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))

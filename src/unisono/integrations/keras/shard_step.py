@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import keras
+import torch
 from torch import Tensor
 
 from unisono.errors import LossError, ModelError
 from unisono.integrations.attributes import put
-from unisono.integrations.keras.kept import optimizers_of
+from unisono.integrations.keras.kept import is_half, optimizers_of, own_optimizer, scales_loss
 from unisono.integrations.keras.losses import weighed
 from unisono.integrations.keras.variables import flat_metrics, left_alone, seeds_drawn
+from unisono.integrations.loss_scaler import scale_of
+from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 
 PREFIX = "keras "
@@ -33,14 +36,14 @@ class TrainStep:
         model: the Keras model.
         unpack: what makes ``train_step``'s argument of a batch.
         results: the names of the metrics' results.
-        log: the function that logs a number of the shard.
+        run: the run.
         batch: the number of the global batch's samples.
     """
 
     model: Any
     unpack: Unpack
     results: frozenset[str]
-    log: Callable[[str, Any], None]
+    run: Run
     batch: int
 
     def __call__(self, _: Any, batch: Any) -> BackwardDone:
@@ -51,7 +54,13 @@ class TrainStep:
             LossError: it returned no loss.
         """
         data = self.unpack(batch)
-        with seeds_drawn(self.model), held(self.model) as applied, weighed(samples_in(data), self.batch) as weight:
+        with (
+            seeds_drawn(self.model),
+            held(self.model) as applied,
+            scaled(self.model, scale_of(self.run)) as factors,
+            weighed(samples_in(data), self.batch) as weight,
+            own_casts(self.model),
+        ):
             logs = self.model.train_step(data)
         self._take(applied)
         if not isinstance(logs, Mapping):
@@ -59,10 +68,11 @@ class TrainStep:
         values = dict(_flat(logs))
         for name, value in values.items():
             if name not in self.results:
-                self.log(f"{PREFIX}{name}", _number(value))
+                self.run.log(f"{PREFIX}{name}", _number(value))
         if not values:
             raise LossError("train_step returned no values: have it return {'loss': …}")
-        return BackwardDone(_number(values.get("loss", next(iter(values.values())))), weight.value)
+        loss = _number(values.get("loss", next(iter(values.values()))))
+        return BackwardDone(loss, weight.value, scale=max(factors, default=1.0))
 
     def _take(self, applied: Sequence[Applied]) -> None:
         """Have the gradients that the optimizer was given where the run looks for them."""
@@ -102,6 +112,35 @@ def held(model: Any) -> Iterator[list[Applied]]:
         yield applied
 
 
+@contextmanager
+def scaled(model: Any, factor: float) -> Iterator[list[float]]:
+    """The optimizer's ``scale_loss`` multiplies losses by the factor of the run in here, and by none of its own.
+
+    Yields:
+        the factor, as soon as it was called.
+    """
+    factors: list[float] = []
+    if factor == 1.0 and not scales_loss(model):
+        yield factors
+        return
+    usual = own_optimizer(model).scale_loss
+
+    def scale_loss(loss: Any) -> Any:
+        factors.append(factor)
+        return usual(loss) * factor
+
+    with put(model.optimizer, "scale_loss", scale_loss):
+        yield factors
+
+
+@contextmanager
+def own_casts(model: Any) -> Iterator[None]:
+    """Layers that cast to float16 by themselves have no autocast beside it: some are to stay in float32."""
+    device = next((one.value.device.type for one in model.variables), "cpu")
+    with torch.autocast(device, enabled=False) if is_half(model) else nullcontext():
+        yield
+
+
 _NONE = (
     "train_step did not call self.optimizer.apply (or apply_gradients), so there is nothing to train with: call it "
     "with the gradients of the shard, as Keras' own train_step does"
@@ -132,7 +171,7 @@ class EvaluationStep:
     def __call__(self, _: Any, batch: Any) -> Tensor:
         """The values of the metrics' variables, which add up over blocks."""
         self.model.reset_metrics()
-        with left_alone(self.model):
+        with left_alone(self.model), own_casts(self.model):
             self.model.test_step(self.unpack(batch))
         return flat_metrics(self.model)
 
@@ -161,7 +200,7 @@ class PredictStep:
 
     def __call__(self, _: Any, batch: Any) -> Any:
         """The outputs, with one row per sample."""
-        with left_alone(self.model):
+        with left_alone(self.model), own_casts(self.model):
             return self.model.predict_step(self.unpack(batch))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.checkpoint.layout import form_of
 from unisono.errors import CheckpointError
 from unisono.integrations.attributes import put
+from unisono.integrations.keras.kept import own_optimizer
 
 
 class KerasUpdate(torch.optim.Optimizer):
@@ -31,7 +32,7 @@ class KerasUpdate(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Let the Keras optimizer clip, decay and apply what lies in ``parameter.grad``."""
         trained = [(one.value.grad, one) for one in self._model.trainable_variables if one.value.grad is not None]
-        optimizer = self._model.optimizer
+        optimizer = own_optimizer(self._model)  # the run has unscaled gradients, and skips steps
         with _scaled(optimizer, float(self.param_groups[0]["lr"])):
             optimizer.apply([gradient for gradient, _ in trained], [variable for _, variable in trained])
 

@@ -65,6 +65,7 @@ class FitState:
             "rows": [one.count for one in trainer.strategy.rows],
             "whole": trainer.strategy.evaluating.is_whole,
             "accumulated": list(self._training.accumulated),
+            "spoiled": self._training.is_spoiled,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -83,7 +84,7 @@ class FitState:
             training.metrics.by_name[name]._update_count = count
             training.metrics.by_name[name]._computed = None
         trainer.strategy.evaluating.is_whole = state["whole"]
-        training.accumulated = list(state["accumulated"])
+        training.accumulated, training.is_spoiled = list(state["accumulated"]), state.get("spoiled", False)
         self._load_results(state)
         for rows, count in zip(trainer.strategy.rows, state["rows"], strict=False):
             rows.resume(count)

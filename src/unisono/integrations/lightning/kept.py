@@ -9,6 +9,7 @@ import torch
 from unisono.errors import JobError, ModelError
 from unisono.integrations.lightning.framework import pl
 
+_WHOLLY = ("16-true", "transformer-engine-float16")
 _SEARCHES = pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder
 
 
@@ -51,8 +52,11 @@ def require_kept(trainer: Any) -> None:
             "Lightning do it, or write the training as a loop, with one step.run for each optimizer (run.prepare, "
             "run.steps)"
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise JobError("precision='16-mixed' scales the loss, shard by shard: use precision='bf16-mixed'")
+    if trainer.precision_plugin.precision in _WHOLLY:
+        raise JobError(
+            f"precision={trainer.precision_plugin.precision!r} has weights in float16, where small updates are lost: "
+            f"use precision='16-mixed' or 'bf16-mixed'"
+        )
     if trainer._accelerator_connector._layer_sync is not None:
         raise JobError(
             "sync_batchnorm=True: statistics are over a shard, the same on any number of workers: leave it out"

@@ -17,6 +17,7 @@ from unisono.integrations.lightning.loader import TrainingLoader, require_length
 from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
 from unisono.integrations.lightning.ranks import WorkersEnvironment, follow
 from unisono.integrations.live_rank import rank_of
+from unisono.integrations.loss_scaler import RunScaler, require_scaling
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 
@@ -55,7 +56,8 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         **settings: Any,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
-        self.run = run_for("unisono.lightning.Strategy", run, settings)
+        is_half = getattr(precision_plugin, "scaler", None) is not None
+        self.run = run_for("unisono.lightning.Strategy", run, settings, {"precision": "fp16"} if is_half else {})
         self.cluster_environment = WorkersEnvironment(self.run)
         self.evaluating = Evaluating(self.run, self)
         self._fits = Fits(self.run)
@@ -101,7 +103,11 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         require_one_training(self._trainer)
         for loop in (self._trainer.validate_loop, self._trainer.test_loop, self._trainer.predict_loop):
             loop.inference_mode = False  # tensors that it makes, such as metrics' states, do not tell of writes
-        if self._trainer.state.fn == _TrainerFn.FITTING and self._may_ask:
+        fits = self._trainer.state.fn == _TrainerFn.FITTING
+        if fits and getattr(self.precision_plugin, "scaler", None) is not None:
+            require_scaling(self.run, "precision='16-mixed'")
+            self.precision_plugin.scaler = RunScaler(self.run)
+        if fits and self._may_ask:
             agree_on_versions(self.run, self._trainer.loggers)
             self.rows = rows_of(self.run, self._trainer.loggers)
 

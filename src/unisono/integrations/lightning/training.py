@@ -14,6 +14,7 @@ from unisono.errors import LossError, UnisonoWarning
 from unisono.integrations.lightning.framework import part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, heard, tell
 from unisono.integrations.lightning.metrics import Metrics
+from unisono.integrations.loss_scaler import scale_of
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 from unisono.train.step.step import Step
@@ -36,6 +37,7 @@ class Training:
         shard: the batch of the shard that is being computed.
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
+        is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
     """
 
     run: Run
@@ -45,6 +47,7 @@ class Training:
     shard: Any = None
     kinds: dict[str, LogKind] = field(default_factory=dict)
     accumulated: list[Tensor | None] = field(default_factory=list)
+    is_spoiled: bool = False
     _loss: Tensor | None = None
     _has_warned: bool = False
 
@@ -65,6 +68,8 @@ class Training:
         step = self.step
         with self.metrics.of_step():
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
+        if step.is_skipped:
+            self.accumulated, self.is_spoiled = [], self.trainer.fit_loop._should_accumulate()
         mean = torch.tensor(loss, device=self.run.device)
         closure._result = _ClosureResult(mean)
         self._tell(step)
@@ -85,7 +90,7 @@ class Training:
         """Keep the loss of the shard: the run goes backward. A module that has a ``backward`` of its own does so."""
         self._loss = loss
         if self._goes_by_itself:
-            self.trainer.lightning_module.backward(loss, *values, **options)
+            self.trainer.lightning_module.backward(loss * scale_of(self.run), *values, **options)
         return loss
 
     @property
@@ -106,7 +111,7 @@ class Training:
         if self._only_measures:
             return loss.detach() + 0 * next(one for one in self._trained() if one.requires_grad).sum()
         assert self._loss is not None, "the closure goes backward"
-        return BackwardDone(self._loss.detach()) if self._goes_by_itself else self._loss
+        return BackwardDone(self._loss.detach(), scale=scale_of(self.run)) if self._goes_by_itself else self._loss
 
     def _lengths(self) -> dict[str, int]:
         """The lengths of lists and dicts in the module's attributes, as long as nobody was warned of them."""
@@ -168,6 +173,9 @@ class Training:
             self.accumulated = [None if one.grad is None else one.grad.clone() for one in parameters]
             return
         self.accumulated = []
+        if self.is_spoiled:
+            self.is_spoiled = False
+            return
         loss = torch.tensor(self.step.loss, device=self.run.device)
 
         def gone_backward() -> Tensor:

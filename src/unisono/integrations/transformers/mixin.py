@@ -11,6 +11,7 @@ from transformers.optimization import GreedyLR
 
 from unisono.errors import JobError
 from unisono.integrations.attributes import put
+from unisono.integrations.loss_scaler import take_scaling
 from unisono.integrations.names import free_name
 from unisono.integrations.run_of_script import run_for
 from unisono.integrations.transformers.arguments import host
@@ -75,6 +76,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator. Each epoch's order follows from the seed of the arguments, whatever was drawn."""
         super().create_accelerator_and_postprocess()
+        take_scaling(self.accelerator, self.run, "fp16=True")
         config = self.accelerator.dataloader_config
         if config.data_seed is None:
             config.data_seed = self.args.seed
@@ -268,4 +270,5 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 def _settings(args: Any) -> dict[str, Any]:
     accumulated = args.gradient_accumulation_steps
     shards = accumulated if accumulated > 1 else min(DEFAULT_SHARDS, args.per_device_train_batch_size)
-    return {"seed": args.seed, "shards": shards}
+    is_half = args.fp16 or getattr(args, "mixed_precision", "no") == "fp16"
+    return {"seed": args.seed, "shards": shards, **({"precision": "fp16"} if is_half else {})}

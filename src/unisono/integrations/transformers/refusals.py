@@ -49,10 +49,8 @@ def _refused(args: Any) -> Iterator[tuple[str, str]]:
         yield "fsdp", shares
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config", shares
-    if args.fp16:
-        yield "fp16=True", "its scaler skips steps by what it finds in gradients; use bf16=True"
     if args.fp16_full_eval or args.bf16_full_eval:
-        yield "full evaluation in half precision", "it rounds the weights for good; use bf16=True, or leave it out"
+        yield "full evaluation in half precision", "it rounds the weights for good; use bf16=True or fp16=True instead"
     if args.torch_compile:
         yield "torch_compile=True", "compiled steps have bits that depend on the machine's compiler; leave it out"
     if args.auto_find_batch_size:

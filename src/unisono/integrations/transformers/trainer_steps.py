@@ -60,7 +60,10 @@ class TrainerSteps:
             ShardLoss.of(trainer, self.model, counts, step.batch), update=partial(self._update, step, counts)
         )
         updated: Updated | None = step.returned
-        if updated is not None:
+        if step.is_skipped:  # it counts all the same, and the scheduler waits
+            self._count(step, counts)
+        if step.is_skipped or updated is not None:
+            trainer.optimizer._is_overflow = step.is_skipped
             self._note(torch.tensor(loss, device=trainer.args.device))
         return updated
 
@@ -77,11 +80,15 @@ class TrainerSteps:
         learning_rate = trainer._get_learning_rate()
         if not self.waits_for_metrics:
             trainer.lr_scheduler.step()
+        self._count(step, counts)
+        return Updated(grad_norm, learning_rate)
+
+    def _count(self, step: Step, counts: Counts) -> None:
+        trainer = self.trainer
         trainer.current_flos += float(counts.operations)
         trainer.state.num_input_tokens_seen += counts.tokens
         trainer.state.global_step += 1
         trainer.state.epoch = step.epoch + self._share_of_epoch(step)
-        return Updated(grad_norm, learning_rate)
 
     def _share_of_epoch(self, step: Step) -> float:
         if step.is_last_in_epoch:
@@ -92,5 +99,5 @@ class TrainerSteps:
     def _note(self, loss: torch.Tensor) -> None:
         trainer = self.trainer
         if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
-            loss = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+            loss = trainer._tr_loss / (trainer.state.global_step - trainer._globalstep_last_logged)
         trainer._tr_loss += loss

@@ -50,6 +50,7 @@ class Computed:
         figures: further measurements, by name.
         seconds: the seconds of each part; empty if the result was taken from other workers.
         samples: the number of samples whose loss this worker knows; 0 if there is nothing to tell.
+        is_skipped: whether nothing was updated.
     """
 
     loss: float
@@ -57,6 +58,7 @@ class Computed:
     figures: Mapping[str, Any]
     seconds: Mapping[str, float]
     samples: int
+    is_skipped: bool = False
 
 
 class Listener:

@@ -103,10 +103,12 @@ class BackwardDone:
     Attributes:
         loss: the shard's mean loss: a number, or a tensor with one element.
         weight: the number of samples, or of tokens, that it is the mean of; by default the shard's number of samples.
+        scale: the factor of the loss that it went backward from: 1, or the run's with ``precision="fp16"``.
     """
 
     loss: Tensor | float
     weight: Tensor | float | None = None
+    scale: float = 1.0
 
 
 def read_loss(returned: Any, samples: int) -> tuple[Tensor, float]:
@@ -180,6 +182,7 @@ class Shard:
         report: what it comes to.
         loss: the mean loss, once it is computed.
         has_gradients: whether the loss function went backward by itself.
+        own_scale: the factor of the loss that it went backward from.
         mark: the digest of its gradients, if it is audited.
         counts: whether what comes of it here counts: not where another device of the worker computes it as well.
         scale: the factor of its gradients, beside its weight.
@@ -192,6 +195,7 @@ class Shard:
     report: ShardReport = field(default_factory=ShardReport)
     loss: Tensor | None = None
     has_gradients: bool = False
+    own_scale: float = 1.0
     mark: ShardDigest | None = None
     scale: float = 1.0
     logged: dict[str, HostRead] = field(default_factory=dict)
@@ -217,15 +221,16 @@ class Shard:
             ModelError, NondeterministicOperation: torch refuses; says how to go on.
         """
         assert self.loss is not None
-        weight = self.report.weight * self.scale
         if self.has_gradients:
-            if self.scale != 1.0:
+            if self.scale != self.own_scale:
                 raise LossError(
                     "precision='fp16': the loss function went backward by itself (BackwardDone), from a loss that "
-                    "nobody had scaled: return the loss, or use precision='bf16'"
+                    "nobody had scaled: return the loss (in Keras, optimizer.scale_loss(loss) scales it), or use "
+                    "precision='bf16'"
                 )
-            _weigh(parameters, weight)
+            _weigh(parameters, self.report.weight)
             return
+        weight = self.report.weight * self.scale
         with explained():
             (self.loss * weight if weight != 1.0 else self.loss).backward()
         self.loss = self.loss.detach()
@@ -303,7 +308,8 @@ class ForwardPass:
             if self._spans is not None:
                 self._spans.add("forward", begun, perf_counter(), shard.number)
         shard.loss, weight = read_loss(returned, shard.samples)
-        shard.has_gradients = isinstance(returned, BackwardDone)
+        if isinstance(returned, BackwardDone):
+            shard.has_gradients, shard.own_scale = True, returned.scale
         # With one shard the weight cancels out, and without it the bits are those of the plain loop.
         shard.report.weight = 1.0 if call.batch.shards == 1 and weight else weight
 

@@ -25,6 +25,7 @@ class Step:
         metrics: the means, over the global batch, of what the loss functions logged.
         curvature: the figures that ``run.curvature`` has measured on its batch, by name.
         loss: the mean loss of the newest call of ``run``; an update of the script's own finds it there already.
+        is_skipped: whether the newest call of ``run`` updated nothing: its loss or gradient was not finite.
         returned: the value that the update of the newest call returned; None without one, or if it was left out.
         computed_s: the seconds that this worker took for its shards, in the newest call of ``run``.
     """
@@ -47,6 +48,7 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.curvature: dict[str, float] = {}
         self.loss = math.nan
+        self.is_skipped = False
         self.returned: Any = None
         self.calls = 0
         self.computed_s = 0.0
@@ -90,8 +92,9 @@ class Step:
 
         Returns:
             the mean loss over the global batch, weighted by the shards' samples or weights; NaN if the step was
-            skipped. With a strategy that is not exact, the mean over what this worker computed or, if others
-            took all of the step, the newest that it knows of: NaN if there is none yet.
+            skipped, unless only its gradient has overflown, in float16. With a strategy that is not exact, the mean
+            over what this worker computed or, if others took all of the step, the newest that it knows of: NaN if there
+            is none yet.
 
         Raises:
             LossError: the loss is no scalar, NaN or infinite; names step, shard and rank.

@@ -145,10 +145,10 @@ class ExactSteps:
         self._seconds = {}
         if call.update is not None:
             self._require_whole_update()
-        loss, metrics, figures = collectives.change(
+        loss, metrics, figures, is_skipped = collectives.change(
             partial(self._train, call, collectives), partial(self._follow, call)
         )
-        return Computed(loss, metrics, figures, self._seconds, call.step.size)
+        return Computed(loss, metrics, figures, self._seconds, call.step.size, is_skipped=is_skipped)
 
     def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
         """Measure curvature on the batch of a call. Collective; changes nothing.
@@ -292,7 +292,7 @@ class ExactSteps:
         def make() -> _Found:
             note()
             self.requests.note(regroup=bool(replaced))
-            return self.newest_loss(), {}, {}
+            return self.newest_loss(), {}, {}, False
 
         def then() -> None:
             for rank in replaced:
@@ -324,7 +324,10 @@ class ExactSteps:
         figures = {} if update is None else self._figures(step, attempt)
         for note in notes:
             note()
-        return math.nan if update is None else report.loss, report.metrics, figures
+        is_skipped = update is None
+        # What has overflown is the gradient, of a loss that is as good as any.
+        loss = math.nan if is_skipped and not attempt.overflows else report.loss
+        return loss, report.metrics, figures, is_skipped
 
     def _follow(self, call: StepCall, cause: Any) -> None:
         """Others have made an update: make it here, from the gradient that they had."""
@@ -402,5 +405,5 @@ def _require_same_samples(workers: Workers, call: StepCall, mark: int) -> None:
         )
 
 
-_Found = tuple[float, Mapping[str, float], Mapping[str, Any]]
-"""What all workers come to: the loss, metrics, and figures that were measured."""
+_Found = tuple[float, Mapping[str, float], Mapping[str, Any], bool]
+"""What all workers come to: the loss, metrics, figures that were measured, and whether nothing was updated."""

@@ -141,7 +141,7 @@ class LocalTraining:
         self._with_others(collectives, lambda rounds: rounds.begin())
         self._with_others(collectives, lambda rounds: self._parts(rounds, call, own))
         if own.skipped and not own.samples:
-            return Computed(math.nan, {}, {}, {}, 0)
+            return Computed(math.nan, {}, {}, {}, 0, is_skipped=True)
         self._loss = own.mean_loss(self._loss)
         return Computed(self._loss, own.mean_metrics, {}, own.seconds, own.samples)
 
