@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: bench-accelerators help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -144,6 +144,9 @@ bench-shards: $(BENCH_READY)  ## more shards than workers, exact beside native, 
 
 bench-accelerators: $(READY)  ## waits, copies and memory of a step on the simulated accelerator; needs g++
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.accelerators
+
+gpu-check: $(READY)  ## what is promised, on one GPU in 8 minutes; without one: OPTIONS="--simulated --small", or "--device cpu --small"
+	@PYTHONPATH=tests $(BIN)/python -m benchmarks.gpu_check $(OPTIONS)
 
 bench-recovery: $(READY)  ## a worker is killed: how long the others stand still, how soon a new one takes part
 	@$(BIN)/python -m benchmarks recovery $(OPTIONS)

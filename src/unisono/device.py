@@ -223,6 +223,11 @@ def speaks_nccl(device: torch.device) -> bool:
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl" and dist.is_nccl_available()
 
 
+def nccl_takes_many() -> bool:
+    """Whether NCCL was told to take several workers on one device, as it can from 2.30 on."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def group_of(device: torch.device, workers: int) -> str:
     """The kind of process group for tensors on a device: ``nccl``, or ``gloo``, which goes through the host's memory.
 

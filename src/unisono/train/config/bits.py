@@ -29,18 +29,22 @@ def bits_of(device: torch.device) -> Mapping[str, str]:
         a digest of 12 hexadecimal digits for each operation, by its name.
     """
     switches = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), KERNELS.are_in_place
-    return _computed(str(device), *switches)
+    return _kept(str(device), *switches)
 
 
 @cache
-def _computed(device: str, threads: int, deterministic: bool, portable: bool) -> Mapping[str, str]:
-    where = torch.device(device)
+def _kept(device: str, threads: int, deterministic: bool, portable: bool) -> Mapping[str, str]:
+    return computed(OPERATIONS, torch.device(device))
+
+
+def computed(operations: Mapping[str, Operation], device: torch.device) -> dict[str, str]:
+    """A digest of what each operation computes on a device, computed anew each time."""
 
     def draw(*shape: int) -> Tensor:
-        return _numbers(shape).to(where)
+        return _numbers(shape).to(device)
 
     with torch.enable_grad():
-        return {name: _digest(operation(draw)) for name, operation in OPERATIONS.items()}
+        return {name: _digest(operation(draw)) for name, operation in operations.items()}
 
 
 def _numbers(shape: tuple[int, ...]) -> Tensor:
@@ -58,7 +62,8 @@ def _digest(found: Tensor | tuple[Tensor, ...]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """What a function computes, and the gradients of the sum of its squares by its inputs."""
     leaves = [each.requires_grad_() for each in inputs]
     found = function(*leaves)
     return (found, *torch.autograd.grad(found.square().sum(), leaves))
@@ -100,30 +105,30 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Operation:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "a matrix product": lambda draw: _with_gradients(torch.matmul, draw(128, 300), draw(300, 64)),
-    "a narrow matrix product": lambda draw: _with_gradients(torch.matmul, draw(7, 129), draw(129, 33)),
+    "a matrix product": lambda draw: with_gradients(torch.matmul, draw(128, 300), draw(300, 64)),
+    "a narrow matrix product": lambda draw: with_gradients(torch.matmul, draw(7, 129), draw(129, 33)),
     "a matrix times a vector": lambda draw: torch.mv(draw(257, 129), draw(129)),
-    "a product of batches": lambda draw: _with_gradients(torch.bmm, draw(6, 33, 40), draw(6, 40, 17)),
-    "a large linear layer": lambda draw: _with_gradients(F.linear, draw(64, 400), draw(200, 400), draw(200)),
-    "a linear layer": lambda draw: _with_gradients(F.linear, draw(32, 100), draw(10, 100), draw(10)),
+    "a product of batches": lambda draw: with_gradients(torch.bmm, draw(6, 33, 40), draw(6, 40, 17)),
+    "a large linear layer": lambda draw: with_gradients(F.linear, draw(64, 400), draw(200, 400), draw(200)),
+    "a linear layer": lambda draw: with_gradients(F.linear, draw(32, 100), draw(10, 100), draw(10)),
     "a linear layer in bfloat16": lambda draw: F.linear(draw(32, 100).bfloat16(), draw(10, 100).bfloat16()),
-    "a convolution": lambda draw: _with_gradients(
+    "a convolution": lambda draw: with_gradients(
         lambda x, w: F.conv2d(x, w, padding=1), draw(4, 3, 16, 16), draw(8, 3, 3, 3)
     ),
     "a convolution with stride": lambda draw: F.conv2d(draw(2, 8, 15, 15), draw(16, 8, 3, 3), stride=2),
     "a convolution by channel": lambda draw: F.conv2d(draw(2, 8, 12, 12), draw(8, 1, 3, 3), groups=8),
     "a convolution of sequences": lambda draw: F.conv1d(draw(3, 5, 40), draw(7, 5, 3)),
-    "an LSTM": lambda draw: _with_gradients(_lstm, draw(5, 3, 20), draw(64, 20), draw(64, 16), draw(64), draw(64)),
-    "batch normalisation": lambda draw: _with_gradients(
+    "an LSTM": lambda draw: with_gradients(_lstm, draw(5, 3, 20), draw(64, 20), draw(64, 16), draw(64), draw(64)),
+    "batch normalisation": lambda draw: with_gradients(
         lambda x: F.batch_norm(x, None, None, training=True), draw(8, 6, 9, 9)
     ),
-    "layer normalisation": lambda draw: _with_gradients(lambda x: F.layer_norm(x, (65,)), draw(20, 65)),
+    "layer normalisation": lambda draw: with_gradients(lambda x: F.layer_norm(x, (65,)), draw(20, 65)),
     "group normalisation": lambda draw: F.group_norm(draw(4, 8, 7, 7), 4),
     "attention": lambda draw: F.scaled_dot_product_attention(
         draw(2, 2, 19, 16), draw(2, 2, 19, 16), draw(2, 2, 19, 16)
     ),
-    "softmax": lambda draw: _with_gradients(lambda x: F.softmax(x, 1), draw(20, 101)),
-    "cross-entropy": lambda draw: _with_gradients(
+    "softmax": lambda draw: with_gradients(lambda x: F.softmax(x, 1), draw(20, 101)),
+    "cross-entropy": lambda draw: with_gradients(
         lambda x: F.cross_entropy(x, torch.arange(20, device=x.device) % 11), draw(20, 11)
     ),
     "a sum": lambda draw: draw(10_007).sum(),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import PrefixStore
 
-from unisono.device import identity, is_accelerator, speaks_nccl
+from unisono.device import identity, is_accelerator, nccl_takes_many, speaks_nccl
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore, form_group
@@ -57,7 +57,8 @@ class Network:
     def _agreed(self, generation: Generation) -> tuple[str, str]:
         """The kind of process group, and why: NCCL if each worker has a device of its own, else Gloo. Collective.
 
-        NCCL refuses workers that share a device. The workers compare what they have: each may see one device alone.
+        NCCL refuses workers that share a device, unless it was told to take them. The workers compare what they have:
+        each may see one device alone.
 
         Raises:
             JobError: NCCL is asked for, and cannot be used; says why.
@@ -73,6 +74,8 @@ class Network:
             )
             board.post(f"device of {generation.rank}", identity(device).encode())
             backend, why = _common_backend([board.read(f"device of {rank}") for rank in range(generation.world_size)])
+            if wanted == "nccl" and backend != "nccl" and nccl_takes_many():
+                backend, why = "nccl", f"NCCL_MULTI_RANK_GPU_ENABLE=1, and {why}"
         if wanted == "nccl" and backend != "nccl":
             raise JobError(f"transport='nccl' cannot be used: {why}; leave it out, or use 'sockets'")
         return ("gloo", "transport='sockets'") if wanted == "sockets" else (backend, why)
