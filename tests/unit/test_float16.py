@@ -104,7 +104,7 @@ def test_the_scale_grows_when_nothing_has_overflowed_for_long() -> None:
     [
         {},
         {"value": 3.0, "steps": 0},
-        {"value": 0.5, "steps": 0},
+        {"value": LEAST / 2, "steps": 0},
         {"value": 2.0, "steps": -1},
         {"value": float("nan"), "steps": 0},
     ],
@@ -168,8 +168,23 @@ def test_a_gradient_that_is_never_finite_ends_the_job_at_the_smallest_scale(
     model = torch.nn.Linear(2, 1)
     run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     data = torch.utils.data.TensorDataset(torch.ones(4, 2))
-    with pytest.raises(NonFiniteLoss, match="step 16: the gradient of weight is nan"):
+    with pytest.raises(NonFiniteLoss, match="step 36: the gradient of weight is nan"):
         for step in run.steps(data, epochs=40):
             step.run(lambda model, batch: (model(batch[0]) * 0).float().sqrt().mean())
     assert run.inside.trained.loss_scale.value == LEAST
     run.close()
+
+
+@pytest.mark.unit
+@pytest.mark.filterwarnings("ignore:10 steps in a row were skipped")
+def test_losses_of_a_million_tokens_find_a_scale_at_which_nothing_overflows(start: Callable[..., unisono.Run]) -> None:
+    run, model = start(precision="fp16"), torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
+    skipped = []
+    for step in run.steps(TensorDataset(torch.full((2048, 4), 3.0)), epochs=1):
+        step.run(lambda model, batch: unisono.Weighted(model(batch[0]).mean(), 1e6))
+        skipped.append(step.is_skipped)
+    assert any(skipped)
+    assert not skipped[-1]
+    assert run.inside.trained.loss_scale.value < 1

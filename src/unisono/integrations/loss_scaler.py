@@ -37,7 +37,7 @@ class RunScaler(GradScaler):
         """Have the run go on with a scale. A run that resumes has a newer one, and keeps it.
 
         Raises:
-            Unreadable: it is none that a run can have: a power of two, from 1 to 2**32.
+            Unreadable: it is none that a run can have: a power of two, from 2**-20 to 2**32.
         """
         if state_dict and self._trained.restored is None:
             found = {"value": float(state_dict["scale"]), "steps": int(state_dict["_growth_tracker"])}

@@ -385,7 +385,7 @@ def _summed(made: Sequence[Tensor | None]) -> list[int]:
 
 def _sum_of(tensor: Tensor) -> int:
     is_short = tensor.nbytes <= SHORT and tensor.is_contiguous()
-    return crc32(bytes_of(tensor)) if is_short else sum_of_words(tensor)
+    return crc32(bytes_of(tensor).data) if is_short else sum_of_words(tensor)
 
 
 def _alike(left: Tensor, right: Tensor) -> bool:

@@ -12,7 +12,8 @@ from unisono.received import short, value_of
 FIRST, GROWTH_STEPS = 2.0**16, 2000
 """As ``torch.amp.GradScaler`` has them."""
 
-LEAST, MOST = 1.0, 2.0**32
+LEAST, MOST = 2.0**-20, 2.0**32
+"""The least is below 1, since losses are multiplied by their shard's weight as well: by its number of tokens, say."""
 
 
 class LossScale:
