@@ -43,4 +43,18 @@ MUTANTS = (
         "return torch.empty_like(self._result).copy_(self._total, non_blocking=True)",
         JOBS,
     ),
+    Mutant(
+        "a value is read before the device has written it",
+        DEVICE,
+        "            self._stream.synchronize()  # not",
+        "            pass  # not",
+        JOBS,
+    ),
+    Mutant(
+        "a checkpoint is written before its copy has come",
+        DEVICE,
+        "            self._event.synchronize()\n",
+        "            pass\n",
+        JOBS,
+    ),
 )
