@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "every worker decomposes every factor of K-FAC",
         PIECES,
-        "return self._wanted is True or sum(costs) >= LEAST",
+        "return self._workers.world_size > 1 and bool(costs) and sum(costs) >= self._least",
         "return False",
         UPDATES,
     ),
@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "an update is made from what is not finite: a gradient, or a factor of K-FAC",
         "train/step/engine.py",
-        "diverges=not gradients.is_finite()",
+        "diverges=not finite()",
         "diverges=False",
         ("tests/unit/test_not_finite.py", *FACTORS),
     ),
