@@ -15,7 +15,7 @@ TENSORFLOW := .venv-tensorflow
 TENSORFLOW_READY := $(TENSORFLOW)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
 	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
-	tests/unit/test_overlap.py tests/unit/test_sharded_update.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
+	tests/unit/test_overlap.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
 # Of pytest, each of which takes a gigabyte or two. Tests with processes wait for half of their time: with as many as two cores, a third
 # of the processors' time passes unused.
 PROCESSES ?= 5
@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-split-update bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -177,9 +177,6 @@ bench-coordinator-sockets: $(READY)  ## a coordinator with 1024 connections over
 
 bench-device-memory: $(READY)  ## the most memory that tensors take on a device: with the whole model, and where several hold it together
 	@$(BIN)/python -m benchmarks device-memory $(OPTIONS)
-
-bench-split-update: $(READY)  ## the update of two workers: whole, split, and split so that a loss is survived
-	@$(BIN)/python -m benchmarks split-update $(OPTIONS)
 
 bench-second-order: $(READY)  ## Muon on two workers, by everybody or by owners; what curvature costs; OPTIONS=--kfac: K-FAC beside SGD and AdamW
 	@$(BIN)/python -m benchmarks second-order $(OPTIONS)

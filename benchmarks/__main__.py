@@ -36,7 +36,6 @@ from benchmarks import (
     simulated_day,
     simulation,
     soak,
-    split_update,
     stale,
     step,
     strategies,
@@ -505,27 +504,6 @@ def simulated_day_command(
     """A day of a job on thousands of workers in virtual time: processor time and peak memory."""
     choice = simulated_day.Choice(16, 500, 0.01) if quick else simulated_day.Choice(workers, events, share)
     _publish(simulated_day.run(choice), output)
-
-
-@app.command("split-update")
-def split_update_command(
-    model: Models = None,
-    optimizer: Annotated[list[str] | None, typer.Option(help="sgd, adam or fused-adamw; repeat for more")] = None,
-    rounds: Rounds = None,
-    steps: Annotated[int, typer.Option(help="counted in each job")] = 30,
-    seed: Seed = 0,
-    quick: Quick = False,
-    output: Output = RESULTS,
-) -> None:
-    """An update of two workers: whole, split, and split so that a loss is survived."""
-    choice = split_update.Choice(
-        models=_models(model, ("tiny",) if quick else split_update.Choice().models),
-        optimizers=tuple(optimizer or ("sgd", "fused-adamw")),
-        rounds=rounds or (1 if quick else 5),
-        steps=2 if quick else steps,
-        seed=seed,
-    )
-    _publish(split_update.run(choice), output)
 
 
 @app.command("second-order")

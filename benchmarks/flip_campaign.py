@@ -53,7 +53,6 @@ class Flip:
     Attributes:
         model: ``digits`` or ``char_lm``.
         workers: how many.
-        splits_update: whether the workers share their parameters.
         is_elastic: whether workers may be replaced.
         place: what is struck.
         rank: on which worker.
@@ -65,7 +64,6 @@ class Flip:
 
     model: str
     workers: int
-    splits_update: bool
     is_elastic: bool
     place: str
     rank: int
@@ -101,20 +99,18 @@ def drawn(seed: int, count: int, *, any_time: bool = False) -> list[Flip]:
     """
     draw = random.Random(seed)  # noqa: S311  nothing secret
     found = [_drawn(draw) for _ in range(count)]
-    at_once = {"workers": 1, "splits_update": False, "rank": 0, "place": ANY_TIME}
+    at_once = {"workers": 1, "rank": 0, "place": ANY_TIME}
     return [replace(one, **at_once) for one in found] if any_time else found  # type: ignore[arg-type]
 
 
 def _drawn(draw: random.Random) -> Flip:
-    workers, splits = draw.randint(1, 3), draw.random() < 1 / 3
+    workers = draw.randint(1, 3)
     model, place = draw.choice(("digits", "char_lm")), draw.choice(PLACES)
     if place in ("buffers", "shard_buffer"):
         model = "digits"  # the other has none
     return Flip(
         model=model,
         workers=workers,
-        # Of what is split, the others may update their parts by then, which nobody looks at meanwhile.
-        splits_update=splits and place != "last_moment",
         is_elastic=draw.random() < 1 / 2,
         place=place,
         rank=draw.randrange(workers),
@@ -144,11 +140,9 @@ def counts(results: Sequence[Result]) -> Mapping[tuple[str, str], int]:
 def struck(one: Flip, serial: str, folder: Path) -> Result:
     """Strike a training, and say what came of it."""
     base = _trade(one.model, folder)
-    execution = replace(base.execution, shard_optimizer=one.splits_update)
     trade = replace(
         base,
         workers=one.workers,
-        execution=execution,
         verify_every=one.verify_every,
         is_elastic=one.is_elastic,
         checkpoint_every=CHECKPOINT_EVERY if one.place == "checkpoint" else None,

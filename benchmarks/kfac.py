@@ -265,7 +265,7 @@ def _shared(workers: int) -> dict[str, float]:
     job = Job(batch_size=256, shards=4, seed=0, threads=1)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UnisonoWarning)
-        train(Trade(job, workers, Path(folder) / "run", Execution(overlap=False, shard_optimizer="auto")), _wide)
+        train(Trade(job, workers, Path(folder) / "run", Execution(overlap=False)), _wide)
     return {name: max(one.values()) / STEPS for name, one in _times.items()}
 
 

@@ -24,8 +24,8 @@ from unisono.errors import UnisonoWarning
 WARM_UP = 4
 """Steps that are not counted."""
 
-FORMS = {"everybody": "0", "owners": "auto"}
-"""Values of ``UNISONO_SHARD_OPTIMIZER``."""
+FORMS = {"everybody": "whole-muon", "owners": "muon"}
+"""The program's optimizers, by who makes an update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def one_model(choice: Choice, model: str, order: random.Random) -> Found:
 
 def one_job(choice: Choice, model: str, form: str) -> tuple[float, float]:
     """The median seconds of a step, and of the update in it."""
-    variables = {**shared_fork_server(), "UNISONO_SHARD_OPTIMIZER": FORMS[form]}
-    with running(["-n", str(choice.workers)], [*PROGRAM, model, str(choice.workers), "muon"], variables) as job:
+    command = [*PROGRAM, model, str(choice.workers), FORMS[form]]
+    with running(["-n", str(choice.workers)], command, shared_fork_server()) as job:
         job.until(lambda: len(lines_of(job.folder)) >= WARM_UP + choice.steps, f"{choice.steps} steps")
         seconds = [line["seconds"] for line in lines_of(job.folder)[WARM_UP:]]
     return (statistics.median(each["total"] for each in seconds), statistics.median(each["update"] for each in seconds))

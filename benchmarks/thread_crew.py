@@ -197,7 +197,7 @@ def train(trade: Trade, script: Callable[[Run], Any]) -> list[Any]:
 def run_of(trade: Trade, membership: Membership) -> Run:
     """The run of one worker."""
     folder, leave, closing = RunFolder(trade.folder), LeaveRequest(), ExitStack()
-    constraints = StrategyConstraints(trade.job.reduction, trade.execution.shard_optimizer is True)
+    constraints = StrategyConstraints(trade.job.reduction)
     config = RunConfig(
         trade.job,
         torch.device("cpu"),

@@ -25,7 +25,6 @@ from unisono.errors import Dismissed, WorkerLost
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
-from unisono.reduce.segment import Segment, created, pages
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Solo, Transport
 from unisono.testing.fault import listening
@@ -397,9 +396,10 @@ class World:
 class SimulatedMembership(Membership):
     """A worker's place in its world."""
 
+    is_elastic = True
+
     def __init__(self, world: World, worker: Worker, *, joins: bool) -> None:
         self.world, self.worker, self.joins = world, worker, joins
-        self.is_elastic = True
         self._workers = Workers(Generation(0, 0, Split.even(world.shards, 1)), Solo(world.shards))
         if not joins:
             self._enter_generation(world.wait(worker, "arrived"))
@@ -418,9 +418,6 @@ class SimulatedMembership(Membership):
         return True
 
     def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
-        if not self.is_elastic:
-            assert lost is not None, "nobody asks these workers to regroup"
-            raise lost
         self.worker.progress = progress
         transfer: StateTransfer = self.world.wait(self.worker, "arrived")
         return self._enter_generation(transfer)
@@ -496,14 +493,6 @@ class SimulatedTransport(Transport):
             tally.finished.look(total)
             tally.keep(total, 0)
         return total
-
-    def share(self, size: int) -> Segment:
-        first: Segment = self._world.call("share", Segment(created(pages(size)), pages(size)), 0)[0]
-        return Segment(os.dup(first.descriptor), pages(size))
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        return self.rank, self.world_size
 
     def reduce_native(self, total: Tensor) -> Tensor:
         raise NotImplementedError

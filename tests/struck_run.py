@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.thread_crew import Trade, run_of
 from one_at_a_time import Blow, SimulatedMembership, World
-from unisono.errors import Dismissed, UnisonoError, UnisonoWarning, WorkerLost
+from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
 from unisono.testing.fault import FlipBit, FlippedPlace, WrongResult
 from unisono.testing.inject import inject
@@ -75,7 +75,6 @@ class Play:
         execution: how steps are carried out.
         verify_every: steps between comparisons of the whole state.
         strategy: by which the workers synchronise.
-        is_elastic: whether the others go on when one is lost.
         troubles: faults that strike without a blow.
         joiners: how many workers come later.
         job: the job.
@@ -88,7 +87,6 @@ class Play:
     execution: Execution = field(default_factory=lambda: Execution(overlap=False, looks=True))
     verify_every: int = 2
     strategy: str = "all-reduce"
-    is_elastic: bool = True
     troubles: tuple[Trouble, ...] = ()
     joiners: int = 0
     job: Job = JOB
@@ -121,15 +119,10 @@ def act_out(pool: ThreadPoolExecutor, play: Play, *blows: Blow) -> Outcome:
     folder.mkdir(parents=True)
 
     def script(membership: SimulatedMembership) -> None:
-        name, membership.is_elastic = membership.worker.name, play.is_elastic
+        name = membership.worker.name
         mine = [one for one in play.troubles if one.worker == name]
-        try:
-            with run_of(trade, membership) as run:
-                found[name] = (play.script or trained)(run, partial(befall, membership, mine), play.optimizer)
-        except WorkerLost as lost:
-            if play.is_elastic:
-                raise
-            raise Dismissed("it cannot go on") from lost
+        with run_of(trade, membership) as run:
+            found[name] = (play.script or trained)(run, partial(befall, membership, mine), play.optimizer)
 
     def befall(membership: SimulatedMembership, mine: list[Trouble], run: Run, step: Step) -> None:
         for trouble in mine:

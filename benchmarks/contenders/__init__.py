@@ -85,9 +85,6 @@ def everybody(workers: int, threads: int) -> list[Contender]:
         Contender(PLAIN, f"plain loop, {one}", "plain", 1, threads),
         Contender("plain-threads", f"plain loop, {counted(all_threads, 'thread')}", "plain", 1, all_threads),
         Contender(UNISONO, f"Unisono, {crew}", "unisono", workers, threads),
-        Contender(
-            "unisono-sharded", f"Unisono, {crew}, update split", "unisono", workers, threads, {"shard_optimizer": True}
-        ),
         *[
             Contender(f"ddp-{size}", f"DDP, {crew}, buckets of {size} MB", "ddp", workers, threads, {"bucket_mb": size})
             for size in (1, 25, 100)

@@ -1,6 +1,6 @@
 """Trains until it is stopped, and notes when each step was committed: what benchmarks of elastic jobs watch.
 
-Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|fused-adamw|muon] [BATCH] [STEPS]``.
+Started by ``unisono run -m benchmarks.programs.elastic WORKLOAD SHARDS [sgd|adam|muon|whole-muon] [BATCH] [STEPS]``.
 """
 
 import os
@@ -16,6 +16,11 @@ from unisono.adapt.norms import Monitoring
 
 ENDLESS = 10**6
 
+
+class Undeclared(torch.optim.Muon):
+    """Whose matrices have no owners, since nobody has said that they may: every worker updates all of them."""
+
+
 workload = WORKLOADS[sys.argv[1]]
 batch_size = int(sys.argv[4]) if len(sys.argv) > 4 else workload.batch_size
 epochs = int(sys.argv[5]) // BATCHES if len(sys.argv) > 5 else ENDLESS
@@ -27,11 +32,9 @@ weights = model.parameters()
 match sys.argv[3] if len(sys.argv) > 3 else "sgd":
     case "adam":
         run.prepare(model, torch.optim.Adam(weights, lr=1e-4))
-    case "fused-adamw":
-        run.prepare(model, torch.optim.AdamW(weights, lr=1e-4, fused=True))
-    case "muon":
+    case "muon" | "whole-muon" as form:
         listed = list(weights)
-        muon = torch.optim.Muon([one for one in listed if one.ndim == 2], lr=1e-3)
+        muon = (torch.optim.Muon if form == "muon" else Undeclared)([one for one in listed if one.ndim == 2], lr=1e-3)
         run.prepare(model, [muon, torch.optim.AdamW([one for one in listed if one.ndim != 2], lr=1e-4)])
     case _:
         run.prepare(model, torch.optim.SGD(weights, lr=1e-3, momentum=0.9))

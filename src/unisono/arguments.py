@@ -1,13 +1,13 @@
 """The types of the arguments with which a script calls us: what their annotations say holds when it runs, too."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, wraps
 from inspect import signature
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from unisono.errors import JobError
 from unisono.received import short
@@ -22,6 +22,35 @@ PLAIN: Mapping[Any, str] = {
     Mapping: "a dict",
 }
 """The types that have a plain name."""
+
+GONE = {"shard_optimizer": "every worker makes the whole update: leave it out"}
+"""Arguments of :func:`unisono.init` that there were once, and their variables, each with what to do now."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def require_none_gone(said: Container[str]) -> None:
+    """Refuse arguments, or variables, that there are no more.
+
+    Raises:
+        JobError: there is one; names it, and says what to do.
+    """
+    for argument, now in GONE.items():
+        for name in (argument, f"UNISONO_{argument.upper()}"):
+            if name in said:
+                raise JobError(f"{name} is gone: {now}")
+
+
+def without_gone(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which refuses arguments that it had once with more than Python's TypeError."""
+
+    @wraps(function)
+    def called(*args: P.args, **said: P.kwargs) -> R:
+        require_none_gone(said)
+        return function(*args, **said)
+
+    return called
 
 
 def require_kinds(function: Callable[..., Any], said: Mapping[str, Any]) -> None:
@@ -45,6 +74,7 @@ def require_known(function: Callable[..., Any], said: Mapping[str, Any]) -> None
     Raises:
         JobError: there is one; names it and those that are nearest to it.
     """
+    require_none_gone(said)
     known = signature(function).parameters
     for name in said:
         if name not in known:

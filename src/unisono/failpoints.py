@@ -6,13 +6,6 @@ from collections.abc import Callable
 
 POINTS = (
     "act worked out",  # its collectives are done, and nothing is changed yet
-    "update begins",  # a split one: all workers have what they need to make it alone
-    "piece kept",  # what a piece of it was is in the scratch of its worker
-    "piece begun",  # and that is marked; nothing is changed yet
-    "piece updated",  # it is changed
-    "piece done",  # and that is marked
-    "update left alone",  # another worker is lost in it
-    "update made alone",  # the state is this worker's own again, and the update is made
     "act counted",  # the state is changed, and the act is counted
     "regroup begins",  # a worker was lost, or others come and go: before the coordinator is told
     "join begins",  # a joiner waits for the others to take it in

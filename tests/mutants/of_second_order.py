@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "every worker decomposes every factor of K-FAC",
         PIECES,
-        "return self._wanted is True or sum(costs) >= LEAST",
+        "return self._workers.world_size > 1 and bool(costs) and sum(costs) >= self._least",
         "return False",
         UPDATES,
     ),

@@ -154,15 +154,3 @@ def test_the_sockets_benchmark_loses_workers_and_lets_others_join_over_tls(tmp_p
     assert found["alone"]["memory"] < found["calm"][1]["memory"]
     assert found["delays"]
     assert 0 < found["share"] < 1
-
-
-@pytest.mark.slow
-def test_the_split_update_benchmark_measures_whole_and_split_updates(tmp_path: Path) -> None:
-    benchmark("split-update", "--quick", "--optimizer=fused-adamw", f"--output={tmp_path}")
-    (found,) = json.loads((tmp_path / "split-update.json").read_text())["models"].values()
-    assert {form: len(jobs) for form, jobs in found["updates"].items()} == {"whole": 1, "split": 1, "split, elastic": 1}
-    assert all(
-        0 < update < step
-        for form in found["steps"]
-        for update, step in zip(*(found[what][form] for what in ("updates", "steps")), strict=True)
-    )

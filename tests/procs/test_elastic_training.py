@@ -4,7 +4,6 @@ At more places, and with other numbers of workers: ``tests/unit/test_scripts_of_
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,26 +29,6 @@ def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
     training = started[0]
     assert training.end() == serial.end()
     assert len(training.journal("lost")) == len(faults)
-    assert training.steps == serial.steps
-    assert training.said == serial.said
-
-
-def test_killing_workers_in_the_middle_of_an_update_that_they_split_changes_no_bit(
-    serial: Trained, started: list[Training], tmp_path: Path
-) -> None:
-    places = ["piece kept", "piece begun", "piece updated", "piece done"]
-    faults: list[dict[str, Any]] = [
-        {"place": place, "step": 2 + 5 * number, "later": True, "rank": number % 2}
-        for number, place in enumerate(places)
-    ]
-    # Who finishes the update after the third.
-    faults.append({"place": "update left alone", "step": 12, "later": True, "rank": 1, "behind": 2})
-    options = ("-n", "7", "--max-restarts", "9")
-    started.append(Training(tmp_path / "run", *options, faults=faults, PACE_S="0", UNISONO_SHARD_OPTIMIZER="1"))
-    training = started[0]
-    assert training.end() == serial.end()
-    assert len(training.journal("lost")) == len(faults)
-    assert len(training.journal("memory shared")) > len(places)
     assert training.steps == serial.steps
     assert training.said == serial.said
 

@@ -55,8 +55,6 @@ FEW = (
 """Jobs that are tried with as many workers as shards; the others of those at night."""
 
 ON_ALL_NUMBERS = WHAT_TRAVELS | {
-    "fused_momentum_on_two_threads_split",
-    "adamw_clipped_by_norm_split",
     "exact_strategies_in_turn",
     "state_outside_of_the_model",
     "metrics_and_a_scheduler",
@@ -148,8 +146,7 @@ def test_between_hosts_the_bits_are_those_of_shared_memory(
     results: dict[int, dict[str, list[Any]]],
     tmp_path: Path,
 ) -> None:
-    whole = [name for name in job_names() if not name.endswith("_split")]  # an update is split in shared memory
-    jobs = [name for name in whole if are_all or name in WHAT_TRAVELS]
+    jobs = [name for name in job_names() if are_all or name in WHAT_TRAVELS]
     output = launch(workers, str(JOBS), *jobs, folder=tmp_path / "run", UNISONO_TOPOLOGY=topology)
     reports = reports_in(output)
     assert len(reports) == workers * len(jobs)
@@ -230,7 +227,7 @@ ON_HOSTS = (
     "thirteen_shards",
     "small_buckets",
     "gradients_compressed_to_bf16",
-    "adamw_clipped_by_norm_split",
+    "adamw_clipped_by_norm",
 )
 
 
@@ -383,14 +380,6 @@ def test_the_size_of_buckets_changes_no_bit(results: dict[int, dict[str, list[An
 def test_reducing_beside_the_backward_pass_changes_no_bit(results: dict[int, dict[str, list[Any]]]) -> None:
     beside, after = results[3]["reduced_beside_the_backward_pass"][0], results[3]["reduced_after_the_backward_pass"][0]
     assert beside["digest"] == after["digest"]
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("job", ["fused_momentum_on_two_threads", "adamw_clipped_by_norm"])
-def test_an_update_that_is_split_between_workers_changes_no_bit(
-    job: str, workers: int, results: dict[int, dict[str, list[Any]]]
-) -> None:
-    assert results[workers][f"{job}_split"][0]["digest"] == results[1][job][0]["digest"]
 
 
 @pytest.mark.parametrize("workers", WORKERS)

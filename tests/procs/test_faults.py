@@ -131,15 +131,6 @@ def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str,
     assert ("rank 1 on host" if workers == "3" else "no majority says which are right") in said
 
 
-def test_a_flipped_bit_of_the_copy_that_workers_share_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
-    faults = Faults().flip_bit(rank=1, at_step=8, bit=0).flip_bit(rank=0, at_step=16, bit=23)
-    training = Training(tmp_path / "job", "-n", "3", faults=faults, UNISONO_SHARD_OPTIMIZER="1")
-    assert training.digest == serial
-    assert [line["step"] for line in training.journal("rolled back")] == [8, 16]
-    assert training.journal("memory shared")
-    assert not training.journal("healed")
-
-
 @pytest.mark.slow  # tests/unit/test_flips.py has bits in each place
 def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, tmp_path: Path) -> None:
     faults = (

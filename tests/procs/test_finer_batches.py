@@ -60,7 +60,7 @@ def serial(serial_runs: SerialRuns) -> tuple[Outcome, Samples]:
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
-        (3, {"OPTIONS": '{"shard_optimizer": true}'}),
+        (3, {}),
         pytest.param(3, {"OPTIONS": '{"verify_every": 3, "overlap": true}', "LOADERS": "1"}, marks=pytest.mark.slow),
         (2, {"OPTIONS": '{"transport": "sockets", "topology": "ring", "overlap": true}'}),
     ],

@@ -107,11 +107,3 @@ def test_a_job_in_which_nobody_would_compute_is_refused_before_anything_is_train
     assert ended.returncode == 2
     assert "nobody to compute" in " ".join((ended.stdout + ended.stderr).split())
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_an_update_split_over_workers_is_refused_where_each_has_its_own(tmp_path: Path) -> None:
-    options = ("-n", "2", "--strategy", "local-sgd")
-    ended = train(tmp_path / "run", *options, script=SCRIPT, settings={"UNISONO_SHARD_OPTIMIZER": "1"})
-
-    assert ended.returncode == 2
-    assert "leave one of them out" in " ".join((ended.stdout + ended.stderr).split())

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.arguments import require_kinds, require_known
+from unisono.arguments import require_kinds, require_known, require_none_gone
 from unisono.errors import JobError
+from unisono.integrations.run_of_script import run_for
 from unisono.received import short
 from unisono.train.step.call import Clip
 
@@ -32,7 +33,6 @@ WRONG = {
     "transport": ("pigeon", 5),
     "topology": ("mesh", ["ring"]),
     "overlap": ("yes", 1),
-    "shard_optimizer": ("no",),
     "devices_per_worker": ("two", 1.5, True),
     "run_dir": (5, b"a", True),
     "checkpoint_every": ("often", 1.5, True),
@@ -97,6 +97,19 @@ def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
         require_known(unisono.init, {"checkpoint_evry": 5})
     with pytest.raises(JobError, match="zzzz=5: there is no such argument; there are batch_size, seed"):
         require_known(unisono.init, {"zzzz": 5})
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_to_do_however_it_is_said() -> None:
+    model = nn.Linear(1, 1)
+    said: dict[str, Any] = {"batch_size": 32, "shard_optimizer": "auto"}
+    for call in (
+        lambda: unisono.init(**said),
+        lambda: unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **said),
+        lambda: run_for("Guest", None, said),
+        lambda: require_none_gone({"UNISONO_SHARD_OPTIMIZER": "1"}),
+    ):
+        with pytest.raises(JobError, match="(?i)shard_optimizer is gone: every worker makes the whole update"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from unisono.received import short
 from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import AllReduce
 from unisono.train.config.configure import configure
-from unisono.train.config.run_config import CoordinatorAccess, RunConfig
+from unisono.train.config.run_config import SHARED_FROM, CoordinatorAccess, RunConfig
 from unisono.train.start import HOST_PROCESS, HostProcess
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
@@ -57,7 +57,6 @@ SHARED = [
     ),
     ("communication.topology", "auto", ("UNISONO_TOPOLOGY", "ring", "ring"), ("topology", "tree", "tree")),
     ("execution.overlap", None, ("UNISONO_OVERLAP", "1", True), ("overlap", False, False)),
-    ("execution.shard_optimizer", "auto", ("UNISONO_SHARD_OPTIMIZER", "1", True), ("shard_optimizer", False, False)),
     ("execution.checked_bytes", 8 * 2**20, ("UNISONO_CHECKS", "none", 0), ("checks", "all", None)),
     ("recording.timeline", False, ("UNISONO_TIMELINE", "1", True), ("timeline", True, True)),
     ("execution.audit", 0.0, ("UNISONO_AUDIT", "0.5", 0.5), ("audit", 0.0, 0.0)),
@@ -205,20 +204,9 @@ def test_whoever_compares_bits_rules_out_strategies_that_do_not_promise_them(tol
     assert not configured().adaptation.constraints.compares_bits
 
 
-def test_an_update_is_split_among_workers_that_come_and_go_as_well() -> None:
-    assert configured(ELASTIC, shard_optimizer=True).execution.shard_optimizer is True
-
-
-def test_updates_may_be_split_wherever_that_can_be_without_a_strategy_being_ruled_out() -> None:
-    for found in (configured({"UNISONO_SHARD_OPTIMIZER": "auto"}), configured(shard_optimizer="auto")):
-        assert found.execution.shard_optimizer == "auto"
-        assert not found.adaptation.constraints.splits_update
-    assert configured({"UNISONO_SHARD_OPTIMIZER": "auto"}, shard_optimizer=False).execution.shard_optimizer is False
-
-
-def test_under_verify_optimizers_update_whole_tensors() -> None:
-    assert configured(shard_optimizer=True).adaptation.constraints.splits_update
-    assert not configured({"UNISONO_TRACE": "/trace"}, shard_optimizer=True).execution.shard_optimizer
+def test_under_verify_every_worker_updates_all_that_it_has() -> None:
+    assert configured().execution.shared_from == SHARED_FROM
+    assert configured({"UNISONO_TRACE": "/trace"}).execution.shared_from == math.inf
 
 
 def test_workers_beyond_the_number_of_gpus_share_them_and_choosing_one_changes_nothing(
@@ -278,7 +266,7 @@ class Often(Policy):
         ({"UNISONO_STOP_AFTER": "-1"}, {}, "UNISONO_STOP_AFTER='-1' in the environment: needs a whole number of at "),
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
-        ({"UNISONO_SHARD_OPTIMIZER": "yes"}, {}, "UNISONO_SHARD_OPTIMIZER='yes' in the environment: use 0, 1 or auto"),
+        ({"UNISONO_SHARD_OPTIMIZER": "0"}, {}, "UNISONO_SHARD_OPTIMIZER is gone: every worker makes the whole update"),
         ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number of at least 0 and"),
         ({"UNISONO_AUDIT": "2"}, {}, "UNISONO_AUDIT='2' in the environment: needs a number of at least 0 and at most"),
         ({"UNISONO_CHECKS": "few"}, {}, "checks='few': use 'some', 'all', 'none'"),

@@ -64,12 +64,12 @@ def test_each_device_tells_the_reports_of_all_shards_in_their_order_and_one_set_
         (
             [ShardReport(1.5, 4, {"a": 0.5}), ShardReport(float("nan"), 2)],
             [True, False],
-            Flags(digest=MODULUS - 1, own=5, timings=Timings(shard_s=3.0), balance=Balance(-7, 2)),
+            Flags(digest=MODULUS - 1, timings=Timings(shard_s=3.0), balance=Balance(-7, 2)),
         ),
         (
             [ShardReport(2.5, 0), ShardReport(9.0, 9)],
             [False, False],
-            Flags(leave=True, flipped=True, digest=3, own=6, balance=Balance(8, 1 - 7 * PRIME)),  # whatever was counted
+            Flags(leave=True, flipped=True, digest=3, balance=Balance(8, 1 - 7 * PRIME)),  # whatever was counted
         ),
     ]
     said = [told_of(*each) for each in told]
@@ -83,7 +83,6 @@ def test_each_device_tells_the_reports_of_all_shards_in_their_order_and_one_set_
             leave=True,
             flipped=True,
             digest=2,
-            own=11,
             timings=Timings(shard_s=3.0),
             balance=Balance(MODULUS + 1, 3),
         )

@@ -17,7 +17,7 @@ def test_the_same_seed_draws_the_same_flips_at_all_places() -> None:
     assert flips == drawn(SEED, COUNT) != drawn(SEED + 1, COUNT)
     assert {one.place for one in flips} == set(PLACES)
     assert {(one.model, one.workers) for one in flips} == {(m, w) for m in ("digits", "char_lm") for w in (1, 2, 3)}
-    assert {one.splits_update for one in flips} == {one.is_elastic for one in flips} == {False, True}
+    assert {one.is_elastic for one in flips} == {False, True}
 
 
 def test_flips_at_any_time_strike_one_worker_once(torch_settings_restored: None) -> None:

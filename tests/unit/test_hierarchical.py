@@ -14,11 +14,9 @@ from unisono.errors import WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.host_memory import part_of
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.segment import flats_in
 from unisono.reduce.transport import Transport
 
 pytestmark = pytest.mark.unit
@@ -134,20 +132,6 @@ def test_small_rows_are_gathered_and_broadcast_between_all_hosts() -> None:
         return transport.all_gather(torch.tensor([transport.rank])).tolist(), int(word)
 
     assert on_hosts(2, 2, Split.even(4, 4), work) == [([[0], [1], [2], [3]], 3)] * 4
-
-
-def test_what_a_host_shares_is_seen_by_its_workers_and_by_no_other_host() -> None:
-    bucket = Bucket((), 256, torch.float32, torch.device("cpu"))
-
-    def work(transport: Transport) -> float:
-        (flat,) = flats_in(transport.share(1024).bytes, [bucket])
-        assert transport.seat is not None
-        part = part_of(256, *transport.seat)
-        flat[part.start : part.stop] = transport.rank + 1
-        transport.all_gather(torch.zeros(1))
-        return float(flat.sum())
-
-    assert on_hosts(2, 2, Split.even(4, 4), work) == [128 * 3, 128 * 3, 128 * 7, 128 * 7]
 
 
 def test_a_worker_that_leaves_is_noticed_on_its_own_host_and_on_the_others() -> None:

@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 JOB = Job(batch_size=10, shards=5, seed=1, threads=1)
-SHARED = Execution(overlap=False, looks=True, shard_optimizer=True)
+SHARED = Execution(overlap=False, looks=True, shared_from=0)
 
 
 class Net(nn.Module):
@@ -177,7 +177,7 @@ def test_weights_and_factors_have_the_same_bits_on_any_number_of_workers(tmp_pat
     assert len(serial) == 1
     for workers in (2, 3, 5):
         assert ends(tmp_path, workers) == serial, workers
-    assert ends(tmp_path / "alone", 2, replace(SHARED, shard_optimizer=False)) == serial
+    assert ends(tmp_path / "alone", 2, replace(SHARED, shared_from=math.inf)) == serial
 
 
 def test_steps_without_new_factors_have_the_same_bits_as_well(tmp_path: Path) -> None:

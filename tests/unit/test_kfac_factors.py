@@ -22,7 +22,7 @@ from waves import waved
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("numerics")]
 
-SHARED = Execution(overlap=False, looks=True, shard_optimizer=True)
+SHARED = Execution(overlap=False, looks=True, shared_from=0)
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ Start = Callable[..., unisono.Run]
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "not_finite.py"
 ODD_STEPS = [4, 10]
-EXACT = ["plain", "clipped", "own", "compressed", "split", "parameter-server:"]
+EXACT = ["plain", "clipped", "own", "compressed", "parameter-server:"]
 LOOSE = [
     "local-sgd:every=2",
     "diloco:every=2",
@@ -32,8 +32,6 @@ LOOSE = [
 
 
 def train(folder: Path, workers: int, on_nan: str, way: str, /, **settings: Any) -> Done:
-    if way == "split":
-        settings["UNISONO_SHARD_OPTIMIZER"] = "1"
     return Cluster(folder)(SCRIPT, workers, shards=1 if way == "whole" else 4, arguments=[on_nan, way], **settings)
 
 
@@ -58,7 +56,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_alike_on_any_numbe
     for done in (serial, *others):
         told = [(line["step"], re.sub(r" \(rank \d\)", "", line["why"])) for line in done.journal("skipped")]
         assert told == [(step, "the gradient of body.weight is nan in shard 3") for step in ODD_STEPS]
-    assert [bool(done.journal("memory shared")) for done in others] == [way == "split"] * 2
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,6 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_alike_on_any_numbe
         ("plain", 3, "3 (rank 2)"),
         ("whole", 1, "0 (rank 0)"),
         ("own", 2, "3 (rank 1)"),
-        ("split", 2, "3 (rank 1)"),
         *((way, 1, "3 (rank 0)") for way in LOOSE if way != "parameter-server:synchronous=false"),
     ],
 )

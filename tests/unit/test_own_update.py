@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from unisono.adapt.policy import Policy
 from unisono.adapt.view import View
 from unisono.errors import JobError
 from unisono.job import Job
-from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 
 Start = Callable[..., unisono.Run]
@@ -229,19 +227,6 @@ def test_workers_with_weights_of_their_own_refuse_it(tmp_path: Path) -> None:
     trade = Trade(Job.create(batch_size=8, shards=8), 2, tmp_path / "run", strategy="local-sgd:every=2")
     with pytest.raises(JobError, match=r"strategy='local-sgd.*no gradient that all have.*strategy='all-reduce'"):
         train(trade, updating)
-
-
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
-def test_an_update_of_the_scripts_own_is_not_split_and_the_journal_says_why(tmp_path: Path) -> None:
-    job = Job.create(batch_size=8, shards=8)
-    (serial,) = train(Trade(job, 1, tmp_path / "serial"), lambda run: updating(run, own=False))
-    split = Execution(shard_optimizer="auto", split_from_mib=0)
-    assert train(Trade(job, 3, tmp_path / "auto", split), updating) == [serial] * 3
-    journal = (tmp_path / "auto" / "journal.jsonl").read_text()
-    assert journal.count("the script makes the update by itself") == 1
-    with pytest.raises(JobError, match=r"shard_optimizer=True cannot split.*shard_optimizer='auto'"):
-        train(Trade(job, 3, tmp_path / "wanted", replace(split, shard_optimizer=True)), updating)
 
 
 async def later() -> None:

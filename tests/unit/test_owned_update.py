@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,8 @@ def ends(
     shares: bool,
     hook: Callable[[Run, torch.optim.Optimizer], None] = plain,
 ) -> tuple[str, list[Any]]:
-    trade = Trade(JOB, workers, folder, Execution(overlap=False, looks=True, shard_optimizer=shares))
+    execution = Execution(overlap=False, looks=True, shared_from=0 if shares else math.inf)
+    trade = Trade(JOB, workers, folder, execution)
     (first, state), *others = train(trade, lambda run: trained(make, run, hook))
     assert {digest for digest, _ in others} <= {first}
     return first, state
@@ -219,7 +221,7 @@ def orthogonal(parameters: Any) -> torch.optim.Optimizer:
     return Orthogonal(parameters, lr=0.05, momentum=0.9)
 
 
-SHARED = Execution(overlap=False, looks=True, shard_optimizer=True)
+SHARED = Execution(overlap=False, looks=True, shared_from=0)
 
 
 @pytest.mark.parametrize(("workers", "joiners"), [(2, 0), (3, 1)])

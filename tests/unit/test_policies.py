@@ -421,8 +421,6 @@ def test_fewer_samples_than_the_shards_that_there_are_by_now_are_refused() -> No
 
 
 RULED_OUT = [
-    (StrategyConstraints(splits_update=True), "local-sgd", "shard_optimizer=True splits one update over all workers"),
-    (StrategyConstraints(splits_update=True), "parameter-server:servers=1", "some only serve: leave one of them out"),
     (StrategyConstraints("native"), "parameter-server", "reduction='native' is the backend's own"),
     (StrategyConstraints(compares_bits=True), "diloco", "compare bits, which strategy='diloco' does not promise"),
 ]

@@ -117,18 +117,15 @@ def test_what_makes_no_sense_is_refused_in_words_that_say_what_would(given: Any,
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(), DiLoCo(), ModelAveraging(), PairAveraging()], ids=str)
-def test_averaging_is_refused_with_one_worker_or_an_optimizer_that_is_shared_out(strategy: Strategy) -> None:
+def test_averaging_is_refused_with_one_worker(strategy: Strategy) -> None:
     strategy.require(2)
     with pytest.raises(JobError, match=r"with one worker: there is nobody to synchronise with. Start several"):
         strategy.require(1)
-    with pytest.raises(JobError, match="shard_optimizer=True splits one update over all workers"):
-        strategy.require(2, shards_optimizer=True)
 
 
-def test_exact_strategies_may_have_one_worker_and_an_optimizer_that_is_shared_out() -> None:
+def test_exact_strategies_may_have_one_worker() -> None:
     for strategy in (AllReduce(), ParameterServer()):
         strategy.require(1)
-        strategy.require(4, shards_optimizer=True)
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
@@ -137,8 +134,6 @@ def test_servers_need_somebody_who_computes(synchronous: bool) -> None:
     strategy.require(3)
     with pytest.raises(JobError, match="with 2 workers: 2 of them would serve, which leaves nobody to compute"):
         strategy.require(2)
-    with pytest.raises(JobError, match="shard_optimizer=True"):
-        strategy.require(3, shards_optimizer=True)
 
 
 def trained_by_averaging(how: ModelAveraging, workers: int, steps: int, rate: float) -> float:

@@ -15,13 +15,10 @@ import torch
 from one_at_a_time import BLOWS, Blow, blows_on
 from struck_run import STEPS, Play, act_out, loss, momentum, network, samples_of, state_of
 from unisono.job import Job
-from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:BatchNorm")]
-
-SPLIT = Execution(overlap=False, shard_optimizer="auto", split_from_mib=0)
 
 
 def measured(
@@ -42,7 +39,6 @@ def measured(
 
 
 THREE = Play(3, Path(), script=measured, joiners=1)
-SPLITTING = Play(2, Path(), SPLIT, script=measured, joiners=1)
 FIVE = Play(5, Path(), script=measured, job=Job.create(batch_size=10, shards=5))
 
 
@@ -68,7 +64,7 @@ def test_workers_die_and_come_around_measurements(pool: ThreadPoolExecutor, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("play", [replace(THREE, workers=2), THREE, SPLITTING, FIVE])
+@pytest.mark.parametrize("play", [replace(THREE, workers=2), THREE, FIVE])
 def test_workers_die_and_come_at_many_points_around_measurements(
     play: Play, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:

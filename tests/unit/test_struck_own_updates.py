@@ -32,7 +32,6 @@ TRIED = BLOWS // 5
 
 PLAIN = Execution(overlap=False)
 LOOKING = Execution(overlap=False, looks=True)
-SPLIT = Execution(overlap=False, shard_optimizer="auto", split_from_mib=0)
 
 
 def own(run: Run, told: Callable[[Run, Step], None], make: Callable[[Any], torch.optim.Optimizer] = momentum) -> str:
@@ -102,9 +101,6 @@ def plays(folder: Path) -> dict[str, Play]:
         "a minority is healed": replace(two, workers=3, troubles=(flipped("b", 1),)),
         "three go back": replace(two, workers=3, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
         "one computes wrongly": replace(two, workers=3, execution=replace(LOOKING, audit=1.0)),
-        "the other updates are split": replace(
-            two, workers=3, execution=replace(LOOKING, shard_optimizer="auto", split_from_mib=0)
-        ),
     }
 
 
@@ -219,11 +215,10 @@ def test_what_the_body_changes_behind_an_update_counts_once_on_whoever_is_behind
     require_one_end(play, pool)
 
 
-@pytest.mark.parametrize(("first_step", "execution"), [(FIRST + 1, PLAIN), (0, SPLIT), (FIRST + 1, SPLIT)])
 def test_a_first_change_that_nobody_could_expect_ends_the_job_rather_than_in_other_weights(
-    first_step: int, execution: Execution, pool: ThreadPoolExecutor, tmp_path: Path
+    pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    play = Play(4, tmp_path, execution, 0, script=partial(halving, first_step=first_step))
+    play = Play(4, tmp_path, PLAIN, 0, script=partial(halving, first_step=FIRST + 1))
     whole = act_out(pool, play)
     (serial,) = set(whole.digests.values())
     passed = whole.world.points["a"]

@@ -25,7 +25,6 @@ TRIED = BLOWS // 5
 
 LOOKING = Execution(overlap=False, looks=True)
 AUDITED = replace(LOOKING, audit=1.0)
-SPLIT = replace(LOOKING, shard_optimizer=True)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +43,6 @@ def plays(folder: Path) -> dict[str, Play]:
         "two go back": Play(2, folder, troubles=(flipped("b", 3),)),
         "three go back": Play(3, folder, troubles=(flipped("b", 3), flipped("c", 3, bit=21))),
         "one computes wrongly": Play(3, folder, AUDITED, troubles=(wrong("b", 2),)),
-        "a split update": Play(2, folder, SPLIT),
-        "a split update of workers that stay": Play(2, folder, SPLIT, is_elastic=False),
-        "a split update of three": Play(3, folder, SPLIT),
-        "a split update that goes back": Play(3, folder, SPLIT, troubles=(flipped("b", 3),)),
         "rounds": Play(3, folder, strategy="local-sgd:every=2"),
     }
 
@@ -91,9 +86,6 @@ def test_one_worker_may_die_at_any_point(name: str, pool: ThreadPoolExecutor, se
 
 def test_every_point_is_passed_by_a_job_whose_workers_are_killed(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     whole = [act_out(pool, play).world for play in plays(tmp_path).values()]
-    split = plays(tmp_path)["a split update"]
-    begun = act_out(pool, split).world.points["a"].index("piece begun")
-    whole.append(act_out(pool, split, Blow("a", begun)).world)
     lost = [struck_training.train(pool, *size, Blow("a", 40)).world for size in ((2, 0), (2, 1))]
     passed = set(chain.from_iterable(chain.from_iterable(world.points.values()) for world in (*whole, *lost)))
     assert set(POINTS) - passed == {"checkpoint share written"}, "workers of several devices alone pass it"

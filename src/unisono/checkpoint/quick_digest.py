@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -93,21 +93,10 @@ def totals(thirds: Sums) -> Sums:
     return found
 
 
-def total_of(sums: Sequence[int] | Sums, numbers: Iterable[int] | None = None) -> int:
-    """The same, and 0 for no sums: totals of some tensors, or of parts of one, add up to the total of all."""
+def combined(sums: Sequence[int] | Sums) -> int:
+    """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one."""
     each = np.asarray(sums, np.uint64)
-    places = np.arange(len(each)) if numbers is None else np.fromiter(numbers, np.int64, len(each))
-    return int(np.add.reduce(_FACTOR * (2 * places + 1).astype(np.uint64) * each))
-
-
-def combined(sums: Sequence[int] | Sums, numbers: Iterable[int] | None = None) -> int:
-    """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one.
-
-    Args:
-        sums: the sums of the tensors' words.
-        numbers: the tensors' numbers, by default in their order.
-    """
-    return total_of(sums, numbers) or 1
+    return int(np.add.reduce(_FACTOR * (2 * np.arange(len(each)) + 1).astype(np.uint64) * each)) or 1
 
 
 def tree_digest(tree: Any) -> int:

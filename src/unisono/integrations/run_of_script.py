@@ -7,6 +7,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from unisono.arguments import require_none_gone
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError
 from unisono.train.run import Run
@@ -34,6 +35,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         if settings:
             raise JobError(f"{guest}({', '.join(settings)}=…) beside a run that is open: say it where that begins")
         return newest
+    require_none_gone(settings)
     if unknown := settings.keys() - signature(init).parameters.keys():
         raise JobError(
             f"{guest}({', '.join(sorted(unknown))}=…): neither the framework nor a run has such a setting (those of "

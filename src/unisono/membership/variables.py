@@ -21,7 +21,7 @@ class Variables:
         """A variable; None if it is not set."""
         return self._set.get(name)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._set
 
     def said(self, *names: str) -> str:

@@ -60,10 +60,6 @@ class HostMemory:
                 self._places[flat.data_ptr()] = _Place(pool, number, bucket)
         return mine
 
-    def share(self, size: int) -> Segment:
-        """So many bytes, zeros, once for all. Collective."""
-        return share_segments(self._peers, [pages(0 if rank else size) for rank in range(len(self._covers))])[0]
-
     def part(self, numel: int) -> range:
         """The elements of a flat buffer that are this worker's to change."""
         return part_of(numel, self._peers.rank, len(self._covers))
@@ -184,6 +180,6 @@ class _Pool:
             [flats_in(segment.bytes, buckets, number * row_bytes) for number in range(count)]
             for segment, count in zip(segments, rows, strict=True)
         ]
-        first, behind, view = segments[0], rows[0] * row_bytes, PrivateView(sizes[0])
-        view.show(first)
+        first, behind = segments[0], rows[0] * row_bytes
+        view = PrivateView(first, sizes[0])
         return cls(views, flats_in(first.bytes, buckets, behind), flats_in(view.bytes, buckets, behind), view)

@@ -12,7 +12,6 @@ from unisono.plan.tree import Node
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_memory import HostMemory
 from unisono.reduce.peers import Peers
-from unisono.reduce.segment import Segment
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
 
@@ -32,17 +31,12 @@ class HostTransport(Transport, ABC):
         self._memory = self._host_memory()
 
     @property
-    def seat(self) -> tuple[int, int]:
-        """Its local rank, and the number of this host's workers."""
-        return self._peers.rank, len(self._peers.ranks) + 1
-
-    @property
     def waits(self) -> bool:
         """For another worker of this host."""
         return self._peers.waits
 
     def resplit(self, split: Split) -> None:
-        """With new memory. What is shared once per host stays."""
+        """With new memory."""
         super().resplit(split)
         self._memory.forget()
         self._memory = self._host_memory()
@@ -50,10 +44,6 @@ class HostTransport(Transport, ABC):
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Rows in this host's shared memory."""
         return self._memory.allocate(buckets, rows)
-
-    def share(self, size: int) -> Segment:
-        """Once per host."""
-        return self._memory.share(size)
 
     def part(self, numel: int) -> range:
         """This worker's elements of a flat buffer that all of its host see: an equal part for each."""

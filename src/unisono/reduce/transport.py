@@ -12,7 +12,6 @@ from unisono.plan.links import Links
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.segment import Segment
 from unisono.reduce.tally import Tally
 
 
@@ -81,11 +80,6 @@ class Transport(ABC):
     def world_size(self) -> int:
         """The number of workers."""
         return self.split.workers
-
-    @property
-    def seat(self) -> tuple[int, int] | None:
-        """This worker's number among those of its host, and their number; None if they share no memory."""
-        return None
 
     @property
     def topology(self) -> str:
@@ -168,18 +162,6 @@ class Transport(ABC):
             the same memory. Valid until the bucket is reduced again.
         """
 
-    def share(self, size: int) -> Segment:
-        """Memory that all workers of this host see and change, zeros at first. Collective.
-
-        Args:
-            size: its bytes, the same on every worker.
-
-        Raises:
-            JobError: there is too little memory.
-            NotImplementedError: these workers share no memory: they have no :attr:`seat`.
-        """
-        raise NotImplementedError("these workers share no memory")
-
     def private(self, total: Tensor) -> Tensor:
         """A total that this worker may change: the same values, in memory that no other worker reads."""
         return total
@@ -219,11 +201,6 @@ class Solo(Transport):
 
     def __init__(self, shards: int) -> None:
         super().__init__(0, Split.even(shards, 1))
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        """It is alone."""
-        return 0, 1
 
     def reduce(
         self,

@@ -129,9 +129,9 @@ class ModelAveraging(Rounds):
         self._require_rate("alpha", below=1.0)
         self._require_rate("momentum", below=1.0)
 
-    def require(self, workers: int | None, *, shards_optimizer: bool = False) -> None:
+    def require(self, workers: int | None) -> None:
         """Also refuse corrections that overshoot."""
-        super().require(workers, shards_optimizer=shards_optimizer)
+        super().require(workers)
         if workers is not None and not self._settles(workers):
             raise JobError(
                 f"strategy={str(self)!r} with {workers} workers: the central model would overshoot further in each "

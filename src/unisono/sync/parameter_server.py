@@ -155,16 +155,11 @@ class ParameterServer(Strategy):
         """Of the asynchronous form: as given."""
         return 1 if self.synchronous else self.round_every
 
-    def require(self, workers: int | None, *, shards_optimizer: bool = False) -> None:
+    def require(self, workers: int | None) -> None:
         """Also refuse servers without anybody to serve."""
-        super().require(workers, shards_optimizer=shards_optimizer)
+        super().require(workers)
         if workers is not None and self.servers and self.servers >= workers:
             raise JobError(
                 f"strategy={str(self)!r} with {workers} worker{'s' if workers > 1 else ''}: {self.servers} of them "
                 f"would serve, which leaves nobody to compute. Start more, or use fewer servers"
-            )
-        if self.servers and shards_optimizer:
-            raise JobError(
-                f"shard_optimizer=True splits the update over all workers, and with strategy={str(self)!r} some only "
-                f"serve: leave one of them out"
             )

@@ -28,12 +28,11 @@ class Strategy:
         """Steps from one moment at which all workers hold the same weights to the next."""
         return 1
 
-    def require(self, workers: int | None, *, shards_optimizer: bool = False) -> None:
+    def require(self, workers: int | None) -> None:
         """Refuse what cannot be before anything is trained.
 
         Args:
             workers: the number of workers; None if it may change.
-            shards_optimizer: whether the update is to be split over the workers of a host.
 
         Raises:
             JobError: says what to change.
@@ -44,11 +43,6 @@ class Strategy:
             raise JobError(
                 f"strategy={str(self)!r} with one worker: there is nobody to synchronise with. Start several "
                 f"(unisono run -n 2 …), or leave the strategy out"
-            )
-        if shards_optimizer:
-            raise JobError(
-                f"shard_optimizer=True splits one update over all workers, and with strategy={str(self)!r} each has "
-                f"its own: leave one of them out"
             )
 
     def __str__(self) -> str:

@@ -54,14 +54,14 @@ def flip_in_file(path: Path, bit: int) -> None:
 
 def tensors_in(run: Run, place: FlippedPlace) -> Sequence[Tensor]:
     """What this worker holds there now."""
-    prepared, in_memory = run.inside.trained.require_prepared(), run.inside.exact.in_memory
+    prepared = run.inside.trained.require_prepared()
     match place:
         case "weights":
-            return [in_memory(each) for each in prepared.parameters.values()]
+            return [*prepared.parameters.values()]
         case "buffers":
             return [one.tensor for one in prepared.buffers]
         case "optimizer":
-            return [in_memory(each) for each in kept_by(prepared.optimizers)]
+            return kept_by(prepared.optimizers)
         case _:
             raise JobError(f"flip_bit: {place} is nothing that a worker holds between two steps")
 

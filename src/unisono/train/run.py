@@ -315,7 +315,7 @@ class Run(RunOnDevices):
         if inside.membership.joins:
             inside.collectives.await_end()
         inside.synchronisation.before_call()
-        inside.verification.require_whole(self.rank)
+        inside.verification.require_kept(self.rank)
         inside.policy_runner.end()
         inside.snapshots.settle(is_end=True)
         verified = inside.verification.require_right()

@@ -17,7 +17,7 @@ import torch
 
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
-from unisono.arguments import require_kinds
+from unisono.arguments import require_kinds, without_gone
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
@@ -104,6 +104,7 @@ HOST_PROCESS: ContextVar[HostProcess] = ContextVar("HOST_PROCESS", default=HostP
 """The one of this thread."""
 
 
+@without_gone
 def init(
     *,
     batch_size: int | None = None,
@@ -122,7 +123,6 @@ def init(
     topology: TopologyName | None = None,
     insecure_data: bool = False,
     overlap: bool | None = None,
-    shard_optimizer: bool | Literal["auto"] | None = None,
     devices_per_worker: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
@@ -175,8 +175,6 @@ def init(
             ``UNISONO_DATA_KEYS`` names. Decides no bit.
         overlap: whether to reduce gradients while the backward pass is still under way. Decides no bit. By default
             wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
-        shard_optimizer: whether the workers of one host share their parameters and split the update and the optimizer's
-            state; ``auto``, the default, where that can be and saves time. Decides no bit.
         devices_per_worker: the number of devices of a worker, for models that do not fit one device: each is driven by
             a process of its own, and holds its slices of what :meth:`Run.fully_shard` got (default: 1). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one

@@ -479,20 +479,6 @@ def fused_momentum_on_two_threads() -> Any:
     return train(make_optimizer=fused_momentum, threads=2)
 
 
-@job
-def fused_momentum_on_two_threads_split() -> Any:
-    return train(make_optimizer=fused_momentum, threads=2, shard_optimizer=True)
-
-
-@job
-def adamw_clipped_by_norm_split() -> Any:
-    return train(
-        make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.02, fused=True),
-        stepping={"clip_norm": 0.1},
-        shard_optimizer=True,
-    )
-
-
 class InTurn(Policy):
     """Takes another strategy after each step."""
 

@@ -96,5 +96,5 @@ def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> Non
 def _refuse_split(where: str, what: str) -> NoReturn:
     raise JobError(
         f"{where}: {what} distributes a model among processes by itself, and Unisono has the whole model on each "
-        f"worker: leave it out (workers of one host share weights and optimizer state all the same)"
+        f"worker: leave it out, every worker has the whole model"
     )

@@ -55,7 +55,6 @@ DECIDING = (
     "TRANSPORT",
     "TOPOLOGY",
     "OVERLAP",
-    "SHARD_OPTIMIZER",
     "VERIFY_EVERY",
     "CHECKS",
     "AUDIT",

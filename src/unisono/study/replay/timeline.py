@@ -67,7 +67,7 @@ def compared(run: Sequence[tuple[int, Decision]], replayed: Sequence[tuple[int, 
 
 T = TypeVar("T")
 
-UNTOLD = frozenset({"agent joined", "asked for", "formed", "memory shared"})
+UNTOLD = frozenset({"agent joined", "asked for", "formed"})
 """Events that follow from others, or change nothing for those who train."""
 
 

@@ -14,6 +14,7 @@ from unisono.adapt.curvature_question import question_of
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
+from unisono.arguments import require_none_gone
 from unisono.device import choose_device, is_accelerator
 from unisono.errors import JobError
 from unisono.host.processor_paths import LEVEL
@@ -27,6 +28,7 @@ from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
 from unisono.train.config.run_config import (
     CHECKS,
+    SHARED_FROM,
     Adaptation,
     Communication,
     CoordinatorAccess,
@@ -34,7 +36,6 @@ from unisono.train.config.run_config import (
     FaultTolerance,
     Recording,
     RunConfig,
-    SplitUpdate,
     StrategyConstraints,
 )
 
@@ -82,18 +83,18 @@ def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int =
         JobError: an argument or a variable is out of range, or two of them exclude each other; says what to change.
     """
     told = _Told(environ)
+    require_none_gone(told)
     recording, tolerance = _recording(said, told, number), _fault_tolerance(said, told)
     communication = _communication(said, told, tolerance, number)
     device = choose_device(said["device"], communication.environment.local_rank)
     job = _job(said, told, BUCKET_MB_OF_DEVICES if is_accelerator(device) else BUCKET_MB)
-    split = _split_update(said, told, recording)
-    adaptation = _adaptation(said, told, job, recording, split)
+    adaptation = _adaptation(said, told, job, recording)
     return RunConfig(
         job,
         device,
         communication,
         tolerance,
-        _execution(said, told, tolerance, adaptation, split),
+        _execution(said, told, tolerance, adaptation, recording),
         recording,
         adaptation,
         stop_after=told.whole("UNISONO_STOP_AFTER"),
@@ -247,7 +248,6 @@ def _devices(said: Mapping[str, Any], told: _Told, coordinator: CoordinatorAcces
         "audit": bool(_first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)),
         "strategy": bool(said["strategy"] or told.get("UNISONO_STRATEGY")),
         "precision='fp16'": said["precision"] == "fp16",
-        "shard_optimizer=True": said["shard_optimizer"] is True or told.get("UNISONO_SHARD_OPTIMIZER") == "1",
     }
     if refused := [name for name, is_asked in asked.items() if is_asked]:
         raise JobError(
@@ -257,16 +257,7 @@ def _devices(said: Mapping[str, Any], told: _Told, coordinator: CoordinatorAcces
     return count
 
 
-def _split_update(said: Mapping[str, Any], told: _Told, recording: Recording) -> SplitUpdate:
-    texts: Mapping[str | None, SplitUpdate] = {None: "auto", "0": False, "1": True, "auto": "auto"}
-    if (text := told.get("UNISONO_SHARD_OPTIMIZER")) not in texts:
-        raise told.refusal("UNISONO_SHARD_OPTIMIZER", "use 0, 1 or auto")
-    # Whoever watches the optimizers of `unisono verify` wants to see them update whole tensors.
-    found: Any = _first(said["shard_optimizer"], texts[text])
-    return found if recording.trace is None else False
-
-
-def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recording, split: SplitUpdate) -> Adaptation:
+def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recording) -> Adaptation:
     policies = (*said["policies"], *_policies_from_outside(said, told, job))
     if policies:
         job.require_batch_size(f"policies={', '.join(policy.name for policy in policies)}")
@@ -274,7 +265,7 @@ def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recor
     return Adaptation(
         policies,
         strategy_of(said["strategy"] or told.get("UNISONO_STRATEGY") or AllReduce()),
-        StrategyConstraints(job.reduction, split is True, compares, job.precision == "fp16"),
+        StrategyConstraints(job.reduction, compares, job.precision == "fp16"),
         said["balance"] == "speed",
     )
 
@@ -304,7 +295,7 @@ def _execution(
     told: _Told,
     tolerance: FaultTolerance,
     adaptation: Adaptation,
-    split: SplitUpdate,
+    recording: Recording,
 ) -> Execution:
     overlap, every = told.switch("UNISONO_OVERLAP"), told.whole("UNISONO_MONITOR_EVERY")
     monitoring = said["monitor"]
@@ -329,9 +320,10 @@ def _execution(
         raise JobError(f"audit={short(audit)}: use a share between 0 and 1, such as 0.01")
     return Execution(
         _first(said["overlap"], overlap),
-        split,
         monitoring,
         CHECKS[checks],
         audit,
         looks=tolerance.verify_every is not None,
+        # Whoever watches the optimizers of `unisono verify` wants to see them update all that they have.
+        shared_from=SHARED_FROM if recording.trace is None else math.inf,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -108,11 +107,8 @@ class FaultTolerance:
     verify_every: int | None = 100
 
 
-SplitUpdate = bool | Literal["auto"]
-"""Whether updates are split; ``auto`` where they can be, and where that saves time."""
-
-SPLIT_FROM_MIB = 32
-"""Of parameters, from which on a split update saves more than the workers' meetings take: see docs/performance.md."""
+SHARED_FROM = 5e7
+"""Multiplications of an update of whole matrices or layers, from which on workers share them: one owner for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +117,19 @@ class Execution:
 
     Attributes:
         overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
-        shard_optimizer: whether the workers of a host share their parameters, and each updates a part of them; ``auto``
-            to do so where that can be.
-        split_from_mib: the MiB of parameters from which on ``auto`` splits updates.
         monitoring: the steps that are watched, and how closely.
         checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
         audit: the share of the shards that are computed again, from 0 to 1.
         looks: whether flipped bits in memory are looked for in every step.
+        shared_from: the multiplications of an update of whole matrices or layers from which on workers share them.
     """
 
     overlap: bool | None = None
-    shard_optimizer: SplitUpdate = False
     monitoring: Monitoring = field(default_factory=Monitoring)
     checked_bytes: int | None = CHECKS["some"]
     audit: float = 0.0
     looks: bool = False
-    split_from_mib: float = SPLIT_FROM_MIB
+    shared_from: float = SHARED_FROM
 
     def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
@@ -201,13 +194,11 @@ class StrategyConstraints:
 
     Attributes:
         reduction: the reduction of the job.
-        splits_update: whether the workers of a host share parameters, and each updates a part of them.
         compares_bits: whether somebody compares this run's bits with another one's.
         scales_losses: whether the workers agree on a factor of their losses in each step.
     """
 
     reduction: Reduction = "exact"
-    splits_update: bool = False
     compares_bits: bool = False
     scales_losses: bool = False
 
@@ -236,7 +227,7 @@ class StrategyConstraints:
                 f"precision='fp16': with strategy={str(strategy)!r} workers have weights of their own, and would scale "
                 f"their losses differently: use precision='bf16', or strategy='all-reduce'"
             )
-        strategy.require(workers, shards_optimizer=self.splits_update)
+        strategy.require(workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,9 +283,6 @@ class CollectiveCalls:
         self._bar = WITHIN
         try:
             yield
-        except WorkerLost:  # of a split update, which knows how far it has come
-            self._bar = ""
-            raise
         except BaseException as error:
             self._bar = HALFWAY.format(error=f"{type(error).__name__}: {str(error)[:400]}")
             raise

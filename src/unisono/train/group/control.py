@@ -22,9 +22,9 @@ MAX_METRICS = 16
 """How many metrics one loss function may log; the control word has one fixed size."""
 
 _TIMES = tuple(one.name for one in fields(Timings))
-_FLAG_NAMES = ("leave", "regroup", "again", "lost", "flipped", "written", "checkpoint", "diverges")
+_FLAG_NAMES = ("leave", "regroup", "again", "lost", "flipped", "checkpoint", "diverges")
 _FLAGS = len(_FLAG_NAMES)
-_HEADER = f"{_FLAGS}?{8 - _FLAGS}x{len(_TIMES)}d5Q"  # flags; times; digests and balances, with which nothing computes
+_HEADER = f"{_FLAGS}?{8 - _FLAGS}x{len(_TIMES)}d4Q"  # flags; times; a digest and balances, with which nothing computes
 _FIXED = 4  # loss, weight, squared norm, which metrics
 _ROW = _FIXED + MAX_METRICS
 
@@ -64,7 +64,6 @@ class StepReport:
         regroup: whether any worker knows of a new generation that is due.
         again: whether the step has to be computed once more, since a gradient came in several parts.
         lost: whether any worker's update before was computed from a gradient that memory had not kept.
-        written: whether any worker's script has written to weights that workers share, which it sees by itself alone.
         checkpoint: whether any worker was asked for a checkpoint.
         is_balanced: whether all that was read of partial sums is what was written.
         diverges: whether something of the reduced gradient is NaN or infinite.
@@ -79,7 +78,6 @@ class StepReport:
     regroup: bool
     again: bool
     lost: bool = False
-    written: bool = False
     checkpoint: bool = False
     diverges: bool = False
     is_balanced: bool = True
@@ -102,12 +100,10 @@ class Flags:
         again: one of its gradients came in several parts, so its sums are not to be used.
         lost: an update of its own was computed from a gradient that memory had not kept.
         flipped: a bit of what it alone looks at is another one than the update before has left.
-        written: its script has written to weights that workers share, which it sees by itself alone.
         checkpoint: it was asked for a checkpoint.
         diverges: something of the sums that it has finished is NaN or infinite.
         digest: a digest (64 bits) of the weights with which its shards were computed; 0 if nobody compares weights.
-        own: a digest (64 bits) of the state that no other worker holds; 0 if nobody compares it.
-        amiss: what these digests lack, if a bit has flipped, to be those of what the update before has left.
+        amiss: what that lacks, if a bit has flipped, to be the digest of what the update before has left.
         timings: the times that it measured.
         balance: the words of partial sums that it wrote, less those that it read.
     """
@@ -117,11 +113,9 @@ class Flags:
     again: bool = False
     lost: bool = False
     flipped: bool = False
-    written: bool = False
     checkpoint: bool = False
     diverges: bool = False
     digest: int = 0
-    own: int = 0
     amiss: int = 0
     timings: Timings = field(default_factory=Timings)
     balance: Balance = field(default_factory=Balance)
@@ -159,7 +153,7 @@ class ControlWord:
         numbers = form.pack(
             *_flags_of(flags),
             *_times_of(flags.timings),
-            *(flags.digest, flags.own, flags.amiss, balance % MODULUS, copies % PRIME),
+            *(flags.digest, flags.amiss, balance % MODULUS, copies % PRIME),
             *rows,
         )
         bits = np.packbits(np.array(used, dtype=bool)).tobytes()
@@ -180,14 +174,14 @@ class ControlWord:
 
 
 _TOLD = _FLAGS + len(_TIMES)
-_SHARDS = _TOLD + 5
+_SHARDS = _TOLD + 4
 
 
 def _flags(told: Sequence[Any]) -> Flags:
-    digest, own, amiss, *balance = told[_TOLD:_SHARDS]
+    digest, amiss, *balance = told[_TOLD:_SHARDS]
     timings = Timings(*told[_FLAGS:_TOLD])
     flags = dict(zip(_FLAG_NAMES, told[:_FLAGS], strict=True))
-    return Flags(**flags, digest=digest, own=own, amiss=amiss, timings=timings, balance=Balance(*balance))
+    return Flags(**flags, digest=digest, amiss=amiss, timings=timings, balance=Balance(*balance))
 
 
 @cache
@@ -241,7 +235,7 @@ class ControlWords:
             self.used,
             **{
                 flag: any(map(attrgetter(flag), self.flags))
-                for flag in ("leave", "regroup", "again", "lost", "written", "checkpoint", "diverges")
+                for flag in ("leave", "regroup", "again", "lost", "checkpoint", "diverges")
             },
             is_balanced=is_balanced(*zip(*(each.balance for each in self.flags), strict=True)),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,10 +12,10 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.checkpoint.quick_digest import Summing, flipped_bits, total_of, totals
+from unisono.checkpoint.quick_digest import Summing, combined, flipped_bits, totals
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.tensors import version_of
-from unisono.words import MODULUS, THIRDS, Sums
+from unisono.words import MODULUS, Sums
 
 MOST_FLIPPED = 2
 """Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``.
@@ -32,14 +32,12 @@ class Seen:
     """The state of a worker's memory when its shards are computed.
 
     Attributes:
-        common: a digest of what every worker has as well; 0 if nobody looks.
-        own: a digest of its part of the weights that workers share; 0 if there are none.
+        digest: a digest of weights and buffers; 0 if nobody looks.
         has_flipped: whether a bit of it is another one than the update before has left, and nobody has written it.
-        amiss: what the digests then lack to be those of what that update has left (modulo 2**64).
+        amiss: what the digest then lacks to be that of what that update has left (modulo 2**64).
     """
 
-    common: int = 0
-    own: int = 0
+    digest: int = 0
     has_flipped: bool = False
     amiss: int = 0
 
@@ -54,9 +52,7 @@ class AtRest:
     Args:
         weights: the weights.
         buffers: buffers, of which every worker has a copy at the beginning of each shard.
-        shared: the numbers of weights that the workers of this host share; of the others every worker has a copy.
-        parts: this worker's parts of those, each with the number of its weight.
-        state: a function that returns the optimizers' tensors of which there is no other copy.
+        state: a function that returns the optimizers' tensors.
         is_only: whether there is no other copy of any of it.
     """
 
@@ -64,22 +60,14 @@ class AtRest:
         self,
         weights: Sequence[Tensor],
         buffers: Buffers,
-        shared: Collection[int] = (),
-        parts: Sequence[tuple[int, Tensor]] = (),
-        state: Callable[[], Sequence[Tensor]] = tuple,
+        state: Callable[[], Sequence[Tensor]],
         *,
         is_only: bool,
     ) -> None:
-        self._buffers = buffers
-        self._weights = [weight for number, weight in enumerate(weights) if number not in shared]
-        self._numbers = [number for number in range(len(weights)) if number not in shared]
-        self._buffers_from, self._state, self._is_only = len(weights), state, is_only
-        self._parts, self._numbers_of_parts = [part for _, part in parts], [number for number, _ in parts]
-        self._seen = [weights[number] for number in self._numbers_of_parts]
+        self._weights, self._buffers, self._state, self._is_only = weights, buffers, state, is_only
         self._summing, self._noting = Summing(), Summing()
         self._left: Sums | None = None  # of each tensor the sums of its thirds
         self._asked: Callable[[], Sums] | None = None  # for them, and nobody has waited yet
-        self._whole_from = 0  # the first one of which only the total is known
         self._written: list[int] = []
 
     def first(self) -> None:
@@ -96,9 +84,9 @@ class AtRest:
             self.note()
         elif written != self._written:
             # What the script has written stays as it is now: a bit of it that flips from here on is found as any other.
-            sums = self._sums_of(self._noting.thirds(self._present()))
-            self._left = sums if (left := self._known()) is None else np.where(self._unwritten(written), left, sums)
-            self._written = written
+            left, sums = self._known(), self._noting.thirds(self._present())
+            assert left is not None, "an update has left it"
+            self._left, self._written = np.where(self._unwritten(written), left, sums), written
 
     def look(self) -> Callable[[], Seen]:
         """All shards are computed, and nothing is committed: ask what is there now.
@@ -106,34 +94,27 @@ class AtRest:
         Returns:
             a function that waits for the answer.
         """
-        buffers = self._buffers.begun()
-        numbers = [*self._numbers, *range(self._buffers_from, self._buffers_from + len(buffers))]
-        asked = self._summing.asked([*self._weights, *buffers, *self._parts, *(self._state() if self._is_only else ())])
+        compared = [*self._weights, *self._buffers.begun()]
+        count, state = len(compared), self._state() if self._is_only else ()
+        asked = self._summing.asked([*compared, *state])
 
         def seen() -> Seen:
             thirds = asked()
-            common, own = self._digests(thirds, numbers)
+            digest = combined(totals(thirds)[:count])
             if (left := self._known()) is None or not self._has_flipped(thirds):
-                return Seen(common, own)
-            amiss = sum(self._digests(left, numbers)) - common - own
-            return Seen(common, own, has_flipped=True, amiss=amiss % MODULUS)
+                return Seen(digest)
+            amiss = combined(totals(left)[:count]) - digest
+            return Seen(digest, has_flipped=True, amiss=amiss % MODULUS)
 
         return seen
 
-    def note(self, sums: Sequence[int] | None = None) -> None:
-        """An update is done: everything stays as it is until the next one.
-
-        Args:
-            sums: the sums of parts and state, if they were read in the update.
-        """
+    def note(self) -> None:
+        """An update is done: everything stays as it is until the next one."""
         if not self._is_only:
             return
         now = self._present()
         self._written = self._writes(now)
-        self._whole_from = len(now) - len(sums or ())
-        asked = self._noting.asked(now[: self._whole_from])
-        further = [] if sums is None else [_only_totals(np.array(sums, np.uint64))]
-        self._left, self._asked = None, lambda: np.concatenate([asked(), *further])
+        self._left, self._asked = None, self._noting.asked(now)
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
@@ -143,18 +124,8 @@ class AtRest:
             return False
         return self._has_flipped(self._summing.thirds(now), self._unwritten(written))
 
-    def _digests(self, thirds: Sums, numbers: Sequence[int]) -> tuple[int, int]:
-        """Of what every worker has, by number, and of this one's parts."""
-        sums, count = totals(thirds), len(numbers)
-        parts = sums[count : count + len(self._parts)]
-        return total_of(sums[:count], numbers), total_of(parts, self._numbers_of_parts)
-
-    def let_go(self) -> None:
-        """Hold no tensor's memory until the next look."""
-        self._summing, self._noting = Summing(), Summing()
-
     def _present(self) -> list[Tensor]:
-        return [*self._weights, *self._buffers.present(), *self._parts, *self._state()]
+        return [*self._weights, *self._buffers.present(), *self._state()]
 
     def _writes(self, now: Sequence[Tensor]) -> list[int]:
         """Which tensors these are, and how often torch says that each was written."""
@@ -162,9 +133,6 @@ class AtRest:
             versions = [*map(_VERSION, now)]
         except RuntimeError:
             versions = [*map(version_of, now)]  # which says what is wrong
-        start = len(self._weights) + len(self._buffers)
-        for number, weight in enumerate(self._seen, start):  # what the script writes to: it does not see the parts
-            versions[number] += weight._version
         return [*map(id, now), *versions]
 
     def _unwritten(self, written: Sequence[int]) -> npt.NDArray[np.bool_]:
@@ -176,24 +144,13 @@ class AtRest:
     def _has_flipped(self, thirds: Sums, looked_at: npt.NDArray[np.bool_] | bool = True) -> bool:
         if (left := self._known()) is None:
             return False
-        return 0 < flipped_bits(left, np.where(looked_at, self._sums_of(thirds), left)) <= MOST_FLIPPED
+        return 0 < flipped_bits(left, np.where(looked_at, thirds, left)) <= MOST_FLIPPED
 
     def _known(self) -> Sums | None:
         """What the last update has left, now that somebody wants to know it."""
         if self._asked is not None:
             self._left, self._asked = self._asked(), None
         return self._left
-
-    def _sums_of(self, thirds: Sums) -> Sums:
-        start = self._whole_from
-        return np.concatenate([thirds[:start], _only_totals(totals(thirds[start:]))])
-
-
-def _only_totals(sums: Sums) -> Sums:
-    """Rows of thirds, of which the first has all."""
-    found = np.zeros((len(sums), THIRDS), np.uint64)
-    found[:, 0] = sums
-    return found
 
 
 def kept_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:

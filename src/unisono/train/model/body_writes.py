@@ -73,10 +73,6 @@ class BodyWrites:
         now = self._summing.thirds(self._all())
         return len(now) != len(self._sums) or flipped_bits(self._sums, now) > MOST_FLIPPED
 
-    def let_go(self) -> None:
-        """Hold no tensor's memory until the next comparison."""
-        self._summing = Summing()
-
     def _all(self) -> list[Tensor]:
         return [*self._weights, *self._buffers(), *self._kept()]
 

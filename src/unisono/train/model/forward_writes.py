@@ -64,9 +64,5 @@ class ForwardWrites:
                 f"after step.run; instead of max_norm of an embedding, renormalise its weight there"
             )
 
-    def let_go(self) -> None:
-        """Hold no tensor's memory until the next comparison."""
-        self._summing = Summing()
-
     def _marked(self) -> list[int]:
         return [*map(Tensor.data_ptr, self._weights), *map(_VERSION, self._counted)]

@@ -158,18 +158,6 @@ def tell_schedulers(optimizers: Sequence[Optimizer]) -> None:
 class Update:
     """Every worker updates all parameters."""
 
-    bytes_shared = 0
-    has_flipped = False
-
-    def begin(self, is_right: Callable[[], bool]) -> None:
-        """Nothing can have happened to them."""
-
-    def sums(self) -> None:
-        """What is updated is yet to be read."""
-
-    def require_whole(self) -> None:
-        """They always are."""
-
     def work_out(self, optimizers: Sequence[Optimizer]) -> None:
         """Work out together what can be before anything changes: nothing. Collective."""
 
@@ -177,20 +165,3 @@ class Update:
         """Run the optimizers."""
         for optimizer in optimizers:
             optimizer.step()
-
-    def finish(self) -> None:
-        """All that ``apply`` has begun is done."""
-
-    def in_memory(self, tensor: Tensor) -> Tensor:
-        """All tensors are this worker's own."""
-        return tensor
-
-    def must_part(self) -> bool:
-        """There is nothing to part with."""
-        return False
-
-    def part(self) -> None:
-        """Each worker has its own."""
-
-    def close(self) -> None:
-        """Nothing was moved."""

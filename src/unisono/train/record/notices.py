@@ -36,8 +36,7 @@ class Notices(Listener):
         self._folder, self._membership = folder, membership
         self._prepared: Prepared | None = None
         self._told_of_scheduler = False
-        self._bytes_shared = self._skipped = 0
-        self._why_whole = ""
+        self._skipped = 0
         self._unheld: set[str] = set()
 
     def prepared(self, prepared: Prepared, step: int) -> None:
@@ -133,12 +132,6 @@ class Notices(Listener):
             f"should, {once}"
         )
 
-    def update_planned(self, why_whole: str) -> None:
-        """Why updates are not split; once, as long as it is the same."""
-        if why_whole and why_whole != self._why_whole and self._membership.is_main:
-            self._folder.journal("update not split", why=why_whole)
-        self._why_whole = why_whole
-
     def went_back(self, reached: int, step: int, doubt: Doubt) -> None:
         """The run has gone back to an older state, and computes the steps after it again.
 
@@ -163,13 +156,10 @@ class Notices(Listener):
             self._folder.journal("topology", **about)
 
     def call_counted(self, call: Call, counted: Counted) -> None:
-        """More memory is shared by the workers of a host, or a step is left out."""
+        """A step is left out."""
         self._skipped = 0 if counted.skipped is None else self._skipped + 1
         if not self._membership.is_main:
             return
-        if counted.bytes_shared > self._bytes_shared:  # the optimizers make their state in the first step
-            self._folder.journal("memory shared", mib_per_host=round(counted.bytes_shared / 2**20, 1))
-        self._bytes_shared = counted.bytes_shared
         if (report := counted.skipped) is not None:
             shards = [shard for shard, part in enumerate(report.shards) if not math.isfinite(part.loss)]
             self._folder.journal("skipped", step=call.step, shards=shards, why=counted.why)

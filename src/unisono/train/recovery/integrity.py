@@ -152,7 +152,7 @@ class Integrity:
         if found is Verdict.WRONG:
             return self._wrong(place, flags)
         if found is Verdict.RIGHT:
-            return found, self._follow(place, (flags[0].digest + sum(each.own for each in flags)) % MODULUS)
+            return found, self._follow(place, flags[0].digest)
         return found, nothing
 
     def _follow(self, place: Place, digest: int) -> Note:
@@ -169,7 +169,7 @@ class Integrity:
         return note
 
     def _wrong(self, place: Place, flags: Sequence[Flags]) -> tuple[Verdict, Note]:
-        said = [number for each in flags for number in (each.digest, each.own, each.amiss)]
+        said = [number for each in flags for number in (each.digest, each.amiss)]
         flipped = [rank for rank, each in enumerate(flags) if each.flipped]
         if flipped and self.known.wrong.get(place) == said:
             return self._believe(place, flags)
@@ -332,8 +332,8 @@ def _unflipped(flags: Sequence[Flags]) -> list[Flags]:
 
 def _right_ones(said: Sequence[int]) -> set[int]:
     """The digests of which one was right, where workers have said of theirs that some were wrong."""
-    own, amiss = sum(said[1::3]), sum(said[2::3])
-    return {(common + own + more) % MODULUS for common in said[::3] for more in (0, amiss)}
+    amiss = sum(said[1::2])
+    return {(digest + more) % MODULUS for digest in said[::2] for more in (0, amiss)}
 
 
 def _differs(place: Place, what: str) -> JobMismatch:

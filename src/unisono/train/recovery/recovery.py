@@ -72,14 +72,9 @@ class Snapshots:
         self._tell_of_scheduler()
 
     def take(self) -> Snapshot:
-        """The state.
-
-        Raises:
-            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
-        """
+        """The state."""
         self.settle()
         self._tell_of_scheduler()
-        self._steps.require_whole()
         return self._trained.capture()
 
     def save_if_due(self, verified: Digests | None) -> None:
@@ -250,7 +245,7 @@ class Recovery(Recovers):
     def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
         """Some workers hold another state than most: they get the right one. Collective."""
         failpoint("heal begins")
-        self._steps.drop()  # what workers share, each would set
+        self._steps.drop()  # before weights are set, which is no write of the script
         hosts = workers.gather_json(platform.node())
         odd, step = sorted(transfer.behind), self._trained.progress.position.step
         self._listeners.tell(lambda one: one.healed(step, what, odd, [hosts[rank] for rank in odd]))

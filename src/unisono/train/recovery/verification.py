@@ -156,14 +156,12 @@ class Verification:
             raise JobMismatch(f"{doubt.why}: {START_AGAIN}")
         return verified
 
-    def require_whole(self, rank: int) -> None:
-        """Refuse weights that were updated by halves, or by a wrong gradient that no comparison can find.
+    def require_kept(self, rank: int) -> None:
+        """Refuse weights that were updated with a wrong gradient, which no comparison can find.
 
         Raises:
             MemoryFault: an update of this worker was made from a gradient that memory had not kept.
-            WorkerLost: a worker was lost in the middle of an update.
         """
-        self._steps.require_whole()
         if self._steps.has_lost and not self._integrity.is_on:
             raise MemoryFault(
                 f"rank {rank} made an update from a gradient that memory had not kept, so the weights are "
@@ -212,9 +210,7 @@ class Verification:
             return Change(self._integrity.give_way((step, 0), f"after {step} steps {flipped_in(flipped)}"))
         held = [tuple(own) for own, *_ in told]
         found = verdict(held)
-        # One copy that workers read differently has changed in between.
-        can_heal = found is Verdict.HEALING and not (self._steps.shares_weights or is_healed)
-        if can_heal and (transfer := healing(held)) is not None:
+        if found is Verdict.HEALING and not is_healed and (transfer := healing(held)) is not None:
             self._collectives.recovery.heal(workers, transfer, "state")
             # Registered objects may have been made of the state that was wrong: an average of the weights, say.
             return self._compare(workers, weights_only=weights_only, is_healed=True)
@@ -254,7 +250,7 @@ class Verification:
         return make
 
     def _set_back(self, snapshot: Snapshot) -> None:
-        self._steps.drop()  # what workers share, each would set
+        self._steps.drop()  # before weights are set, which is no write of the script
         self._steps.forget()
         self._trained.go_back(snapshot)
 

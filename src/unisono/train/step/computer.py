@@ -60,10 +60,6 @@ class StepComputer(Protocol):
         """Whether nobody knows beforehand which shards are its own."""
 
     @property
-    def shares_weights(self) -> bool:
-        """Whether the weights lie in memory that workers share."""
-
-    @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
 
@@ -133,10 +129,3 @@ class StepComputer(Protocol):
 
     def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
-
-    def require_whole(self) -> None:
-        """Refuse weights that cannot be gone on from.
-
-        Raises:
-            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
-        """

@@ -60,11 +60,6 @@ class CurrentSteps:
         return self._computer is not None and self._computer.is_open
 
     @property
-    def shares_weights(self) -> bool:
-        """Whether the weights lie in memory that workers share."""
-        return self._computer is not None and self._computer.shares_weights
-
-    @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
         return self._computer is not None and self._computer.has_lost
@@ -134,15 +129,6 @@ class CurrentSteps:
     def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._computer is not None and self._computer.log(name, value)
-
-    def require_whole(self) -> None:
-        """Refuse weights that cannot be gone on from.
-
-        Raises:
-            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
-        """
-        if self._computer is not None:
-            self._computer.require_whole()
 
     def follow(self, collectives: CollectiveCalls) -> None:
         """Policies may have chosen another strategy."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _TOLD = tuple[list[ShardReport], list[bool], Flags, tuple[int, int]]
 
-_ANY = ("leave", "regroup", "again", "lost", "flipped", "written", "checkpoint", "diverges")
+_ANY = ("leave", "regroup", "again", "lost", "flipped", "checkpoint", "diverges")
 """Flags that hold for a worker if they hold for one of its devices."""
 
 
@@ -88,7 +88,6 @@ def _merged(flags: Sequence[Flags], balances: Sequence[tuple[int, int]]) -> Flag
     return Flags(
         **{name: any(getattr(each, name) for each in flags) for name in _ANY},
         digest=sum(each.digest for each in flags) % MODULUS,
-        own=sum(each.own for each in flags) % MODULUS,
         amiss=sum(each.amiss for each in flags) % MODULUS,
         timings=flags[0].timings,
         balance=Balance(*(sum(each) for each in zip(*balances, strict=True))),

@@ -36,7 +36,6 @@ from unisono.train.step.call import Call, global_norm
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
 from unisono.train.step.report_exchange import ReportExchange
-from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.shard_passes import ShardPasses
 from unisono.train.step.step_update import Attempt, StepUpdate
 
@@ -65,8 +64,6 @@ class StepEngine:
         repeats: a function that is called before a step is computed again, since memory did not keep what was written.
         has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
         survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
-        memory: the memory in which the script sees what the workers of a host share; by default a new one.
-        stays_whole: a function that gets the reason for which updates are not split for now.
         spans: the worker's spans, if they are kept.
 
     Attributes:
@@ -90,8 +87,6 @@ class StepEngine:
         repeats: Callable[[int], None] = lambda step: None,
         has_lost: bool = False,
         survives: bool = False,
-        memory: ScriptMemory | None = None,
-        stays_whole: Callable[[str], None] = lambda why: None,
         spans: Spans | None = None,
     ) -> None:
         self._job, self._workers, self._prepared, self._execution = job, workers, prepared, execution
@@ -121,9 +116,6 @@ class StepEngine:
             scaled=scaled,
             has_lost=has_lost,
             survives=survives,
-            memory=memory or ScriptMemory(),
-            moves=self.passes.let_go,
-            stays_whole=stays_whole,
             not_finite=self.passes.not_finite,
             spans=spans,
         )
@@ -157,8 +149,7 @@ class StepEngine:
         self._buffers.rewind()
 
     def close(self) -> None:
-        """Let go of the model's parameters, of memory that workers share, and of the thread."""
-        self.update.close()
+        """Let go of the model's parameters, and of the thread."""
         self._reducer.close()
         self._forget_gradients()
 
@@ -184,11 +175,9 @@ class StepEngine:
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
             attempt.findings = findings
-            if attempt.report.written:
-                self.update.part()  # then all compare what they have
-            elif attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
+            if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
                 return attempt  # whoever computes with wrong weights is no worse a processor for that
-            elif attempt.report.again:
+            if attempt.report.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
                 self._repeats(call.step)
@@ -229,7 +218,6 @@ class StepEngine:
             own,
             again=gradients.came_twice,
             lost=self.update.has_lost,
-            written=self.update.must_part,
             diverges=not finite(),
             balance=Balance(gradients.balance, gradients.copies),
         )

@@ -27,7 +27,6 @@ class Counted:
         generation: the number of the generation that made it.
         seconds: the seconds that it took, by part.
         shards: the number of this worker's shards.
-        bytes_shared: the number of bytes that the workers of this host hold together.
         skipped: the report of a call whose update was left out, since its loss or gradient is no number.
         why: the loss or gradient that is no number, in words; empty if the update is made.
     """
@@ -35,7 +34,6 @@ class Counted:
     generation: int
     seconds: Mapping[str, float]
     shards: int
-    bytes_shared: int
     skipped: StepReport | None
     why: str = ""
 
@@ -90,9 +88,6 @@ class Listener:
 
     def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
         """A call of ``step.run`` is over."""
-
-    def update_planned(self, why_whole: str) -> None:
-        """Updates may be split: why they are not in this generation; empty if they are."""
 
     def round_ended(self, told: Sequence[Mapping[str, Any]], strategy: str) -> None:
         """All workers have the same weights again, and have told what they did since."""

@@ -144,12 +144,9 @@ class OwnedUpdate(Update):
 
 _Announced = tuple[bool, Any, list[str], list[Form], list[tuple[int, int, dict[str, Any]]]]
 
-LEAST = 5e7
-"""Multiplications of an update, by :func:`~unisono.train.model.whole_matrix.products`, from which on it is shared."""
-
 
 def whole_update(prepared: Prepared, workers: Workers, execution: Execution) -> Update:
-    """The update of workers that share no memory: whole matrices have owners, where that is said or saves time."""
+    """The update of a job's workers: whole matrices have owners, where that saves time."""
     matrices = [
         (one, parameter)
         for one in prepared.optimizers
@@ -159,8 +156,7 @@ def whole_update(prepared: Prepared, workers: Workers, execution: Execution) -> 
     ]
     is_sliced = any(held_whole(parameter) is not None for _, parameter in matrices)
     multiplications = sum(products(tuple(each.shape)) for _, each in matrices)
-    is_worth = is_sliced or execution.shard_optimizer is True or multiplications >= LEAST
-    shares = workers.world_size > 1 and bool(execution.shard_optimizer) and is_worth
+    shares = workers.world_size > 1 and (is_sliced or multiplications >= execution.shared_from)
     if not matrices or not (is_sliced or shares):
         return Update()
     if _has_shared_parameters(prepared.optimizers):

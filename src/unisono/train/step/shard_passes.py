@@ -170,10 +170,6 @@ class ShardPasses:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._forward.log(name, value)
 
-    def let_go(self) -> None:
-        """Hold no weight's memory until the next call."""
-        self._writes.let_go()
-
     @property
     def rounds(self) -> Sequence[Round]:
         """The rounds of this worker's shards."""

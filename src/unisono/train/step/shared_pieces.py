@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from unisono.plan.owners import owners_of
 from unisono.train.group.workers import Workers
 from unisono.train.model.shared_work import Piece, SharingOptimizer
-from unisono.train.step.owned_update import LEAST
 from unisono.train.step.tensor_trees import forms_of, row_of, size_of, tensors_in
 
 
@@ -19,11 +18,11 @@ class SharedPieces:
 
     Args:
         workers: the workers that share the work.
-        wanted: whether they do: always, never, or where it saves time ("auto").
+        least: the multiplications of a step from which on they do.
     """
 
-    def __init__(self, workers: Workers, wanted: bool | str) -> None:
-        self._workers, self._wanted = workers, wanted
+    def __init__(self, workers: Workers, least: float) -> None:
+        self._workers, self._least = workers, least
         self._found: dict[int, dict[int, Piece]] = {}
 
     @torch.no_grad()
@@ -41,9 +40,7 @@ class SharedPieces:
                 one.given = self._found.pop(number, {})
 
     def _is_worth(self, costs: Sequence[float]) -> bool:
-        if self._workers.world_size == 1 or not self._wanted or not costs:
-            return False
-        return self._wanted is True or sum(costs) >= LEAST
+        return self._workers.world_size > 1 and bool(costs) and sum(costs) >= self._least
 
     def _exchanged(self, optimizer: SharingOptimizer, owners: Sequence[int]) -> dict[int, Piece]:
         rank, ranks = self._workers.rank, range(self._workers.world_size)

@@ -99,8 +99,7 @@ class Step:
         Raises:
             LossError: the loss is no scalar, NaN or infinite; names step, shard and rank.
             ModelError: a sparse gradient, or a model that changed after ``prepare``.
-            JobError: ``update`` is no function, makes a collective call, or cannot be had with the strategy or with
-                ``shard_optimizer=True``.
+            JobError: ``update`` is no function, makes a collective call, or cannot be had with the strategy.
             NondeterministicOperation: names the operation.
             WorkerLost: another worker is gone.
         """

@@ -28,11 +28,8 @@ from unisono.train.state.loss_scale import LEAST
 from unisono.train.step.call import Call
 from unisono.train.step.gradients import Gradients
 from unisono.train.step.owned_update import whole_update
-from unisono.train.step.script_memory import ScriptMemory
-from unisono.train.step.sharded_update import ShardedUpdate
 from unisono.train.step.shared_pieces import SharedPieces
 from unisono.train.step.weights_watch import WeightsWatch
-from unisono.train.step.why_whole import why_whole
 
 
 @dataclass(slots=True)
@@ -69,15 +66,11 @@ class StepUpdate:
         scaled: a context manager that changes the optimizers' learning rates for an update.
         has_lost: whether an update was made earlier from a gradient that memory had not kept.
         survives: whether this worker goes on when others are lost.
-        memory: the memory in which the script sees what the workers of a host share.
-        moves: a function that is called when weights are about to lie elsewhere.
-        stays_whole: a function that gets the reason for which updates are not split for now.
         not_finite: a function that finds this worker's first shard whose gradient is not finite.
         spans: the worker's spans, if they are kept.
 
     Attributes:
         has_lost: whether such an update was made, here or earlier.
-        why_whole: the reason for which each worker makes whole updates; empty if they split them.
         watch: what this worker sees of its weights between two updates.
     """
 
@@ -95,88 +88,25 @@ class StepUpdate:
         scaled: Scaled,
         has_lost: bool,
         survives: bool,
-        memory: ScriptMemory,
-        moves: Callable[[], None],
-        stays_whole: Callable[[str], None],
         not_finite: Callable[[Call, Gradients], tuple[int, int, float] | None],
         spans: Spans | None,
     ) -> None:
         self._not_finite, self._device = not_finite, workers.device
         self._last: tuple[StreamMoment, StreamMoment] | None = None
         self._job, self._workers, self._prepared, self._buffers = job, workers, prepared, buffers
-        self._rank, self._norm_of, self._scaled, self._moves, self._spans = rank, norm_of, scaled, moves, spans
+        self._rank, self._norm_of, self._scaled, self._spans = rank, norm_of, scaled, spans
         self.has_lost = has_lost
-        self._update: Update | ShardedUpdate = update or whole_update(prepared, workers, execution)
-        self._pieces = SharedPieces(workers, execution.shard_optimizer)
-        self.why_whole = (
-            why_whole(prepared, workers, execution, survives=survives)
-            if update is None
-            else "the strategy makes the update"
-        )
-        if not self.why_whole:
-            self._update = ShardedUpdate(
-                prepared,
-                workers.transport,
-                job.bucket_bytes,
-                memory,
-                moves=self._let_go,
-                moved=self._look_anew,
-                stays_whole=stays_whole,
-                looks=execution.looks,
-                survives=survives,
-            )
+        self._update = update or whole_update(prepared, workers, execution)
+        self._pieces = SharedPieces(workers, execution.shared_from)
         self.watch = WeightsWatch(
-            prepared,
-            buffers,
-            self._update,
-            is_only=workers.world_size == 1,
-            looks=execution.looks,
-            survives=survives,
+            prepared, buffers, is_only=workers.world_size == 1, looks=execution.looks, survives=survives
         )
 
     def begin(self) -> None:
         """A call is about to be computed."""
         self.watch.call_begins()
-        self._update.begin(lambda: not self.watch.has_flipped)
         self._buffers.begin()
         self.watch.attempt_begins()
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the script has changed since the last update what that has left."""
-        return self.watch.is_written or self.must_part
-
-    @property
-    def must_part(self) -> bool:
-        """Whether the script has written to what workers share, so that each needs what it has for itself."""
-        return self._update.must_part()
-
-    def part(self) -> None:
-        """Each worker goes on with weights and state of its own."""
-        self._update.part()
-
-    @property
-    def bytes_shared(self) -> int:
-        """What the workers of this host keep together, once, instead of one by one: parameters and optimizer state."""
-        return self._update.bytes_shared
-
-    def in_memory(self, tensor: Tensor) -> Tensor:
-        """A tensor of the script where it really lies: workers of a host may share that memory."""
-        return self._update.in_memory(tensor)
-
-    def require_whole(self) -> None:
-        """Refuse weights that cannot be gone on from.
-
-        Raises:
-            WorkerLost: a worker was lost in the middle of an update, and the weights are half updated.
-        """
-        self._update.require_whole()
-
-    def close(self) -> None:
-        """Let go of the model's parameters."""
-        self._update.close()
-        self.has_lost |= self._update.has_flipped
-        self._let_go()
 
     def work_out(self, call: Call, attempt: Attempt) -> Callable[[], None] | None:
         """Work out the update of an attempt, on every worker alike. Collective; changes neither weights nor buffers.
@@ -214,7 +144,7 @@ class StepUpdate:
             self._workers.transport.settle()
             self._workers.devices.settle()
 
-        gradients.show()
+        gradients.show()  # before the last look, which is to find what flips then
         self.watch.look_last()
         if norm is not None and not math.isfinite(length := float(norm.values())):
             self._refused(call, attempt, f"the norm of the gradient is {length}")
@@ -230,10 +160,8 @@ class StepUpdate:
                     self._update.apply(call.optimizers)
                 else:
                     self._make_own(call.update, call.optimizers, attempt)
-                self.watch.note(self._update.sums())  # before others can read or write what it has updated
-                self._update.finish()
+                self.watch.note()
             # Only now, when nobody reads it any more: so it was right whenever it was read.
-            self.has_lost |= self._update.has_flipped
             self.has_lost |= not changes and not gradients.has_kept()
             if call.update is None:  # which leaves gradients as it wants to
                 gradients.release(used)
@@ -258,9 +186,8 @@ class StepUpdate:
             raise NonFiniteLoss(f"step {call.step}: {trouble}")
 
     def _make_own(self, update: OwnUpdate, optimizers: Sequence[Optimizer], attempt: Attempt) -> None:
-        """Let the script make the update, of weights that are this worker's own."""
+        """Let the script make the update."""
         self.has_lost |= not attempt.gradients.has_kept()
-        self._update.part()
         update.make(attempt.report.loss, optimizers, self._scaled)
 
     def _clipped(self, call: Call, gradients: Gradients) -> HostRead | None:
@@ -335,15 +262,6 @@ class StepUpdate:
     def _is_faulty(self) -> bool:
         """Whether one worker's memory is to blame for what was computed, as it says next."""
         return self.watch.looks_last and (self.has_lost or self.watch.has_flipped)
-
-    def _let_go(self) -> None:
-        """What lies in memory may move: hold nothing of it."""
-        self._moves()
-        self.watch.let_go()
-
-    def _look_anew(self) -> None:
-        """It lies elsewhere now."""
-        self.watch.look_anew()
 
 
 def _named(gradients: Gradients, found: tuple[int, float] | None) -> tuple[str, str] | None:

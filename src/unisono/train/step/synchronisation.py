@@ -108,8 +108,7 @@ class WorkerReport:
             self._membership.is_due,
             flipped=seen.has_flipped,
             checkpoint=self._membership.wants_checkpoint,
-            digest=seen.common,
-            own=seen.own,
+            digest=seen.digest,
             amiss=seen.amiss,
             timings=self._timer.timings(formed_s, self._checkpoints.seconds),
         )

@@ -14,9 +14,7 @@ from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import UpdateCause
 from unisono.train.model.places import Placed
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.update import Update
 from unisono.train.step.call import Call
-from unisono.train.step.sharded_update import ShardedUpdate
 
 
 class WeightsWatch:
@@ -25,7 +23,6 @@ class WeightsWatch:
     Args:
         prepared: models and optimizers.
         buffers: what shards make of the buffers.
-        update: what makes the updates.
         is_only: whether no other worker has the weights.
         looks: whether flipped bits are looked for.
         survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
@@ -35,18 +32,18 @@ class WeightsWatch:
         self,
         prepared: Prepared,
         buffers: Buffers,
-        update: Update | ShardedUpdate,
         *,
         is_only: bool,
         looks: bool,
         survives: bool,
     ) -> None:
-        self._prepared, self._buffers, self._update, self._is_only = prepared, buffers, update, is_only
-        self._weights, self._kept = list(prepared.weights().values()), partial(kept_by, prepared.optimizers)
+        self._prepared, self._is_only = prepared, is_only
+        weights, kept = list(prepared.weights().values()), partial(kept_by, prepared.optimizers)
         self._cause = UpdateCause() if survives and not is_only else None
-        self._body = BodyWrites(self._weights, lambda: [place.tensor for place in prepared.buffers], self._kept)
-        self._at_rest = self._looking() if looks else None
+        self._body = BodyWrites(weights, lambda: [place.tensor for place in prepared.buffers], kept)
+        self._at_rest = AtRest(weights, buffers, kept, is_only=is_only) if looks else None
         self._looked: Callable[[], Seen] | None = None
+        self._is_on_accelerator = any(is_accelerator(weight.device) for weight in weights)
 
     def step_begins(self) -> None:
         """A step begins: from now on only updates and the script change the state."""
@@ -70,7 +67,7 @@ class WeightsWatch:
 
     def look_last(self) -> None:
         """All is worked out: ask a device now, if this is the last look, for what :meth:`looked_last` tells."""
-        if self.looks_last and is_accelerator(self._weights[0].device):
+        if self.looks_last and self._is_on_accelerator:
             self._looked = self.look()
 
     @property
@@ -86,8 +83,7 @@ class WeightsWatch:
         return [
             replace(
                 own,
-                digest=seen.common,
-                own=seen.own,
+                digest=seen.digest,
                 flipped=own.flipped or seen.has_flipped,
                 amiss=seen.amiss,
             )
@@ -111,7 +107,7 @@ class WeightsWatch:
 
     def cause(self, call: Call) -> UpdateCause | None:
         """What a worker that is behind needs to make the update of a call by itself, once it is made here."""
-        is_needed = call.update is not None or (self._body.needs_cause and not self._update.bytes_shared)
+        is_needed = call.update is not None or self._body.needs_cause
         return self._cause if is_needed else None
 
     def keep(self, cause: UpdateCause | None, call: Call, loss: float, placed: Placed) -> None:
@@ -121,37 +117,12 @@ class WeightsWatch:
         elif self._cause is not None:
             self._cause.let_go()
 
-    def note(self, sums: Sequence[int] | None) -> None:
-        """An update is made, and nobody else can read or write yet what it has updated.
-
-        Args:
-            sums: the sums of what it has updated, if it has read them.
-        """
+    def note(self) -> None:
+        """An update is made: everything stays as it is until the next one."""
         if self._at_rest is not None:
-            self._at_rest.note(sums)
+            self._at_rest.note()
 
     def committed(self) -> None:
         """An update is done: what changes now, the script changes."""
         if self._cause is not None:
             self._body.committed()
-
-    def let_go(self) -> None:
-        """What this worker looks at may move: hold nothing of it."""
-        self._body.let_go()
-        if self._at_rest is not None:
-            self._at_rest.let_go()
-
-    def look_anew(self) -> None:
-        """What this worker looks at lies in other memory now."""
-        if self._at_rest is not None:
-            self._at_rest = self._looking()
-
-    def _looking(self) -> AtRest:
-        """Where workers share the weights, each looks at its own part."""
-        update = self._update
-        if not isinstance(update, ShardedUpdate) or not update.is_shared:
-            return AtRest(self._weights, self._buffers, state=self._kept, is_only=self._is_only)
-        places = {id(weight): number for number, weight in enumerate(self._weights)}
-        parts = [(places[id(parameter)], part) for parameter, part in update.parts]
-        shared = {places[id(parameter)] for parameter in self._prepared.parameters.values()}
-        return AtRest(self._weights, self._buffers, shared, parts, update.kept, is_only=True)

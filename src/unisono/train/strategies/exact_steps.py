@@ -9,8 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 from zlib import crc32
 
-from torch import Tensor
-
 from unisono.adapt.curvature import Curvature
 from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.adapt.view import Setting
@@ -39,7 +37,6 @@ from unisono.train.step.engine import StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
 from unisono.train.step.measured_calls import MeasuredCalls
 from unisono.train.step.owned_update import own_update_of
-from unisono.train.step.script_memory import ScriptMemory
 from unisono.train.step.step import Step
 from unisono.train.step.step_update import Attempt
 from unisono.train.step.synchronisation import WorkerReport
@@ -80,8 +77,6 @@ class ExactSteps:
     is_open: ClassVar[bool] = False
     shares_work: ClassVar[bool] = False
     _had_lost: bool = field(default=False, init=False)  # in an engine before
-    _memory: ScriptMemory = field(default_factory=ScriptMemory, init=False)
-    _is_whole_told: bool = field(default=False, init=False)  # in this generation
     _seconds: Mapping[str, float] = field(default_factory=dict, init=False)
 
     @property
@@ -94,14 +89,8 @@ class ExactSteps:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
         return self.engine is not None and self.engine.update.watch.has_flipped
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether the weights lie in memory that workers share."""
-        return self.engine is not None and self.engine.update.bytes_shared > 0
-
     def make(self, workers: Workers) -> None:
         """Begin in a generation. Collective."""
-        self._is_whole_told = False
         self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
         self.engine = StepEngine(
             self.config.job,
@@ -114,17 +103,13 @@ class ExactSteps:
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
             has_lost=self._had_lost,
             survives=self.membership.is_elastic,
-            memory=self._memory,
-            stays_whole=self._stays_whole,
             spans=self.spans,
         )
-        if self.config.execution.shard_optimizer and workers.world_size > 1:
-            self._stays_whole(self.engine.update.why_whole)
 
     def drop(self) -> None:
         """The generation is over, or the strategy."""
         if self.engine is not None:
-            self.was_written = self.engine.update.is_written
+            self.was_written = self.engine.update.watch.is_written
             self.engine.close()
             self._had_lost = self.engine.update.has_lost
             self.engine = None
@@ -144,7 +129,7 @@ class ExactSteps:
         """Compute the call with the others; all make the update, or none."""
         self._seconds = {}
         if call.update is not None:
-            self._require_whole_update()
+            self._require_whole_weights()
         loss, metrics, figures, is_skipped = collectives.change(
             partial(self._train, call, collectives), partial(self._follow, call)
         )
@@ -192,25 +177,10 @@ class ExactSteps:
         """Note a metric of the shard that is being computed; False if none is."""
         return self.engine is not None and self.engine.passes.log(name, value)
 
-    def require_whole(self) -> None:
-        """Refuse weights that are half updated.
-
-        Raises:
-            WorkerLost: a worker was lost in the middle of an update.
-        """
-        self.require_engine().update.require_whole()
-
-    def in_memory(self, tensor: Tensor) -> Tensor:
-        """A tensor of the script where it really lies: workers of a host may share that memory."""
-        return tensor if self.engine is None else self.engine.update.in_memory(tensor)
-
     def require_engine(self) -> StepEngine:
         """The engine of this generation."""
         assert self.engine is not None, "these steps are in use"
         return self.engine
-
-    def _stays_whole(self, why: str) -> None:
-        self.listeners.tell(lambda one: one.update_planned(why))
 
     def _train(self, call: StepCall, collectives: CollectiveCalls, workers: Workers) -> Change[_Found]:
         place = call.step.number, call.step.calls
@@ -344,25 +314,17 @@ class ExactSteps:
             update.work_out(call.optimizers)
             update.apply(call.optimizers)
 
-    def _require_whole_update(self) -> None:
-        """Split no update that the script makes by itself.
+    def _require_whole_weights(self) -> None:
+        """An update that the script makes by itself is one of whole weights.
 
         Raises:
-            JobError: all updates are to be split, or the model lies in slices.
+            JobError: the model lies in slices.
         """
         if self.membership.workers.devices.count > 1:
             raise JobError(
                 "step.run(update=…): an update of the script's own would see this device's slices alone. Leave it out, "
                 "clip with step.run(clip_norm=…), or use one device per worker"
             )
-        if self.config.execution.shard_optimizer is True:
-            raise JobError(
-                "step.run(update=…): shard_optimizer=True cannot split an update that the script makes by itself. "
-                "Leave one of them out, or use shard_optimizer='auto', which splits the other updates"
-            )
-        if not self.require_engine().update.why_whole and not self._is_whole_told:
-            self._is_whole_told = True
-            self._stays_whole("the script makes the update by itself")
 
     def _updated(self, call: Call, attempt: Attempt, workers: Workers, *, is_skipped: bool) -> None:
         """The update of a step is made on this worker, and counted."""
@@ -371,7 +333,6 @@ class ExactSteps:
             workers.generation.number,
             attempt.seconds,
             len(workers.split(self.config.job.shards).of(workers.rank)),
-            self.require_engine().update.bytes_shared,
             attempt.report if is_skipped else None,
             attempt.trouble,
         )

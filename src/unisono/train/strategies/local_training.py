@@ -67,11 +67,6 @@ class LocalTraining:
         return self._rounds is not None and self._rounds.is_open
 
     @property
-    def shares_weights(self) -> bool:
-        """Each worker has its own."""
-        return False
-
-    @property
     def shares_work(self) -> bool:
         """Whether a worker finds out what it computes when it gets there."""
         return self._rounds is not None and self._rounds.shares_work
@@ -194,9 +189,6 @@ class LocalTraining:
     def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
         return self._rounds is not None and self._rounds.log(name, value)
-
-    def require_whole(self) -> None:
-        """Each worker updates all of its weights."""
 
     def _parts(self, rounds: LocalRounds, call: StepCall, own: Sums) -> None:
         step = call.step

@@ -14,7 +14,9 @@ from unisono.reduce.averaging import Averaging
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import Values, set_all
-from unisono.train.step.parts import SCALARS
+
+SCALARS = frozenset(("step", "mu_product"))
+"""State that optimizers keep once per tensor, whatever its size."""
 
 
 class Replica:
