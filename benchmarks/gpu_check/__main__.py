@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +16,18 @@ from benchmarks.gpu_check.processes import Setting
 from unisono.testing import warm_jobs
 
 ROOT = Path(__file__).parents[2]
+SEES_ONE = "import torch; assert torch.accelerator.current_accelerator(check_available=True)"
+"""In a process of its own: whoever has looked can fork nobody that uses a device."""
 
 
 def main() -> int:
     """Do all parts, print the table, and write it as JSON after each row; returns the exit code."""
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended
     os.environ.update(_variables(simulated=options.simulated))
+    if options.device is None and subprocess.run([sys.executable, "-c", SEES_ONE], check=False).returncode:
+        print("torch sees no accelerator here (a dry run: --device cpu --small)", file=sys.stderr)
+        return 1
     output = options.output.resolve()
     setting = Setting(options.device, options.small, output)
     small: dict[str, Any] = {"workers": (1, 3), "steps": 40} if options.small else {}

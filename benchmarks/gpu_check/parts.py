@@ -72,9 +72,10 @@ def done(parts: Iterable[Part], budget_s: float, clock: Callable[[], float] = ti
 
 
 def exit_code(parts: Iterable[Part], rows: Iterable[Row]) -> int:
-    """1 if bits differ, or could not be compared; else 0."""
-    of_bits = {part.name for part in parts if part.is_of_bits}
-    return int(any(row.part in of_bits and row.result in ("different", "failed") for row in rows))
+    """1 if bits differ or could not be compared, or if all was skipped; else 0."""
+    rows, of_bits = [*rows], {part.name for part in parts if part.is_of_bits}
+    is_wrong = any(row.part in of_bits and row.result in ("different", "failed") for row in rows)
+    return int(is_wrong or all(row.result == "skipped" for row in rows))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -122,9 +122,9 @@ def test_a_check_that_finds_no_accelerator_fails_unless_the_cpu_is_named() -> No
 def test_where_nccl_refuses_workers_that_share_a_device_the_row_says_so() -> None:
     refusal = "DistBackendError: NCCL error: ncclInvalidUsage. Last error: Duplicate GPU detected : rank 0 and rank 1"
     rows, code = rows_of("NCCL", checks(nccl_mlp=(1, f"Traceback\n{refusal}\nunisono: rank 0 ended with 1\n")))
-    assert ([(row.result, row.note) for row in rows], code) == ([("skipped", refusal)], 0)
+    assert ([(row.result, row.note) for row in rows], code) == ([("skipped", refusal)], 1)
     rows, code = rows_of("NCCL", checks(nccl_mlp=(None, "")))
-    assert ([(row.result, row.note) for row in rows], code) == ([("skipped", "it did not end in time")], 0)
+    assert ([(row.result, row.note) for row in rows], code) == ([("skipped", "it did not end in time")], 1)
 
 
 def test_what_grows_and_who_waits_are_over_their_bounds_and_do_not_fail_the_check() -> None:

@@ -179,6 +179,14 @@ def test_with_one_shard_weights_and_logs_are_those_of_lightning_to_the_last_bit(
     assert ours.global_step == alone.global_step
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])  # on CPUs Lightning makes the second of the first
+def test_a_run_in_float16_is_refused_where_lightning_computes_in_another_precision(
+    start: Start, precision: str
+) -> None:
+    with pytest.raises(JobError, match=r"has precision='fp16', and the trainer 'bf16-mixed'.*MixedPrecision"):
+        fitted(precision=precision, **on(start(shards=1, precision="fp16")))
+
+
 def test_uneven_shards_give_the_means_of_lightning(start: Start) -> None:
     strategy = on(start(shards=4))
     alone, ours = fitted(Plain()), fitted(Plain(), **strategy)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.errors import JobError
 from unisono.integrations.lightning.batch import GlobalBatch
 from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating, EvaluationLoader
 from unisono.integrations.lightning.fitting import Fits, OneFit
@@ -107,6 +108,12 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         if fits and getattr(self.precision_plugin, "scaler", None) is not None:
             require_scaling(self.run, "precision='16-mixed'")
             self.precision_plugin.scaler = RunScaler(self.run)
+        elif fits and self.run.job.precision == "fp16":
+            raise JobError(
+                f"the run has precision='fp16', and the trainer {self.precision_plugin.precision!r}, which Lightning "
+                f"makes of '16-mixed' on CPUs: give Trainer(precision='16-mixed'), and on CPUs leave that out and give "
+                f"the strategy precision_plugin=lightning.pytorch.plugins.MixedPrecision('16-mixed', 'cpu')"
+            )
         if fits and self._may_ask:
             agree_on_versions(self.run, self._trainer.loggers)
             self.rows = rows_of(self.run, self._trainer.loggers)
