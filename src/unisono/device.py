@@ -58,6 +58,8 @@ def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> t
         device = torch.device(wanted)
     except (RuntimeError, ValueError) as error:
         raise JobError(f"device={short(wanted)}: {str(error).splitlines()[0][:LONGEST_SHOWN]}") from None
+    if device.type == "meta":
+        raise JobError("device='meta' computes nothing: use device='cpu', or leave it out")
     if not is_accelerator(device):
         return device
     if kind is None or device.type != kind.type:
@@ -66,6 +68,8 @@ def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> t
         )
     _require_usable(device)
     index: int | None = device.index
+    if index is not None and index >= device_count():
+        raise JobError(f"device={short(wanted)}: this process sees {', '.join(names()[1:])}")
     return torch.device(device.type, local_rank % device_count() if index is None else index)
 
 
@@ -82,7 +86,7 @@ def device_count() -> int:
 def _require_usable(device: torch.device) -> None:
     missing = [name for name in NEEDED if not hasattr(torch.get_device_module(device), name)]
     try:
-        torch.Stream(device=device)
+        torch.Stream(device=torch.device(device.type))
     except RuntimeError:
         missing.append("Stream")
     if missing:

@@ -106,6 +106,7 @@ def test_the_state_that_an_optimizer_has_already_goes_along_to_the_device(
     serial = over_hosts(1, SCRIPT, folder=tmp_path / "serial", **settings)
     shared = over_hosts(2, SCRIPT, folder=tmp_path / "shared", **settings)
     assert digest(shared) == digest(serial)
+    assert re.findall("seen .*", shared) == re.findall("seen .*", serial) != []
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -11,7 +11,7 @@ from unisono.membership.messages import NewGeneration, Ranks
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.train.group.change import Change, Stateless
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import MOST_FRUITLESS, CollectiveCalls
 from unisono.train.group.elastic import transfer_in
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -185,6 +185,22 @@ def test_a_call_that_another_device_of_this_worker_could_not_work_out_is_not_set
     acts.change(lambda workers: Change(lambda: made.append(acts.done)))
     assert (made, acts.done, membership.asked) == ([0], 1, [1, 1])
     assert membership.progress_told == [MemberProgress(0)]
+
+
+def test_a_call_that_no_generation_gets_through_ends_though_nobody_is_lost() -> None:
+    membership = FakeMembership(coming=[together_again(0, 0)] * MOST_FRUITLESS)
+    acts, act = CollectiveCalls(membership), Act(losses=2 * MOST_FRUITLESS)
+    with pytest.raises(WorkerLost, match=f"{MOST_FRUITLESS} generations in a row .* The last time: "):
+        acts.together(act)
+    assert len(membership.progress_told) == MOST_FRUITLESS
+
+
+def test_what_is_lost_again_and_again_on_the_way_is_no_reason_to_end_while_calls_are_done() -> None:
+    membership = FakeMembership(coming=[together_again(done, done) for done in range(3 * MOST_FRUITLESS)])
+    acts = CollectiveCalls(membership)
+    for _ in range(3 * MOST_FRUITLESS):
+        acts.together(Act(losses=1))
+    assert acts.done == 3 * MOST_FRUITLESS
 
 
 def test_a_state_that_another_device_of_this_worker_was_not_given_is_not_taken() -> None:

@@ -451,3 +451,24 @@ def test_a_checkpoint_whose_writing_ends_early_leaves_the_one_before(tmp_path: P
         saving.save_weights(path, overwrite=True)
     assert path.read_bytes() == before
     Saving(model, lambda: False).save_weights(path)
+
+
+class Products(keras.layers.Layer):  # type: ignore[misc]
+    """Notes in which dtype torch multiplies matrices beside it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen: list[torch.dtype] = []
+
+    def call(self, inputs: Any) -> Any:
+        self.seen.append((inputs.float() @ torch.ones(inputs.shape[-1], 1)).dtype)
+        return inputs
+
+
+def test_one_layer_in_float16_puts_no_other_layer_under_autocast(start: Start) -> None:
+    products = Products(dtype="float32")
+    half, last = keras.layers.Dense(8, dtype=HALF), keras.layers.Dense(3, "softmax", dtype="float32")
+    model = unisono.keras.Model(keras.Sequential([keras.Input((6,)), products, half, last]), start(precision="fp16"))
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "sparse_categorical_crossentropy")
+    model.fit(X, Y, batch_size=32, verbose=0)
+    assert set(products.seen) == {torch.float32}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +39,21 @@ def test_its_state_is_that_of_torchs_scaler_in_both_directions(start: Start) -> 
     with pytest.raises(Unreadable):
         scaler.load_state_dict({**of_torch.state_dict(), "scale": 3.0})
     assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"_growth_tracker": 1},
+        {"scale": 2.0},
+        {"scale": "2", "_growth_tracker": 1},
+        {"scale": [2.0], "_growth_tracker": 1},
+        {"scale": True, "_growth_tracker": True},
+        {"scale": 2.0, "_growth_tracker": 1.5},
+        {"scale": 10**400, "_growth_tracker": 1},
+        [2.0],
+    ],
+)
+def test_what_a_file_says_of_a_scale_is_not_believed(start: Start, state: Any) -> None:
+    with pytest.raises(Unreadable):
+        RunScaler(start(precision="fp16")).load_state_dict(state)

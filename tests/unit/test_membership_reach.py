@@ -253,6 +253,19 @@ def test_whoever_holds_the_weights_stays_against_any_number_of_joiners() -> None
     assert sorted(one.worker for one in job.state.excluded) == ["w2", "w3", "w4"]
 
 
+def test_whoever_does_not_reach_only_those_that_go_stays() -> None:
+    job, gaps = Network(smallest=4, largest=8), {frozenset(pair) for pair in ("va", "vb", "vc", "ax", "by", "cz")}
+    for host in "vxyzabc":
+        job.come(host, 1)
+        for name, others in job.probed().items():
+            reached = [other for other in others if {name, other} not in gaps]
+            job.reaches(name, *reached)
+            job.fails(name, *(other for other in others if other not in reached))
+    assert [agent.id for agent in job.state.agents.values() if agent.left_out] == ["a", "b", "c"]
+    job.ready(*(worker.id for worker in job.state.workers.values() if worker.phase == "asked"))
+    assert job.roster == ["w1", "w2", "w3", "w4"]
+
+
 def test_before_the_first_generation_the_hosts_with_the_most_room_stay() -> None:
     job = Network(smallest=2, largest=4).come("a", 1)
     job.ready("w1")

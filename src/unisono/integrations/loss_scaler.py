@@ -8,6 +8,7 @@ from typing import Any
 from torch.amp import GradScaler
 
 from unisono.errors import JobError
+from unisono.received import value_of
 from unisono.train.run import Run
 from unisono.train.state.loss_scale import GROWTH_STEPS
 
@@ -33,15 +34,21 @@ class RunScaler(GradScaler):
         factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": GROWTH_STEPS}
         return {"scale": scale.value, **factors, "_growth_tracker": scale.steps}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Have the run go on with a scale. A run that resumes has a newer one, and keeps it.
 
         Raises:
             Unreadable: it is none that a run can have: a power of two, from 2**-20 to 2**32.
         """
         if state_dict and self._trained.restored is None:
-            found = {"value": float(state_dict["scale"]), "steps": int(state_dict["_growth_tracker"])}
-            self._trained.loss_scale.load_state_dict(found)
+            state = value_of(
+                dict[str, Any],
+                dict(state_dict) if isinstance(state_dict, Mapping) else state_dict,
+                "state of a GradScaler",
+            )
+            self._trained.loss_scale.load_state_dict(
+                {"value": state.get("scale"), "steps": state.get("_growth_tracker")}
+            )
 
 
 def scale_of(run: Run) -> float:

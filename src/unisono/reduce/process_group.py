@@ -39,6 +39,10 @@ ROUNDS = 3
 """Of which the shortest counts."""
 
 
+OF_OWN_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
+"""Errors that are this worker's own, though it was waiting for others."""
+
+
 class ProcessGroupTransport(Transport):
     """Partial sums travel between workers, and whoever holds two siblings adds them.
 
@@ -324,6 +328,8 @@ class ProcessGroupTransport(Transport):
             yield
         except RuntimeError as error:
             self._hang_up(group)  # whoever waits for this worker wakes up, and hangs up in turn
+            if isinstance(error, OF_OWN_DEVICE):
+                raise
             raise self._named(error) from error
         finally:
             self._waits = False

@@ -146,7 +146,7 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
         inside: the parts of the run.
         model: a module, or a list of them; moved to the run's device.
         optimizer: an optimizer, or a list of them.
-        state: further tensors that loss functions change, by name.
+        state: further tensors that loss functions change, by name; moved there as well.
 
     Raises:
         ModelError: nothing to train, or something that is no module, optimizer or state.
@@ -163,6 +163,8 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     prepared, trained = Prepared.of(model, optimizers, state), inside.trained
     for each in prepared.optimizers:
         _move_state(each)
+    for place in prepared.buffers if state else ():
+        place.move(inside.device)
     if inside.job.deterministic:
         refuse_unset_memory(prepared.optimizers)
     if inside.job.precision == "fp16" and sharing_in(prepared.optimizers):

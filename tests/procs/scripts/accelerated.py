@@ -19,7 +19,7 @@ MODEL = os.environ.get("MODEL", "mlp")
 EPOCHS = int(os.environ.get("EPOCHS", "2"))
 OPTIMIZER = os.environ.get("OPTIMIZER", "AdamW")
 EARLY_STATE = "EARLY_STATE" in os.environ
-"""Whether the optimizer has a state before ``run.prepare``."""
+"""Whether the optimizer has a state before ``run.prepare``, and the script counts what it sees."""
 
 HALVES = "HALVES" in os.environ
 """Whether the loop's body writes to a weight in a way that torch does not count."""
@@ -89,13 +89,26 @@ precision: Any = os.environ.get("PRECISION", "float32")
 run = unisono.init(batch_size=32, seed=0, shards=6, device=os.environ.get("DEVICE") or None, precision=precision)
 model = {"mlp": mlp, "cnn": Cnn, "gpt": Gpt}[MODEL]()
 optimizer = optimizer_of(model)
-run.prepare(model, optimizer)
+
+
+class Seen:
+    """What shards have seen."""
+
+    def __init__(self) -> None:
+        self.right, self.answers = torch.tensor(0), list[torch.Tensor]()
+
+
+seen = Seen()
+run.prepare(model, optimizer, state={"seen": (seen, {"right": "sum", "answers": "cat"})} if EARLY_STATE else None)
 first: dict[str, int] = {}
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     answers = model(batch[0])
     run.log("right", (answers.argmax(1) == batch[1]).float().mean())
+    if EARLY_STATE:
+        seen.right += (answers.argmax(1) == batch[1]).sum()
+        seen.answers.append(answers.detach()[:1])
     return F.cross_entropy(answers, batch[1])
 
 
@@ -117,5 +130,7 @@ assert (given["a"].device, given["b"].device) == (place, torch.device("cpu")), g
 given = run.together(lambda workers: workers.all_reduce(own, "sum") + workers.broadcast(own))
 assert given.tolist() == [float(sum(range(run.world_size)))] * 3, given
 assert given.device == place, given
+if EARLY_STATE:
+    run.print(f"seen {int(seen.right)} {unisono.digest(nn.ParameterList(seen.answers))}")
 print(f"computed on {next(model.parameters()).device}", flush=True)
 run.finish()

@@ -137,7 +137,8 @@ def scaled(model: Any, factor: float) -> Iterator[list[float]]:
 def own_casts(model: Any) -> Iterator[None]:
     """Layers that cast to float16 by themselves have no autocast beside it: some are to stay in float32."""
     device = next((one.value.device.type for one in model.variables), "cpu")
-    with torch.autocast(device, enabled=False) if is_half(model) else nullcontext():
+    casts = is_half(model) or scales_loss(model)
+    with torch.autocast(device, enabled=False) if casts else nullcontext():
         yield
 
 

@@ -252,9 +252,9 @@ def _reason(state: State, agent: Agent, gaps: Sequence[Link], out: frozenset[str
 def _left_out(state: State, gaps: Sequence[Link]) -> frozenset[str]:
     """The agents without which all others reach each other: one by one, whoever is named by most of them.
 
-    Whoever has no weights goes first. Among equals the source's host stays, then the one with more workers that hold
-    the weights, or are on the way, with more room, and that came first. Before the first generation the room counts
-    most.
+    Whoever has no weights goes first. Of those that are named alike stays the one with more workers that hold the
+    weights, then the source's host, the one with more workers on the way, with more room, and that came first. Before
+    the first generation the room counts most. Whoever was named only by others that go stays after all.
     """
     source = "" if state.minted is None else state.minted.roster[state.minted.source].agent
     holding, working = _counted(state)
@@ -264,12 +264,15 @@ def _left_out(state: State, gaps: Sequence[Link]) -> frozenset[str]:
         counts = [holding.get(name, 0), int(name == source), working.get(name, 0), state.agents[name].room]
         return [*(counts if state.minted is not None else counts[::-1]), -places[name]]
 
-    pairs, out = {(link.one, link.other) for link in gaps}, set[str]()
-    while pairs:
-        named = Counter(chain.from_iterable(pairs))
-        worst = min(named, key=lambda name: (name in holding, -named[name], cost(name)))
-        pairs = {both for both in pairs if worst not in both}
-        out.add(worst)
+    pairs = left = {(link.one, link.other) for link in gaps}
+    out: list[str] = []
+    while left:
+        named = Counter(chain.from_iterable(left))
+        out.append(min(named, key=lambda name: (name in holding, -named[name], cost(name))))
+        left = {both for both in left if out[-1] not in both}
+    for name in out[::-1]:
+        if {*chain.from_iterable(both for both in pairs if name in both)} <= {*out}:
+            out.remove(name)
     return frozenset(out)
 
 

@@ -24,6 +24,9 @@ from unisono.train.group.workers import SAME, Workers
 
 R = TypeVar("R")
 
+MOST_FRUITLESS = 10
+"""Generations in a row that nobody was lost in, and that did not get through the same call."""
+
 WITHIN = (
     "step.run(update=…): what it is given makes this worker's update, and the others wait for nobody in it: call "
     "run.evaluate, run.all_reduce, step.run and the like after step.run"
@@ -81,6 +84,7 @@ class CollectiveCalls:
         self._changed = False
         self._cause: Callable[[], Any] = nothing  # of the newest call
         self._follow: Follow | None = None  # of the call under way
+        self._lost_at, self._fruitless = (-1, 0), 0
         self._bar = ""  # why no collective call can be made now
 
     def changing(self, recovery: Recovers) -> CollectiveCalls:
@@ -165,6 +169,7 @@ class CollectiveCalls:
 
     def _regroup(self, lost: WorkerLost | None, *, at_boundary: bool) -> None:
         while True:
+            self._require_progress(lost)
             try:
                 failpoint("regroup begins")
                 progress = replace(self.progress, at_boundary=at_boundary)
@@ -175,6 +180,17 @@ class CollectiveCalls:
                 lost = error
             else:
                 return
+
+    def _require_progress(self, lost: WorkerLost | None) -> None:
+        """Refuse to regroup for ever, where what fails is nobody's loss."""
+        place = self.done, self._membership.workers.world_size
+        self._fruitless = self._fruitless + 1 if lost is not None and place == self._lost_at else 0
+        self._lost_at = place
+        if self._fruitless >= MOST_FRUITLESS:
+            raise WorkerLost(
+                f"{MOST_FRUITLESS} generations in a row did not get through the same call, though their workers were "
+                f"there: what connects them does not carry it. The last time: {lost}"
+            )
 
     def _here(self) -> dict[str, int]:
         workers = self._membership.workers

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.layout import form_of
@@ -81,6 +82,11 @@ class BufferPlace:
     def set(self, value: Tensor) -> None:
         """Set the tensor that is here to a value."""
         set_all([(self.tensor, value)])
+
+    def move(self, device: torch.device) -> None:
+        """Have its tensor, which others may hold as well, on a device from now on."""
+        if (tensor := self.tensor).device != device:
+            tensor.data = tensor.data.to(device)
 
     def _held(self) -> Any:
         """What is in the registry."""
