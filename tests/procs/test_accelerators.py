@@ -110,13 +110,14 @@ def test_the_state_that_an_optimizer_has_already_goes_along_to_the_device(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_narrow_passes_end_in_the_same_weights(
-    over_hosts: Launches, over_nccl: Launches, tmp_path: Path, precision: str
+def test_narrow_passes_end_in_the_same_weights_and_so_do_batches_that_are_copied_ahead(
+    over_hosts: Launches, over_nccl: Launches, log: Path, tmp_path: Path, precision: str
 ) -> None:
     settings = {"MODEL": "cnn", "PRECISION": precision, "EPOCHS": "4"}
     serial = digest(over_hosts(1, SCRIPT, folder=tmp_path / "serial", **settings))
-    assert digest(over_hosts(2, SCRIPT, folder=tmp_path / "shared", **settings)) == serial
-    assert digest(over_nccl(3, SCRIPT, folder=tmp_path / "own", **settings)) == serial
+    assert digest(over_hosts(2, SCRIPT, folder=tmp_path / "shared", LOADERS="2", **settings)) == serial
+    assert digest(over_nccl(3, SCRIPT, folder=tmp_path / "own", LOADERS="1", **settings)) == serial
+    assert wrong(log) == []
     assert ('"skipped"' in (tmp_path / "own" / "journal.jsonl").read_text()) == (precision == "fp16")
 
 

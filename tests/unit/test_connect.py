@@ -18,23 +18,38 @@ from unisono.train.group.rendezvous import FixedRendezvous
 
 pytestmark = pytest.mark.unit
 
-THREE = Environment("unisono", 1, 3, 1, 3, "here")
+THREE = Environment("unisono", 0, 3, 0, 3, "here")
 
 
 class Alone(FixedRendezvous):
-    """The rendezvous of a device that nobody else has to find."""
+    """The rendezvous of a worker that nobody else has to find."""
+
+    held: dist.Store | None = None
 
     def store(self) -> dist.Store:
-        return dist.HashStore()
+        return self.held or dist.HashStore()
 
 
 def refusal(transport: str = "auto", topology: str = "auto", reduction: str = "exact") -> str:
     job = Job.create(batch_size=64, shards=8, reduction=reduction)
     with pytest.raises(JobError) as error:
-        generation = Generation(1, 1, Split.even(8, 3))
+        generation = Generation(1, 0, Split.even(8, 3))
         config = RunConfig(job, torch.device("cpu"), Communication(transport, topology, timeout_s=1.0))
-        connect(config, generation, FixedRendezvous(THREE, 1.0))
+        connect(config, generation, Alone(THREE, 1.0))
     return str(error.value)
+
+
+def test_workers_that_would_meet_elsewhere_are_told_so_before_anybody_waits() -> None:
+    store, generation = dist.HashStore(), Generation(1, 1, Split.even(8, 2))
+    store.set("place/board/first", b"cuda and transport='auto'".hex())
+    second = Alone(Environment("unisono", 1, 2, 1, 2, "here"), 1.0)
+    second.held = store
+    with pytest.raises(
+        JobError, match=r"rank 1 on host \S+ has cpu and transport='auto', and rank 0 .cuda and transport="
+    ):
+        connect(
+            RunConfig(Job.create(batch_size=64, shards=8), torch.device("cpu"), Communication()), generation, second
+        )
 
 
 def test_an_unknown_topology_is_refused_with_the_list_of_those_there_are() -> None:

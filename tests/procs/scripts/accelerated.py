@@ -112,7 +112,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return F.cross_entropy(answers, batch[1])
 
 
-for step in run.steps(data, epochs=EPOCHS, shuffle=True):
+for step in run.steps(data, epochs=EPOCHS, shuffle=True, loader_workers=int(os.environ.get("LOADERS", "0"))):
     step.run(loss_of, clip_norm=1.0)
     if HALVES and step.number == 3:
         next(model.parameters()).data.mul_(0.5)

@@ -1,6 +1,7 @@
 """The connection of a generation's workers, from their environment."""
 
 import os
+import platform
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from unisono.device import group_of, is_accelerator
 from unisono.errors import JobError
 from unisono.membership.environment import Environment
-from unisono.membership.rendezvous import Generation, form_group, own_address
+from unisono.membership.rendezvous import Generation, TorchRendezvousStore, form_group, own_address
 from unisono.membership.token import is_loopback
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES
@@ -53,7 +54,8 @@ def connect(
         devices: the devices of this worker; by default one.
 
     Raises:
-        JobError: a name is unknown, or shared memory or a topology was asked for where it cannot be; says why.
+        JobError: a name is unknown, shared memory or a topology was asked for where it cannot be, or another worker has
+            another kind of device or transport; says why.
         LaunchError: the other workers cannot be reached.
     """
     job, how, environment = config.job, config.communication, rendezvous.environment
@@ -62,6 +64,7 @@ def connect(
     if environment.world_size == 1:
         return Workers(generation, Solo(job.shards), devices=devices, device=config.device)
     chosen = _chosen(config, environment)
+    _require_same_place(config, rendezvous)
     if chosen == "shared_memory":
         transport = SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split)
         return Workers(generation, transport, devices=devices, device=config.device)
@@ -79,6 +82,24 @@ def connect(
 def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise JobError(f"{setting}={short(value)}: use one of {', '.join(map(repr, known))}")
+
+
+def _require_same_place(config: RunConfig, rendezvous: Rendezvous) -> None:
+    """Refuse to wait where the others do not go: each chooses where to meet by its own device and settings.
+
+    Raises:
+        JobError: this worker's are others than those of rank 0; says both.
+    """
+    here, how = rendezvous.environment, config.communication
+    mine = f"{config.device.type} and transport={how.transport!r}"
+    board = TorchRendezvousStore(dist.PrefixStore("place", rendezvous.store()), rendezvous.timeout_s)
+    if here.rank == 0:
+        board.post("first", mine.encode())
+    elif (first := board.read("first").decode(errors="replace")) != mine:
+        raise JobError(
+            f"rank {here.rank} on host {platform.node()} has {mine}, and rank 0 {short(first)}: they would wait for "
+            f"each other in vain. Give all workers one kind of device (unisono.init(device=…)) and one transport"
+        )
 
 
 def _chosen(config: RunConfig, environment: Environment) -> str:
