@@ -37,7 +37,7 @@ MUTANTS = (
         ACTS_FILE,
         "                self.recovery.gives_alone()\n",
         "                pass\n",
-        ("tests/unit/test_struck_runs.py",),
+        ("tests/unit/test_collective_calls.py",),
     ),
     Mutant(
         "only joiners get the state, so that a member that is behind keeps its old one",

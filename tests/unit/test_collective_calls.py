@@ -43,12 +43,16 @@ class FakeRecovery(Stateless):
 
     weights: Any = 0
     given: int = 0
+    alone: int = 0
     taken: list[tuple[Any, bool]] = field(default_factory=list)
     losses: list[WorkerLost] = field(default_factory=list)
 
     def give(self) -> Any:
         self.given += 1
         return self.weights
+
+    def gives_alone(self) -> None:
+        self.alone += 1
 
     def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         if follow is None:
@@ -209,6 +213,14 @@ def test_a_state_that_another_device_of_this_worker_was_not_given_is_not_taken()
     assert CollectiveCalls(membership, recovery).together(Act(losses=1)) == "theirs"
     assert (recovery.taken, membership.asked) == ([("state", False)], [1, 1])
     assert membership.progress_told == [MemberProgress(0), MemberProgress(0)]
+
+
+def test_of_a_state_that_one_worker_alone_hands_over_it_is_noted_that_nobody_else_had_it() -> None:
+    recovery = FakeRecovery()
+    acts = CollectiveCalls(FakeMembership(coming=[together_again(1, 0)]), recovery)
+    acts.change(lambda workers: Change(lambda: None))
+    acts.together(Act(losses=1))
+    assert (recovery.given, recovery.alone) == (1, 1)
 
 
 def test_a_state_that_the_newest_call_has_not_changed_is_not_handed_over() -> None:
