@@ -121,6 +121,17 @@ def test_narrow_passes_end_in_the_same_weights_and_so_do_batches_that_are_copied
     assert ('"skipped"' in (tmp_path / "own" / "journal.jsonl").read_text()) == (precision == "fp16")
 
 
+def test_a_copy_of_a_state_is_read_when_it_has_come(built: Path) -> None:
+    copy = (
+        "import torch; from unisono.checkpoint.snapshot import *; "
+        "state = Snapshot(0, {'weight': torch.arange(5.0, device='fakegpu')}, [], {}); "
+        "[copy] = FrozenSnapshot.of(state).tensors['model'].values(); print(copy.tolist())"
+    )
+    environment = simulated_accelerator.environment(built)
+    done = subprocess.run([sys.executable, "-c", copy], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0]"
+
+
 @pytest.mark.parametrize("nccl", [False, True])
 def test_devices_of_any_kind_are_described(built: Path, nccl: bool) -> None:
     ask = (
