@@ -228,7 +228,7 @@ def speaks_nccl(device: torch.device) -> bool:
 
 
 def nccl_takes_many() -> bool:
-    """Whether NCCL was told to take several workers on one device, as it can from 2.30 on."""
+    """Whether NCCL was told to take several workers on one device; versions that do not know the variable refuse."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 

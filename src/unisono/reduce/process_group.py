@@ -242,7 +242,7 @@ class ProcessGroupTransport(Transport):
     def receive(self, tensor: Tensor, source: int, tag: int) -> "TensorUnderWay":
         """Begin to receive what another worker sends under a tag, into a contiguous tensor of the backend's device."""
         with self._named_errors():
-            return TensorUnderWay(self._group.recv([tensor], source, tag), self._named_errors, self._come)
+            return TensorUnderWay(self._group.recv([tensor], source, tag), self._named_errors, self._settle_received)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """One broadcast."""
@@ -310,8 +310,8 @@ class ProcessGroupTransport(Transport):
             self._is_pending = is_accelerator(self.device)
             yield
 
-    def _come(self) -> None:
-        """What was received is read now: NCCL says so at once, and also when it was aborted."""
+    def _settle_received(self) -> None:
+        # NCCL says that a message is here as soon as it is asked for, and also when it was aborted.
         self._is_pending = is_accelerator(self.device)
         self.settle()
         self._require_whole()
@@ -390,13 +390,13 @@ class TensorUnderWay:
     Args:
         work: torch's handle of it.
         named: a context in which the errors of a group get their names.
-        come: what is yet to be done before it is read.
+        settle: a function that is called once it has left or come, before anybody reads it.
     """
 
     def __init__(
-        self, work: Any, named: Callable[[], AbstractContextManager[None]], come: Callable[[], None] = lambda: None
+        self, work: Any, named: Callable[[], AbstractContextManager[None]], settle: Callable[[], None] = lambda: None
     ) -> None:
-        self._work, self._named, self._come = work, named, come
+        self._work, self._named, self._settle = work, named, settle
 
     def wait(self) -> None:
         """Until it has left, or has come.
@@ -406,7 +406,7 @@ class TensorUnderWay:
         """
         with self._named():
             self._work.wait()
-        self._come()
+        self._settle()
 
 
 def _choice(topology: str | None, workers: int) -> Choice:

@@ -248,11 +248,11 @@ class StepUpdate:
         attempt.trouble = trouble
         if attempt.overflows or self._job.on_nan == "skip" or self._is_faulty():
             return
-        scaler = "" if call.update is None else "A torch.amp.GradScaler is for precision='fp16' to replace. "
+        hint = "" if call.update is None else "A torch.amp.GradScaler is for precision='fp16' to replace. "
         if self._job.precision == "fp16" and attempt.report.diverges:
-            scaler = f"No loss scale down to {LEAST:g} keeps float16 from overflowing. "
+            hint = f"No loss scale down to {LEAST:g} keeps float16 from overflowing. "
         raise NonFiniteLoss(
-            f"step {call.step}: {trouble}; nothing was updated. {scaler}Lower the learning rate, clip gradients, "
+            f"step {call.step}: {trouble}; nothing was updated. {hint}Lower the learning rate, clip gradients, "
             f'check the data; or skip such steps with unisono.init(on_nan="skip"). Steps are exact: if this does not '
             f"come again from an older checkpoint, a bit has flipped, and the memory of the hosts wants a test"
         )
