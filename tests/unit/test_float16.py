@@ -22,6 +22,13 @@ def train(folder: Path, workers: int, way: str, /, **settings: object) -> Done:
     return Cluster(folder)(SCRIPT, workers, shards=shards, arguments=[way], **settings)  # type: ignore[arg-type]
 
 
+def small(folder: Path) -> tuple[unisono.Run, TensorDataset]:
+    """A run in float16 of a model of one layer, and data of a single batch."""
+    run, model = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=folder), torch.nn.Linear(2, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    return run, TensorDataset(torch.ones(4, 2))
+
+
 def scales(done: Done) -> list[tuple[bool, float]]:
     """Of each step: whether it was made, and the loss scale after it."""
     found = re.findall(r"step \d+ is_updated=(\w+) scale (\S+)", done.printed)
@@ -131,10 +138,7 @@ def test_kfac_sees_gradients_as_they_are_and_is_refused(tmp_path: Path, torch_se
 
 @pytest.mark.unit
 def test_a_loss_that_is_not_finite_ends_the_job_at_once(tmp_path: Path, torch_settings_restored: None) -> None:
-    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
-    model = torch.nn.Linear(2, 1)
-    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    run, data = small(tmp_path)
     with pytest.raises(NonFiniteLoss, match="step 0: the loss is nan"):
         for step in run.steps(data, epochs=2):
             step.run(lambda model, batch: model(batch[0]).mean() * float("nan"))
@@ -143,10 +147,7 @@ def test_a_loss_that_is_not_finite_ends_the_job_at_once(tmp_path: Path, torch_se
 
 @pytest.mark.unit
 def test_gradients_of_a_loss_that_nobody_has_scaled_are_refused(tmp_path: Path, torch_settings_restored: None) -> None:
-    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
-    model = torch.nn.Linear(2, 1)
-    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    run, data = small(tmp_path)
 
     def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> unisono.BackwardDone:
         loss = model(batch[0]).mean()
@@ -164,10 +165,7 @@ def test_gradients_of_a_loss_that_nobody_has_scaled_are_refused(tmp_path: Path, 
 def test_a_gradient_that_is_never_finite_ends_the_job_at_the_smallest_scale(
     tmp_path: Path, torch_settings_restored: None
 ) -> None:
-    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
-    model = torch.nn.Linear(2, 1)
-    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+    run, data = small(tmp_path)
     with pytest.raises(NonFiniteLoss, match="step 36: the gradient of weight is nan"):
         for step in run.steps(data, epochs=40):
             step.run(lambda model, batch: (model(batch[0]) * 0).float().sqrt().mean())
