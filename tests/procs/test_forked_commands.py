@@ -31,7 +31,7 @@ print(main.__name__, main.__file__, main.__package__, main.__spec__, main.__cach
 print(os.getcwd(), os.getpid() == os.getpgrp() == os.getsid(0), os.nice(0), os.umask(0o22))
 print(sorted((name, value) for name, value in os.environ.items() if name != "UNISONO_LAUNCHER_PID"))
 print([(each, signal.getsignal(each)) for each in signal.valid_signals()], signal.set_wakeup_fd(-1))
-print([line for line in open("/proc/self/status") if line.startswith(("Sig", "Shd", "Cap", "Threads", "Umask"))])
+print([line for line in open("/proc/self/status") if line.startswith(STATUS)])
 print([resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")])
 print([(number, os.readlink(f"/proc/self/fd/{number}"), os.get_inheritable(number)) for number in (0, 1, 2, KEPT)])
 print(sorted(map(int, os.listdir("/proc/self/fd")))[:5])
@@ -47,12 +47,14 @@ print(threading.current_thread() is threading.main_thread(), gc.isenabled(), gc.
 print(logging.getLogger().handlers, logging.getLogger().level, "torch" in sys.modules, sys.stdin.read())
 print(sys.getswitchinterval(), sys.getrecursionlimit(), sys.excepthook, sys.displayhook, sys.breakpointhook)
 """
-"""Shows a program's surroundings. ``KEPT`` is a descriptor that it was given."""
+"""Shows a program's surroundings. ``KEPT`` is a descriptor that it was given, ``STATUS`` the lines of its status."""
+STATUS = ("SigPnd", "SigBlk", "SigIgn", "SigCgt", "ShdPnd", "Cap", "Threads", "Umask")
+"""Not ``SigQ``: it counts the signals that wait for any process of the same user."""
 
 
 def look(kept: int) -> tuple[str, ...]:
     """A module of Python's own that runs it."""
-    return "timeit", "-n", "1", "-r", "1", f"KEPT = {kept}", *LOOK.strip().splitlines()
+    return "timeit", "-n", "1", "-r", "1", f"KEPT = {kept}; STATUS = {STATUS}", *LOOK.strip().splitlines()
 
 
 def lines(text: str) -> list[str]:
