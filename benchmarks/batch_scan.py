@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.batch_size import read_mib
 from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
-from unisono.study.measure.batch_search import BatchSearch
-from unisono.study.measure.batch_searching import BatchRunner, searched
+from unisono_lab.commands.batch_size import read_mib
+from unisono_lab.measure.batch_search import BatchSearch
+from unisono_lab.measure.batch_searching import BatchRunner, searched
 
 PROGRAM = Path(__file__).parent / "programs" / "convolutions.py"
 LARGE = "65536"

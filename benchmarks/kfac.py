@@ -23,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 from benchmarks.edge import digits
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
@@ -30,8 +31,8 @@ from benchmarks.thread_crew import Trade, train
 from unisono.errors import UnisonoWarning
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
-from unisono.train.model.kfac_layers import KnownLayer
 from unisono.train.run import Run
+from unisono_lab.second_order.kfac_layers import KnownLayer
 
 BATCH, MOST, LOOK_EVERY = 128, 300, 2
 TUNED_WITH = 100
@@ -49,7 +50,7 @@ def _adamw(lr: float, model: nn.Module) -> Optimizer:
 
 
 def _kfac(lr: float, damping: float, model: nn.Module) -> Optimizer:
-    return unisono.KFAC(model, lr=lr, damping=damping, kl_clip=1e-2)
+    return unisono_lab.KFAC(model, lr=lr, damping=damping, kl_clip=1e-2)
 
 
 GRIDS: dict[str, dict[str, Make]] = {
@@ -224,7 +225,7 @@ def table_of_races(found: dict[str, dict[str, tuple[str, list[Race]]]]) -> Grid:
 WIDTH, STEPS = 384, 6
 
 
-class Timed(unisono.KFAC):
+class Timed(unisono_lab.KFAC):
     """Notes the processor time of each worker's decompositions: workers are threads."""
 
     def worked_out(self, piece: int) -> list[Tensor]:

@@ -89,4 +89,4 @@ def _steps(job: Job) -> int:
 def _page_of(job: Job) -> psutil.Process:
     assert job.launcher is not None
     family = psutil.Process(job.launcher.pid).children(recursive=True)
-    return next(one for one in family if "unisono.dashboard.serve" in one.cmdline())
+    return next(one for one in family if "page" in one.cmdline())

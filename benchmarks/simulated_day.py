@@ -7,8 +7,8 @@ from time import process_time
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from unisono.adapt.step_time import StepTime
-from unisono.study.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload
-from unisono.study.simulation.simulated_run import simulate
+from unisono_lab.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload
+from unisono_lab.simulation.simulated_run import simulate
 
 DAY_S, STEP_S = 86_400.0, 0.6
 BEGINS_S = 300.0

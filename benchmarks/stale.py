@@ -19,9 +19,9 @@ from benchmarks.strategies import ALL, Runs, learn, spread
 from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.named import strategy_of
-from unisono.sync.parameter_server import ParameterServer
 from unisono.train.model.prepared import Prepared
-from unisono.train.strategies.central_weights import CentralWeights
+from unisono_lab.strategies.central_weights import CentralWeights
+from unisono_lab.strategies.parameter_server import ParameterServer
 
 PLAIN = "parameter-server:synchronous=false"
 TREATED = {

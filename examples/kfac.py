@@ -9,6 +9,7 @@ Needs scikit-learn: pip install '.[examples]' in a clone.
 import argparse
 
 import unisono
+import unisono_lab
 from digits import conv_net, load, loss_fn, metrics
 
 arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -23,7 +24,7 @@ def main():
     run = unisono.init(batch_size=128, seed=0, run_dir=args.run_dir)
     training, held_out = load()
     model = conv_net()
-    optimizer = unisono.KFAC(model, lr=args.lr, damping=args.damping)
+    optimizer = unisono_lab.KFAC(model, lr=args.lr, damping=args.damping)
     model, optimizer = run.prepare(model, optimizer)
     for step in run.steps(training, epochs=args.epochs):
         step.run(loss_fn)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--epochs", type=int, default=8)
@@ -27,7 +28,7 @@ images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tens
 training, held_out = TensorDataset(images[360:], labels[360:]), TensorDataset(images[:360], labels[:360])
 
 # Two or three workers average every fourth step; from four on, whoever is done takes the next batch.
-by_workers = {1: "all-reduce", 2: unisono.LocalSGD(every=4), 4: unisono.ParameterServer(synchronous=False)}
+by_workers = {1: "all-reduce", 2: unisono.LocalSGD(every=4), 4: unisono_lab.ParameterServer(synchronous=False)}
 policies = [] if args.fixed else [unisono.StrategyPolicy(workers=by_workers)]
 run = unisono.init(batch_size=64, shards=4, seed=0, policies=policies)
 

@@ -17,19 +17,29 @@ from pathlib import Path
 
 ROWS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("study", "dashboard"),
     ("launch",),
     ("integrations",),
     ("train",),
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership", "loggers"),
     ("plan",),
     ("job",),
-    ("jsonl", "arguments", "device_words", "finite"),
+    ("jsonl", "arguments", "named", "device_words", "finite"),
     ("device",),
     ("received", "host", "words", "spans", "telemetry"),
     ("errors", "failpoints"),
 )
-DEPTHS = {room: depth for depth, row in enumerate(ROWS) for room in row}
+LAB = "unisono_lab"
+LAB_ROWS: tuple[tuple[str, ...], ...] = (
+    ("commands",),
+    ("report",),
+    ("measure", "simulation"),
+    ("analysis",),
+    ("replay", "timeline", "page", "chaos", "curvature", "strategies", "second_order"),
+)
+DEPTHS = {
+    name: {room: depth for depth, row in enumerate(rows) for room in row}
+    for name, rows in (("unisono", ROWS), (LAB, LAB_ROWS))
+}
 # Rooms inside of a room, top row first. A module that lies beside them and is not listed stands above them all.
 SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "train": (
@@ -56,7 +66,6 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("settings",),
         ("tuning", "notices", "pinning"),
     ),
-    "study": (("report",), ("measure", "simulation"), ("analysis",), ("replay", "spans")),
 }
 SUB_DEPTHS = {
     room: {inner: depth for depth, row in enumerate(rows) for inner in row} for room, rows in SUB_ROWS.items()
@@ -167,7 +176,7 @@ class House:
         if name.partition(".")[0] != self.name or name in self.sources:
             return name
         outer = name.rpartition(".")[0]
-        return name if outer == self.name and room_of(name) in DEPTHS else self._module_of(outer)
+        return name if outer == self.name and room_of(name) in DEPTHS[self.name] else self._module_of(outer)
 
 
 def _read(folder: Path, path: Path) -> Source:
@@ -211,32 +220,42 @@ def _last_name(node: ast.expr) -> str:
 
 def layers(house: House) -> Iterator[Breach]:
     """Imports go down, never up, never sideways."""
+    depths = DEPTHS[house.name]
     for source in house:
-        if source.room not in {DOOR, FAKES, *DEPTHS}:
+        if source.room not in {DOOR, FAKES, *depths}:
             yield Breach(source.path, 1, "layers", f"'{source.room}' is in no row of the house")
         for found in house.imports(source):
             inside = found.target.partition(".")[0] == house.name
-            if inside and (reason := _forbidden(source.room, room_of(found.target))):
+            if inside and (reason := _forbidden(depths, source.room, room_of(found.target))):
                 yield Breach(source.path, found.line, "layers", f"imports {found.target}: {reason}")
 
 
-def _forbidden(room: str, other: str) -> str:
+def _forbidden(depths: Mapping[str, int], room: str, other: str) -> str:
     """Why one room may not import another; empty when it may."""
     if other == DOOR and room not in {DOOR, FAKES}:
         return "the door is for users; rooms import the module itself"
     if other == FAKES and room not in FRIENDS_OF_FAKES:
         return "only tests and cli may use the fakes"
-    if room not in DEPTHS or other not in DEPTHS or room == other or DEPTHS[room] < DEPTHS[other]:
+    if room not in depths or other not in depths or room == other or depths[room] < depths[other]:
         return ""
-    if DEPTHS[room] == DEPTHS[other]:
+    if depths[room] == depths[other]:
         return f"{room} and {other} are rooms of one row and know each other only through a room above"
     return f"{other} is above {room}; imports go down"
+
+
+def core_alone(house: House) -> Iterator[Breach]:
+    """The core knows nothing of what stands on it."""
+    for source in house:
+        for found in house.imports(source):
+            if house.name != LAB and found.target.partition(".")[0] == LAB:
+                words = f"imports {found.target}: the core does not know the lab"
+                yield Breach(source.path, found.line, "core", words)
 
 
 def sub_layers(house: House) -> Iterator[Breach]:
     """Inside of a room imports go down, too."""
     for source in house:
-        depths, inner = SUB_DEPTHS.get(source.room), inner_room_of(source.module)
+        depths, inner = SUB_DEPTHS.get(source.room) if house.name != LAB else None, inner_room_of(source.module)
         if depths is None or not inner:
             continue
         if inner not in depths and (source.is_package or source.module.count(".") > 2):
@@ -382,8 +401,8 @@ def json_in_one_place(house: House) -> Iterator[Breach]:
     for source, node in _walk(house):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="json"), attr="load" | "loads" as name)):
-                if source.module != f"{house.name}.received":
-                    words = f"json.{name}: use parse_json, parse_object or read_object of {house.name}.received"
+                if source.module != "unisono.received":
+                    words = f"json.{name}: use parse_json, parse_object or read_object of unisono.received"
                     yield Breach(source.path, node.lineno, "json", words)
 
 
@@ -397,8 +416,8 @@ def kinds_of_devices(house: House) -> Iterator[Breach]:
                 words = f"{text!r}"
             case _:
                 continue
-        if source.module != f"{house.name}.device":
-            yield Breach(source.path, node.lineno, "devices", f"{words}: ask {house.name}.device")
+        if source.module != "unisono.device":
+            yield Breach(source.path, node.lineno, "devices", f"{words}: ask unisono.device")
 
 
 def naming(house: House) -> Iterator[Breach]:
@@ -514,6 +533,7 @@ def _walk(house: House) -> Iterator[tuple[Source, ast.AST]]:
 
 RULES: tuple[Callable[[House], Iterator[Breach]], ...] = (
     layers,
+    core_alone,
     sub_layers,
     cycles,
     purity,

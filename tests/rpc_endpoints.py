@@ -11,9 +11,9 @@ import pytest
 
 from network_keys import private
 from unisono.errors import WorkerLost
-from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcMessage, family_of, listen
 from unisono.reduce.transport import Traffic
+from unisono_lab.strategies.rpc import RpcEndpoint
 
 PATIENCE_S = 20.0
 

@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from unisono.loggers.tensorboard import TensorBoardLogger
     from unisono.loggers.wandb import WandbLogger
     from unisono.plan.block_order import BlockShuffle
-    from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
-    from unisono.sync.parameter_server import ParameterServer
+    from unisono.sync.averaging import DiLoCo, LocalSGD
     from unisono.sync.strategy import AllReduce, Strategy
-    from unisono.train.model.kfac import KFAC
     from unisono.train.model.tensors import digest
     from unisono.train.model.whole_matrix import whole_matrix
     from unisono.train.run import Run
@@ -59,16 +57,12 @@ __all__ = [
     "DiLoCo",
     "EdgeOfStability",
     "GoodputPolicy",
-    "KFAC",
     "LinearScaling",
     "LocalSGD",
     "Logger",
     "MLflowLogger",
-    "ModelAveraging",
     "Monitoring",
     "NoiseScalePolicy",
-    "PairAveraging",
-    "ParameterServer",
     "Policy",
     "Run",
     "ScalingPolicy",
@@ -109,16 +103,12 @@ _HOMES = {
     "DiLoCo": "unisono.sync.averaging",
     "EdgeOfStability": "unisono.adapt.edge_policy",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
-    "KFAC": "unisono.train.model.kfac",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",
     "Logger": "unisono.loggers.logger",
     "MLflowLogger": "unisono.loggers.mlflow",
-    "ModelAveraging": "unisono.sync.averaging",
     "Monitoring": "unisono.adapt.norms",
     "NoiseScalePolicy": "unisono.adapt.batch_size_policies",
-    "PairAveraging": "unisono.sync.averaging",
-    "ParameterServer": "unisono.sync.parameter_server",
     "Policy": "unisono.adapt.policy",
     "Run": "unisono.train.run",
     "ScalingPolicy": "unisono.adapt.scaling_policy",
@@ -151,7 +141,12 @@ _GUESTS = {
 """Modules that load what few scripts need."""
 
 
+_MOVED = {"KFAC", "ModelAveraging", "PairAveraging", "ParameterServer"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        raise AttributeError(f"unisono.{name} is unisono_lab.{name} now: import unisono_lab, of the same installation")
     if name in _GUESTS:
         return import_module(_GUESTS[name])
     if name not in _HOMES:

@@ -8,7 +8,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from io import BufferedReader
@@ -236,23 +236,6 @@ def memory() -> int:
 
 PYTHONS_OWN = os.path.dirname(importlib.__file__)  # noqa: PTH120 (as frames have it)
 """Where modules are imported from within."""
-
-
-def require_named(names: Iterable[str], ours: Collection[str], what: str, where: str) -> None:
-    """Refuse names that no host can know; whether modules and packages are there, each finds out by itself.
-
-    Args:
-        names: names of ours, or texts such as ``module:Class``.
-        ours: the names that we give.
-        what: what they name, for errors.
-        where: the variable or option that they stand in, for errors.
-
-    Raises:
-        JobError: there is no such name; says which there are.
-    """
-    if wrong := [name for name in names if name not in ours and ":" not in name]:
-        listed = ", ".join(ours)
-        raise JobError(f"{where}: there is no {what} {short(wrong[0])}: choose of {listed}, or write module:Class")
 
 
 def imported(text: str, where: str) -> Any:

@@ -4,8 +4,8 @@ from mutants.mutant import Mutant
 
 OWNED = "train/step/owned_update.py"
 PIECES = "train/step/shared_pieces.py"
-KFAC = "train/model/kfac.py"
-LAYERS = "train/model/kfac_layers.py"
+KFAC = "unisono_lab/second_order/kfac.py"
+LAYERS = "unisono_lab/second_order/kfac_layers.py"
 GRADIENTS = "train/step/gradients.py"
 FIGURES = "adapt/curvature.py"
 PROBE = "train/step/curvature_probe.py"

@@ -24,7 +24,7 @@ ONE_LINE = 120
 
 def test_a_page_that_can_accept_nobody_says_so_in_one_line_and_not_in_a_full_log(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps({}))
-    command = [sys.executable, "-m", "unisono.dashboard.serve", str(tmp_path), "--parent", str(os.getpid())]
+    command = [sys.executable, "-m", "unisono", "page", str(tmp_path), "--parent", str(os.getpid())]
     with (tmp_path / "log").open("wb") as log, ExitStack() as held:
         page = held.enter_context(
             subprocess.Popen(

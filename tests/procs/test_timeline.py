@@ -16,7 +16,7 @@ from commands import completed
 from outcomes import train
 from training import whole_lines
 from unisono.spans import Kind
-from unisono.study.spans.recorded import StepTimelines, read
+from unisono_lab.timeline.recorded import StepTimelines, read
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 

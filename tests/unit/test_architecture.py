@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from house_rules import FAKES, ROWS, SUB_ROWS
+from house_rules import FAKES, LAB, LAB_ROWS, ROWS, SUB_ROWS
 
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT / "src" / "unisono", ROOT)
+FOLDERS = (ROOT / "src" / "unisono", ROOT / "src", ROOT)
 PLACE = re.compile(r"`((?:\w+/)*\w+(?:\.\w+)*\.(?:py|j2|md))(?::([\w.]+))?`")
 ROOM = re.compile(r"^\| `([\w/]+)` \|.*\| ([^|]+) \|$", re.MULTILINE)
 CHANGE = re.compile(r"^\| (?!to change|--)([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -110,6 +110,7 @@ def test_every_room_stands_on_the_page_with_what_it_may_import(page: str) -> Non
     rooms["cli"] += f", and `{FAKES}`"
     for room, rows in SUB_ROWS.items():
         rooms |= {f"{room}/{inner}": words for inner, words in below(rows, "none").items()}
+    rooms |= {f"{LAB}/{room}": words for room, words in below(LAB_ROWS, "none").items()}
 
     assert ROOM.findall(section(page, "Rooms")) == list(rooms.items())
 

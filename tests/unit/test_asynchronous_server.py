@@ -19,17 +19,17 @@ from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
 from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.rpc_message import RpcMessage
-from unisono.sync.averaging import PairAveraging
-from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import hyperparameters_of, set_hyperparameters
-from unisono.train.strategies.asynchronous_server import AsynchronousServer
-from unisono.train.strategies.central_weights import CentralWeights
-from unisono.train.strategies.pairs import Pairs
 from unisono.train.strategies.replica import set_states, states_of
 from unisono.train.strategies.synchroniser import SyncContext
+from unisono_lab import PairAveraging
+from unisono_lab.strategies.asynchronous_server import AsynchronousServer
+from unisono_lab.strategies.central_weights import CentralWeights
+from unisono_lab.strategies.pairs import Pairs
+from unisono_lab.strategies.parameter_server import ParameterServer
 
 pytestmark = pytest.mark.unit
 
@@ -345,7 +345,7 @@ def test_whatever_hyperparameter_the_script_changes_the_servers_go_by_it(name: s
 def test_schedulers_find_that_the_update_came_before_them_whoever_made_it(how: Strategy) -> None:
     def work(workers: Workers) -> float:
         context = SyncContext(workers, prepared(), PATIENCE_S, seed=0)
-        one = AsynchronousServer(context, how) if isinstance(how, ParameterServer) else Pairs(context)
+        one = AsynchronousServer(context, how) if isinstance(how, ParameterServer) else Pairs(context, PairAveraging())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(context.prepared.optimizers[0], 0.5)
         try:
             one.step_begins()

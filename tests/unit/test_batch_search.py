@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks.batch_scan import Scan
 from unisono.errors import JobError
-from unisono.study.analysis.batch_curve import Tried, read_batch_curve
-from unisono.study.measure.batch_search import RESOLUTION, BatchSearch
-from unisono.study.measure.batch_searching import Searched, failing_trial, finished_trial, searched
+from unisono_lab.analysis.batch_curve import Tried, read_batch_curve
+from unisono_lab.measure.batch_search import RESOLUTION, BatchSearch
+from unisono_lab.measure.batch_searching import Searched, failing_trial, finished_trial, searched
 
 pytestmark = pytest.mark.unit
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.batch_size import LEAST_STEPS, batch_size, read_mib
-from unisono.cli.batch_size_report import answer, file_of
 from unisono.errors import JobError
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.study.analysis.batch_curve import Tried
-from unisono.study.measure.batch_search import BatchSearch, Found
-from unisono.study.measure.batch_searching import Searched, failure_words
+from unisono_lab.analysis.batch_curve import Tried
+from unisono_lab.commands.batch_size import LEAST_STEPS, batch_size, read_mib
+from unisono_lab.commands.batch_size_report import answer, file_of
+from unisono_lab.measure.batch_search import BatchSearch, Found
+from unisono_lab.measure.batch_searching import Searched, failure_words
 
 pytestmark = pytest.mark.unit
 

@@ -7,6 +7,7 @@ import pytest
 
 from unisono.cli import app as cli
 from unisono.errors import CheckpointError, JobError
+from unisono.named import brought
 
 pytestmark = pytest.mark.unit
 
@@ -18,6 +19,9 @@ def unisono(*args: str) -> int:
         with pytest.raises(SystemExit) as ended:
             cli.main()
     return int(ended.value.code or 0)
+
+
+ALL = [*cli.COMMANDS, *brought("command")]
 
 
 @pytest.fixture
@@ -43,10 +47,10 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono("--help") == 0
     text = capsys.readouterr().out
-    assert re.findall(r"^\W*(\S+) {2,}[A-Z]", text.partition("Commands")[2], re.MULTILINE) == [*cli.COMMANDS]
+    assert re.findall(r"^\W*(\S+) {2,}[A-Z]", text.partition("Commands")[2], re.MULTILINE) == ALL
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 def test_a_command_is_found_when_it_alone_is_loaded(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono(command, "--help") == 0
     assert f"unisono {command}" in capsys.readouterr().out
@@ -54,7 +58,7 @@ def test_a_command_is_found_when_it_alone_is_loaded(command: str, capsys: pytest
 
 def test_a_command_does_not_load_the_others() -> None:
     program = "import sys; from unisono.cli.app import application; application(['status'])\n"
-    program += "sys.exit('unisono.cli.run' in sys.modules or 'unisono.cli.study' in sys.modules)"
+    program += "sys.exit('unisono.cli.run' in sys.modules or 'unisono_lab.commands.study' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from unisono.cli.curvature import text_of
 from unisono.errors import JobError
-from unisono.launch.curvature import CurvatureRequest
 from unisono.launch.settings import Script
+from unisono_lab.commands.curvature import text_of
+from unisono_lab.curvature import CurvatureRequest
 
 pytestmark = pytest.mark.unit
 

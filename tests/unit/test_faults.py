@@ -20,12 +20,12 @@ from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
 from unisono.testing import Faults
-from unisono.testing.chaos import why_again
 from unisono.testing.fault import KINDS, RECOVERY, Fault, Slow, listening
 from unisono.testing.flip import flip_in
 from unisono.testing.injector import PLUGIN, FaultInjector, is_in_recovery
 from unisono.testing.random_faults import SHARES, RandomFaults
 from unisono.train.record.callbacks import Event, load_plugins
+from unisono_lab.chaos import why_again
 
 pytestmark = pytest.mark.unit
 

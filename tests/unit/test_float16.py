@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 from script_cluster import Cluster, Done, Kill
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss, Unreadable
 from unisono.train.state.loss_scale import FIRST, GROWTH_STEPS, LEAST, LossScale
@@ -132,7 +133,7 @@ def test_kfac_sees_gradients_as_they_are_and_is_refused(tmp_path: Path, torch_se
     run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ModelError, match="use precision='bf16'"):
-        run.prepare(model, unisono.KFAC(model, lr=0.1))
+        run.prepare(model, unisono_lab.KFAC(model, lr=0.1))
     run.close()
 
 

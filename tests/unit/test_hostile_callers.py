@@ -16,9 +16,9 @@ from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import Unreadable, WorkerLost
 from unisono.received import is_same_user
 from unisono.reduce.admission import MOST_STRANGERS, Admission, present
-from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, listen
 from unisono.reduce.transport import Traffic
+from unisono_lab.strategies.rpc import RpcEndpoint
 
 pytestmark = pytest.mark.unit
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 from benchmarks.thread_crew import Trade, train
 from one_at_a_time import BLOWS, blows_on
 from struck_run import Play, act_out, state_of
@@ -70,7 +71,7 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def kfac(model: nn.Module, make: type[unisono.KFAC] = unisono.KFAC, **options: Any) -> unisono.KFAC:
+def kfac(model: nn.Module, make: type[unisono_lab.KFAC] = unisono_lab.KFAC, **options: Any) -> unisono_lab.KFAC:
     return make(model, **{"lr": 0.05, "inverses_every": 2, "weight_decay": 1e-3} | options)
 
 
@@ -130,7 +131,7 @@ def test_an_update_is_that_of_explicit_kronecker_products(pieces: int) -> None:
             3: dense(model[3], features, at_outputs, 6, 0.03),
         }
         model.zero_grad()
-        optimizer = unisono.KFAC(model, lr=0.1, momentum=0.0, damping=0.03, kl_clip=None)
+        optimizer = unisono_lab.KFAC(model, lr=0.1, momentum=0.0, damping=0.03, kl_clip=None)
         before = {place: [one.detach().clone() for one in model[place].parameters()] for place in expected}
         for part, labels in zip(x.chunk(pieces), y.chunk(pieces), strict=True):  # accumulated as in any plain loop
             (F.cross_entropy(model(part), labels) / pieces).backward()
@@ -185,7 +186,7 @@ def test_steps_without_new_factors_have_the_same_bits_as_well(tmp_path: Path) ->
     assert ends(tmp_path, 3, **seldom) == ends(tmp_path, 1, **seldom) != ends(tmp_path / "often", 1)
 
 
-class Counted(unisono.KFAC):
+class Counted(unisono_lab.KFAC):
     """Notes which factors it decomposes, on whichever worker."""
 
     seen: ClassVar[list[int]] = []
@@ -262,7 +263,7 @@ def test_a_factor_that_is_not_finite_stops_every_worker_before_anything_changes(
 
 def test_what_no_rule_knows_is_named_once_and_trained_by_another_optimizer() -> None:
     model = Net()
-    optimizer = unisono.KFAC(model, skip=["rare"], fallback=lambda found: torch.optim.SGD(found, lr=0.5))
+    optimizer = unisono_lab.KFAC(model, skip=["rare"], fallback=lambda found: torch.optim.SGD(found, lr=0.5))
     loss_fn(model, samples(10)[:]).backward()
     with pytest.warns(UnisonoWarning, match=r"no rule for norm \(BatchNorm2d\), rare \(Linear\): SGD") as told:
         optimizer.step()
@@ -280,9 +281,9 @@ class Tied(nn.Module):
 
 def test_tied_weights_are_refused_with_the_cure() -> None:
     with pytest.raises(ModelError, match=r"embed.weight and head.weight are one tensor .* KFAC\(skip=\['head'\]\)"):
-        unisono.KFAC(Tied())
+        unisono_lab.KFAC(Tied())
     with pytest.raises(ModelError, match=r"no trained nn.Linear"):
-        unisono.KFAC(Tied(), skip=["head"])
+        unisono_lab.KFAC(Tied(), skip=["head"])
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_tied_weights_are_refused_with_the_cure() -> None:
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        unisono.KFAC(Net(), **settings)
+        unisono_lab.KFAC(Net(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 )
 def test_settings_of_another_type_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        unisono.KFAC(Net(), **settings)
+        unisono_lab.KFAC(Net(), **settings)
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -350,13 +351,13 @@ def test_a_model_is_copied_and_saved_whole_and_the_copy_trains_by_itself(
 
 @pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_the_optimizer_itself_is_neither_copied_nor_pickled(act: Callable[[Any], Any]) -> None:
-    with pytest.raises(ModelError, match=r"copy the model, make unisono.KFAC\(copy\), .*load_state_dict"):
+    with pytest.raises(ModelError, match=r"copy the model, make unisono_lab.KFAC\(copy\), .*load_state_dict"):
         act(kfac(Net()))
 
 
 def test_it_takes_the_model_and_not_its_parameters() -> None:
     with pytest.raises(ModelError, match=r"KFAC\(<generator .*: give it the model, whose layers it has to know"):
-        unisono.KFAC(Net().parameters())  # type: ignore[arg-type]
+        unisono_lab.KFAC(Net().parameters())  # type: ignore[arg-type]
 
 
 def test_weights_that_others_make_are_left_to_the_other_optimizer() -> None:
@@ -364,7 +365,7 @@ def test_weights_that_others_make_are_left_to_the_other_optimizer() -> None:
     told = kfac(model).notice()
     assert "no rule for 1 (ParametrizedLinear), 1.parametrizations.weight (ParametrizationList): AdamW" in told
     with pytest.raises(ModelError, match="the weight of 1 has no shape yet"):
-        unisono.KFAC(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)))
+        unisono_lab.KFAC(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)))
 
 
 def test_curvature_is_measured_beside_it_but_for_the_critical_step(tmp_path: Path) -> None:

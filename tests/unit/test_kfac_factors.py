@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 from benchmarks.thread_crew import Trade, train
 from unisono.errors import ModelError, NonFiniteLoss, UnisonoWarning
 from unisono.job import Job
@@ -51,8 +52,8 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def kfac(model: nn.Module, **options: Any) -> unisono.KFAC:
-    return unisono.KFAC(model, **{"lr": 0.01, "inverses_every": 4} | options)
+def kfac(model: nn.Module, **options: Any) -> unisono_lab.KFAC:
+    return unisono_lab.KFAC(model, **{"lr": 0.01, "inverses_every": 4} | options)
 
 
 def factors_after(batch_size: int, shards: int, folder: Path) -> list[tuple[Tensor, Tensor]]:

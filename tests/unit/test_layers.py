@@ -12,7 +12,7 @@ from replaced import REASONS, replaced
 
 pytestmark = pytest.mark.unit
 
-PACKAGE = Path(__file__).parents[2] / "src" / "unisono"
+SRC = Path(__file__).parents[2] / "src"
 UPWARDS = [(lower, upper) for above, below in pairwise(ROWS) for upper in above for lower in below]
 SIDEWAYS = [(one, other) for row in ROWS for one in row for other in row if one != other]
 
@@ -20,10 +20,10 @@ Rule = Callable[[House], Iterator[Breach]]
 Build = Callable[..., House]
 
 
-@pytest.fixture(scope="module")
-def package() -> House:
+@pytest.fixture(scope="module", params=["unisono", "unisono_lab"])
+def package(request: pytest.FixtureRequest) -> House:
     """Our own."""
-    return House.read(PACKAGE)
+    return House.read(SRC / request.param)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -34,8 +34,19 @@ def test_the_house_keeps_the_rule(rule: Rule, package: House) -> None:
         pytest.fail("\n".join(str(breach) for breach in breaches), pytrace=False)
 
 
-def test_every_module_of_the_package_is_read(package: House) -> None:
-    assert {"unisono", "unisono.errors", "unisono.job"} <= package.sources.keys()
+def test_every_module_of_the_packages_is_read() -> None:
+    assert {"unisono", "unisono.errors", "unisono.job"} <= House.read(SRC / "unisono").sources.keys()
+    assert {"unisono_lab", "unisono_lab.chaos", "unisono_lab.page.hub"} <= House.read(
+        SRC / "unisono_lab"
+    ).sources.keys()
+
+
+def test_the_core_may_not_import_the_lab_and_the_lab_may_import_the_core(house: Build) -> None:
+    files = {"plan.tree": "def late():\n    from unisono_lab.page import hub", "cli.app": "import unisono.plan.tree"}
+
+    assert found(house_rules.core_alone, house(**files)) == [
+        "plan/tree.py:2: core: imports unisono_lab.page.hub: the core does not know the lab"
+    ]
 
 
 @pytest.fixture
@@ -462,5 +473,5 @@ def test_a_new_room_inside_of_a_room_has_to_be_given_its_row(house: Build) -> No
 
 def test_every_row_inside_of_a_room_names_what_is_there() -> None:
     for room, depths in house_rules.SUB_DEPTHS.items():
-        there = {path.stem for path in (PACKAGE / room).iterdir()}
+        there = {path.stem for path in (SRC / "unisono" / room).iterdir()}
         assert depths.keys() <= there, f"not in {room}: {depths.keys() - there}"

@@ -10,9 +10,9 @@ import pytest
 from examples.simulation.generate_trace import arguments, main
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError
-from unisono.study.simulation.market import HostPrices, MarketTrace, Supply, supply
-from unisono.study.simulation.scenario import Durations, HostKind, How, Scenario, Workload
-from unisono.study.simulation.simulated_run import simulate
+from unisono_lab.simulation.market import HostPrices, MarketTrace, Supply, supply
+from unisono_lab.simulation.scenario import Durations, HostKind, How, Scenario, Workload
+from unisono_lab.simulation.simulated_run import simulate
 
 pytestmark = pytest.mark.unit
 

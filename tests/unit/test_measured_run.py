@@ -8,8 +8,8 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono.study.measure.measured_run import measured_run, plain_run, timed_part
-from unisono.study.measure.step_times import StepBreakdown, step_times
+from unisono_lab.measure.measured_run import measured_run, plain_run, timed_part
+from unisono_lab.measure.step_times import StepBreakdown, step_times
 
 pytestmark = pytest.mark.unit
 

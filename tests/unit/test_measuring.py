@@ -11,10 +11,10 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono.study.analysis.study_folder import Kind, PlannedCell, StudyFolder
-from unisono.study.measure.measured_run import MeasuredRun
-from unisono.study.measure.measurement import Measurement
-from unisono.study.measure.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
+from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder
+from unisono_lab.measure.measured_run import MeasuredRun
+from unisono_lab.measure.measurement import Measurement
+from unisono_lab.measure.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
 
 pytestmark = pytest.mark.unit
 

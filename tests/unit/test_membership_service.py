@@ -19,7 +19,6 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from unisono.dashboard.source import CoordinatorSource
 from unisono.errors import JobError, LaunchError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import Address
@@ -55,6 +54,7 @@ from unisono.membership.service import SendQueue
 from unisono.membership.state import AgentHeard, ElasticConfig, LeaveAsked
 from unisono.membership.state_log import Journal, StateLog
 from unisono.membership.token import make_token, new_token, read_token, token_file
+from unisono_lab.page.source import CoordinatorSource
 
 pytestmark = pytest.mark.unit
 

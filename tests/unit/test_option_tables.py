@@ -12,9 +12,11 @@ import pytest
 import typer
 
 from unisono.cli.app import COMMANDS, application
+from unisono.named import brought
 
 pytestmark = pytest.mark.unit
 
+ALL = [*COMMANDS, *brought("command")]
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"^\| options? of ([^|]+)\|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 
@@ -39,13 +41,13 @@ def in_the_guide() -> list[tuple[str, str]]:
     return [found for page in (ROOT / "docs" / "guide").glob("*.md") for found in tables_in(page.read_text())]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 def test_the_guide_has_every_option_of_a_command_in_a_table(command: str) -> None:
     listed = {option for whose, option in in_the_guide() if whose == command}
     assert [spelt for spelt in spellings_of(command) if not spelt & listed] == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 def test_a_table_of_the_guide_has_no_option_that_the_command_does_not_know(command: str) -> None:
     known = set[str]().union(*spellings_of(command))
     assert [option for whose, option in in_the_guide() if whose == command and option not in known] == []

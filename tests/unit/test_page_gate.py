@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from unisono.dashboard.app import MOST_READING, MOST_VIEWERS, VERBS, Page, files, is_open, page_app
-from unisono.dashboard.gate import FRESH_S, HEADERS, LARGEST_BODY, MOST_SESSIONS, Gate, Keys
-from unisono.dashboard.source import FolderSource
 from unisono.jsonl import to_json
+from unisono_lab.page.app import MOST_READING, MOST_VIEWERS, VERBS, Page, files, is_open, page_app
+from unisono_lab.page.gate import FRESH_S, HEADERS, LARGEST_BODY, MOST_SESSIONS, Gate, Keys
+from unisono_lab.page.source import FolderSource
 
 pytestmark = pytest.mark.unit
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.dashboard.curve_table import MOST_CURVES, CurveTable, Entry
-from unisono.dashboard.curves import OWN, PARTS, Curves
-from unisono.dashboard.finer import Stretches
-from unisono.dashboard.follow import LONGEST_LINE, PART, Follower, NewLines
-from unisono.dashboard.hub import Hub
-from unisono.dashboard.run_model import RunModel, Viewed
-from unisono.dashboard.source import FolderSource
-from unisono.dashboard.story import MOST_HOSTS, MOST_WORKERS, Story
-from unisono.dashboard.thinned import MOST, Mark, Thinned
-from unisono.dashboard.words import KINDS
 from unisono.train.record.metrics_line import RESERVED
+from unisono_lab.page.curve_table import MOST_CURVES, CurveTable, Entry
+from unisono_lab.page.curves import OWN, PARTS, Curves
+from unisono_lab.page.finer import Stretches
+from unisono_lab.page.follow import LONGEST_LINE, PART, Follower, NewLines
+from unisono_lab.page.hub import Hub
+from unisono_lab.page.run_model import RunModel, Viewed
+from unisono_lab.page.source import FolderSource
+from unisono_lab.page.story import MOST_HOSTS, MOST_WORKERS, Story
+from unisono_lab.page.thinned import MOST, Mark, Thinned
+from unisono_lab.page.words import KINDS
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,9 @@ from unisono.errors import ModelError, WorkerLost
 from unisono.reduce.rpc_message import RpcMessage
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
-from unisono.train.strategies.pairs import Pairs
 from unisono.train.strategies.synchroniser import SyncContext
+from unisono_lab import PairAveraging
+from unisono_lab.strategies.pairs import Pairs
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +37,7 @@ def prepared(rank: int, rate: float = 0.0) -> Prepared:
 
 
 def pairs_of(workers: Workers, rate: float = 0.0) -> Pairs:
-    return Pairs(SyncContext(workers, prepared(workers.rank, rate), PATIENCE_S, seed=0))
+    return Pairs(SyncContext(workers, prepared(workers.rank, rate), PATIENCE_S, seed=0), PairAveraging())
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -304,7 +305,7 @@ def synchronised(survivors: Sequence[Pairs], work: Callable[[Pairs], None] = lam
 
     def follow(workers: Workers) -> Pairs:
         before = survivors[workers.rank]
-        pairs = Pairs(SyncContext(workers, before._context.prepared, PATIENCE_S, seed=0))
+        pairs = Pairs(SyncContext(workers, before._context.prepared, PATIENCE_S, seed=0), PairAveraging())
         try:
             pairs.follow(before)
             work(pairs)

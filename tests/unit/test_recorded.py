@@ -16,9 +16,9 @@ from unisono.adapt.recorded import gaps, recorded_steps
 from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 from unisono.plan.links import Links
-from unisono.study.replay.record import Record
-from unisono.study.replay.replay import replay
-from unisono.study.replay.timeline import compared, decisions_that_hold
+from unisono_lab.replay.record import Record
+from unisono_lab.replay.replay import replay
+from unisono_lab.replay.timeline import compared, decisions_that_hold
 
 pytestmark = pytest.mark.unit
 

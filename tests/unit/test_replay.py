@@ -15,13 +15,13 @@ from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.view import Decision, View
 from unisono.cli import app as cli
-from unisono.cli.replay_report import comparison_table, timeline_table
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines
-from unisono.study.replay.record import Record
-from unisono.study.replay.replay import replay
-from unisono.study.replay.timeline import compared, decisions_that_hold, figure, folded, timeline
+from unisono_lab.commands.replay_report import comparison_table, timeline_table
+from unisono_lab.replay.record import Record
+from unisono_lab.replay.replay import replay
+from unisono_lab.replay.timeline import compared, decisions_that_hold, figure, folded, timeline
 
 pytestmark = pytest.mark.unit
 
@@ -399,7 +399,7 @@ def test_the_picture_of_a_replay_is_one_too(
 
 def test_the_picture_shows_what_was_measured_and_where_something_was_decided(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    from unisono.study.replay.plot import Picture, drawn
+    from unisono_lab.replay.plot import Picture, drawn
 
     record = Record.read(folder)
     figure = drawn(Picture(record, replay(record, [NoiseScalePolicy(512, every=2)])))

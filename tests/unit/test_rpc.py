@@ -18,9 +18,9 @@ from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import NoProgress, UnisonoError, WorkerLost
 from unisono.reduce.admission import Impostor, greet, present, receive
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.rpc import RpcEndpoint
 from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, listen
 from unisono.reduce.transport import Traffic
+from unisono_lab.strategies.rpc import RpcEndpoint
 
 pytestmark = pytest.mark.unit
 

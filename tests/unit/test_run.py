@@ -30,7 +30,7 @@ from unisono.errors import (
     UnisonoWarning,
 )
 from unisono.plan.order import sample_order
-from unisono.sync.parameter_server import ParameterServer
+from unisono_lab.strategies.parameter_server import ParameterServer
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

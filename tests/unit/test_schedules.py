@@ -7,7 +7,7 @@ import pytest
 
 from unisono.errors import JobError
 from unisono.launch.settings import Script
-from unisono.study.measure.schedules import ScheduleFigures, ScheduleStudy, _figures, _Run, ideal_bubble, table_of
+from unisono_lab.measure.schedules import ScheduleFigures, ScheduleStudy, _figures, _Run, ideal_bubble, table_of
 
 pytestmark = pytest.mark.unit
 

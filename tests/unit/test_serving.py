@@ -5,10 +5,10 @@ import pytest
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
-from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.step.current import serve
+from unisono_lab.strategies.parameter_server import ParameterServer
 
 pytestmark = pytest.mark.unit
 

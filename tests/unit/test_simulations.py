@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime
 from unisono.cli.app import application
-from unisono.cli.simulate import seconds_of
 from unisono.errors import JobError
 from unisono.job import Job
-from unisono.study.report.simulated_charts import simulated_charts
-from unisono.study.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
-from unisono.study.simulation.calibration import measured
-from unisono.study.simulation.commands import commands, left_out
-from unisono.study.simulation.network import NamedNetwork
-from unisono.study.simulation.scenario import (
+from unisono_lab.commands.simulate import seconds_of
+from unisono_lab.report.simulated_charts import simulated_charts
+from unisono_lab.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
+from unisono_lab.simulation.calibration import measured
+from unisono_lab.simulation.commands import commands, left_out
+from unisono_lab.simulation.network import NamedNetwork
+from unisono_lab.simulation.scenario import (
     Durations,
     HostKind,
     How,
@@ -32,9 +32,9 @@ from unisono.study.simulation.scenario import (
     Workload,
     read_scenario,
 )
-from unisono.study.simulation.search import Candidate, Goal, Simulate, frontier, margins, mixes, search, worth_trying
-from unisono.study.simulation.simulated_run import simulate
-from unisono.study.simulation.simulation import Simulation, SimulationSettings, simulation
+from unisono_lab.simulation.search import Candidate, Goal, Simulate, frontier, margins, mixes, search, worth_trying
+from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulation import Simulation, SimulationSettings, simulation
 
 pytestmark = pytest.mark.unit
 

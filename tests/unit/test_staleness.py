@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.sync.parameter_server import StalenessBound
+from unisono_lab.strategies.parameter_server import StalenessBound
 
 pytestmark = pytest.mark.unit
 

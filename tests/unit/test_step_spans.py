@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from chrome_traces import require_sound
 from unisono.errors import JobError, LaunchError
 from unisono.spans import CLOCK_MARK, FOLDER, Spans
-from unisono.study.spans.chrome import chrome_trace
-from unisono.study.spans.clocks import Correction, Look, corrections, looks_by_exchanges
-from unisono.study.spans.critical_path import critical_path, shares
-from unisono.study.spans.explanation import explained, parts_of
-from unisono.study.spans.recorded import PlacedSpan, StepTimelines, WorkerRecord, WorkerStep, on_one_clock, read
 from unisono.train.record.step_timeline import HostClock, StepTimeline, is_kept
+from unisono_lab.timeline.chrome import chrome_trace
+from unisono_lab.timeline.clocks import Correction, Look, corrections, looks_by_exchanges
+from unisono_lab.timeline.critical_path import critical_path, shares
+from unisono_lab.timeline.explanation import explained, parts_of
+from unisono_lab.timeline.recorded import PlacedSpan, StepTimelines, WorkerRecord, WorkerStep, on_one_clock, read
 
 pytestmark = pytest.mark.unit
 

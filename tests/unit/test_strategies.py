@@ -14,12 +14,19 @@ from unisono.errors import JobError
 from unisono.plan.batches import Batches, Position
 from unisono.reduce.buckets import NOTHING, pack, unpack
 from unisono.reduce.transport import Traffic
-from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging, average
+from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.named import STRATEGIES, strategy_of
-from unisono.sync.parameter_server import ParameterServer, shares
 from unisono.sync.strategy import AllReduce, Strategy
+from unisono_lab.strategies.averaging import ModelAveraging, PairAveraging, average
+from unisono_lab.strategies.parameter_server import ParameterServer, shares
 
 pytestmark = pytest.mark.unit
+
+KINDS: dict[str, type[Strategy]] = {
+    **STRATEGIES,
+    **{kind.name: kind for kind in (ParameterServer, ModelAveraging, PairAveraging)},
+}
+"""Our own, and the lab's."""
 
 counts = st.integers(1, 10**6)
 rates = st.floats(0, 1, exclude_max=True)
@@ -50,13 +57,13 @@ def test_a_strategy_is_the_one_of_its_text(strategy: Strategy) -> None:
     assert strategy_of(strategy) is strategy
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_name_alone_is_the_strategy_with_its_defaults_and_the_other_way_round(name: str) -> None:
-    assert strategy_of(name) == STRATEGIES[name]()
-    assert str(STRATEGIES[name]()) == name
+    assert strategy_of(name) == KINDS[name]()
+    assert str(KINDS[name]()) == name
 
 
-@pytest.mark.parametrize(("name", "kind"), STRATEGIES.items())
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
 def test_every_setting_has_a_default_and_is_read_from_text(name: str, kind: type[Strategy]) -> None:
     for field in fields(kind):
         assert field.default is not MISSING
@@ -81,7 +88,7 @@ def test_settings_follow_the_name(given: str, strategy: Strategy) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("all_reduce", "'all_reduce': there is no such strategy; choose of all-reduce, parameter-server, model-av"),
+        ("all_reduce", "'all_reduce': there is no such strategy; choose of all-reduce, local-sgd, diloco, model-av"),
         ("", "there is no such strategy"),
         (3, "strategy=3: give a unisono.Strategy, or the name of one: all-reduce"),
         ("local-sgd:k=8", "'k=8' is no setting of local-sgd; its settings are round_every, every, as in NAME=VALUE"),
@@ -175,7 +182,7 @@ def test_corrections_that_overshoot_are_refused_where_the_number_of_workers_stay
 
 
 def test_only_sums_that_everybody_makes_alike_are_exact() -> None:
-    assert {name for name, kind in STRATEGIES.items() if kind().is_exact} == {"all-reduce", "parameter-server"}
+    assert {name for name, kind in KINDS.items() if kind().is_exact} == {"all-reduce", "parameter-server"}
     assert not ParameterServer(synchronous=False).is_exact
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unisono.errors import JobError
-from unisono.study.analysis.study_folder import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
-from unisono.study.measure.measurement import Measurement, text_digest
+from unisono_lab.analysis.study_folder import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
+from unisono_lab.measure.measurement import Measurement, text_digest
 
 pytestmark = pytest.mark.unit
 

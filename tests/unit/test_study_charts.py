@@ -6,11 +6,11 @@ import pytest
 from matplotlib.colors import to_hex
 
 from studies import MadeUp
-from unisono.study.analysis.analysis import Wanted, analyzed
-from unisono.study.analysis.batch_curve import BatchCurve, Tried
-from unisono.study.analysis.results import Results
-from unisono.study.report.charts import SERIES, charts
-from unisono.study.spans.picture import INK
+from unisono_lab.analysis.analysis import Wanted, analyzed
+from unisono_lab.analysis.batch_curve import BatchCurve, Tried
+from unisono_lab.analysis.results import Results
+from unisono_lab.report.charts import SERIES, charts
+from unisono_lab.timeline.picture import INK
 
 pytestmark = pytest.mark.unit
 

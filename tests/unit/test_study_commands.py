@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from studies import MadeUp
-from unisono.cli.study_report import compare, report_from
 from unisono.errors import JobError
-from unisono.study.analysis.analysis import Wanted
-from unisono.study.measure.cell_runner import CellRunner, commands, plain_workers
-from unisono.study.measure.engines import BySlurm, OnThisHost
-from unisono.study.measure.measurement import Measurement
+from unisono_lab.analysis.analysis import Wanted
+from unisono_lab.commands.study_report import compare, report_from
+from unisono_lab.measure.cell_runner import CellRunner, commands, plain_workers
+from unisono_lab.measure.engines import BySlurm, OnThisHost
+from unisono_lab.measure.measurement import Measurement
 
 pytestmark = pytest.mark.unit
 
@@ -112,7 +112,7 @@ def test_no_report_takes_the_place_of_another_studys(studies: tuple[Path, Path],
 
 def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    monkeypatch.setattr("unisono.cli.study_report.report", lambda results, folder, *_: written.append(folder))
+    monkeypatch.setattr("unisono_lab.commands.study_report.report", lambda results, folder, *_: written.append(folder))
     one, two = studies
     report_from(one, None, Wanted())
     report_from(one, one, Wanted())
@@ -124,5 +124,5 @@ def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypat
 def test_what_is_no_python_is_installed_too() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono"]}  # all of it
-    assert files("unisono.study.report").joinpath("report.html").is_file()
+    assert files("unisono_lab.report").joinpath("report.html").is_file()
     assert files("unisono.launch.slurm").joinpath("batch_script.sh.j2").is_file()

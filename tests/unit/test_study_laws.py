@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from studies import MadeUp
-from unisono.study.analysis.analysis import StepModel, Wanted, analyzed
-from unisono.study.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
-from unisono.study.analysis.recommendation import Prices, recommended
-from unisono.study.analysis.results import Cell, Results
-from unisono.study.analysis.summary import Row, summarized
+from unisono_lab.analysis.analysis import StepModel, Wanted, analyzed
+from unisono_lab.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
+from unisono_lab.analysis.recommendation import Prices, recommended
+from unisono_lab.analysis.results import Cell, Results
+from unisono_lab.analysis.summary import Row, summarized
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unisono.cli.study_progress import StudyProgress, roughly
-from unisono.study.analysis.study_folder import Kind, PlannedCell
-from unisono.study.measure.measured_run import MeasuredRun
-from unisono.study.measure.measuring import Missing
+from unisono_lab.analysis.study_folder import Kind, PlannedCell
+from unisono_lab.commands.study_progress import StudyProgress, roughly
+from unisono_lab.measure.measured_run import MeasuredRun
+from unisono_lab.measure.measuring import Missing
 
 pytestmark = pytest.mark.unit
 

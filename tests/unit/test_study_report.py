@@ -13,19 +13,19 @@ import pytest
 from studies import MadeUp
 from unisono.cli import app as cli
 from unisono.errors import JobError
-from unisono.study.analysis.analysis import Analysis, Wanted, analyzed
-from unisono.study.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
-from unisono.study.analysis.estimate import NOTHING, duration, number, percent, shown
-from unisono.study.analysis.recommendation import Prices
-from unisono.study.analysis.results import Cell, Results
-from unisono.study.analysis.timed_steps import timed_steps
-from unisono.study.report.charts import charts
-from unisono.study.report.document import Document, document
-from unisono.study.report.drawing import Drawing, drawn, inline, page
-from unisono.study.report.pdf import pdf
-from unisono.study.report.report import require_reports, write_report
-from unisono.study.report.threats import correctness, threats
-from unisono.study.report.verdict import advice, explanations, overheads, verdict
+from unisono_lab.analysis.analysis import Analysis, Wanted, analyzed
+from unisono_lab.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
+from unisono_lab.analysis.estimate import NOTHING, duration, number, percent, shown
+from unisono_lab.analysis.recommendation import Prices
+from unisono_lab.analysis.results import Cell, Results
+from unisono_lab.analysis.timed_steps import timed_steps
+from unisono_lab.report.charts import charts
+from unisono_lab.report.document import Document, document
+from unisono_lab.report.drawing import Drawing, drawn, inline, page
+from unisono_lab.report.pdf import pdf
+from unisono_lab.report.report import require_reports, write_report
+from unisono_lab.report.threats import correctness, threats
+from unisono_lab.report.verdict import advice, explanations, overheads, verdict
 
 pytestmark = pytest.mark.unit
 
@@ -270,7 +270,7 @@ def drawing() -> Drawing:
 @pytest.fixture
 def undrawn(drawing: Drawing, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a test that does not look at the plots: they all look alike."""
-    monkeypatch.setattr("unisono.study.report.report.drawn", lambda chart: drawing)
+    monkeypatch.setattr("unisono_lab.report.report.drawn", lambda chart: drawing)
 
 
 def test_the_page_is_whole_and_needs_nothing_else(drawing: Drawing) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from studies import MadeUp
 from unisono.errors import JobError
-from unisono.study.analysis.estimate import Estimate, median, ratio
-from unisono.study.analysis.results import Cell, Results
-from unisono.study.analysis.side_by_side import side_by_side
-from unisono.study.analysis.summary import Row, summarized
-from unisono.study.analysis.table import SHOWN, read_results, read_table
+from unisono_lab.analysis.estimate import Estimate, median, ratio
+from unisono_lab.analysis.results import Cell, Results
+from unisono_lab.analysis.side_by_side import side_by_side
+from unisono_lab.analysis.summary import Row, summarized
+from unisono_lab.analysis.table import SHOWN, read_results, read_table
 
 pytestmark = pytest.mark.unit
 

@@ -3,9 +3,9 @@
 import pytest
 
 from studies import MadeUp
-from unisono.study.analysis.analysis import Wanted, analyzed
-from unisono.study.analysis.results import Cell, Mode, Results
-from unisono.study.report.threats import threats
+from unisono_lab.analysis.analysis import Wanted, analyzed
+from unisono_lab.analysis.results import Cell, Mode, Results
+from unisono_lab.report.threats import threats
 
 pytestmark = pytest.mark.unit
 

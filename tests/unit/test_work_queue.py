@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from unisono.errors import NoProgress, WorkerLost
-from unisono.sync.parameter_server import StalenessBound
-from unisono.train.strategies.shared_work import WorkQueue
+from unisono_lab.strategies.parameter_server import StalenessBound
+from unisono_lab.strategies.shared_work import WorkQueue
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,8 @@ from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.errors import JobError
-from unisono.received import imported, require_named, short, why_of
+from unisono.named import require_named, thing_named
+from unisono.received import short, why_of
 
 NAMED: dict[str, Callable[[int], Policy]] = {
     "noise-scale": lambda batch_size: NoiseScalePolicy(largest=16 * batch_size),
@@ -29,7 +30,8 @@ def policies_named(names: Sequence[str], batch_size: int, where: str = "--policy
     """Make policies.
 
     Args:
-        names: names of our own policies, or ``module:Class`` of others, which are called without arguments.
+        names: names of our own policies, of those that packages bring, or ``module:Class``; what is not
+            ours is called without arguments.
         batch_size: the job's global batch size.
         where: the variable or option that they stand in, for errors.
 
@@ -40,17 +42,16 @@ def policies_named(names: Sequence[str], batch_size: int, where: str = "--policy
 
 
 def require_policies(names: Sequence[str], where: str) -> None:
-    """Refuse names of no policy, as :func:`~unisono.received.require_named` does."""
+    """Refuse names of no policy, as :func:`~unisono.named.require_named` does."""
     require_named(names, NAMED, "policy", where)
 
 
 def _made(name: str, batch_size: int, where: str) -> Policy:
-    require_policies((name,), where)
+    make = thing_named(name, NAMED, "policy", where)
     if name in NAMED:
         return NAMED[name](batch_size)
-    found = imported(name, where)
     try:
-        policy = found()
+        policy = make()
     except Exception as error:  # noqa: BLE001 (whatever a class of the user does)
         raise JobError(f"{where}={short(name)}: the policy cannot be made: {why_of(error)}") from None
     if not isinstance(policy, Policy):

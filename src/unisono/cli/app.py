@@ -6,40 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer.models import CommandInfo
 
 from unisono.errors import USAGE, JobError, UnisonoError
-
-
-def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy",
-            help="Show what this policy would have decided in the run: noise-scale, or module:Class; repeat for "
-            "more. It sees what the run measured, which does not react to its decisions: only batch size and "
-            "learning rate follow them.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw a chart, too: .png, .svg or .pdf. Needs matplotlib: pip install matplotlib."
-        ),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Print a row for each decision and each event, even where many are alike.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON, for programs.")] = False,
-) -> None:
-    """Show what was decided in a run, when and why; or what a policy would have done in it."""
-    from unisono.cli.replay_report import report
-
-    report(run, policy or (), plot, everything=everything, as_json=as_json)
-
+from unisono.named import brought
+from unisono.received import imported
 
 # ``unisono doctor``: everything that a bug report needs.
 
@@ -72,117 +46,17 @@ def keys(
     typer.echo(f"{file} is made: copy it to each host with scp -p, and set UNISONO_DATA_KEYS to its path there")
 
 
-SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "no_args_is_help": True}
-"""What stands after the script is the script's, -n and --help too."""
-
-
-def _run(app: typer.Typer) -> None:
-    from unisono.cli.run import run
-
-    app.command("run", **SCRIPT)(run)
-
-
-def _join(app: typer.Typer) -> None:
-    from unisono.cli.join import join
-    from unisono.cli.options import RemoteCommand
-
-    app.command("join", cls=RemoteCommand, **SCRIPT)(join)
-
-
-def _of_running_jobs(app: typer.Typer) -> None:
-    from unisono.cli.options import RemoteCommand
-    from unisono.cli.status import checkpoint, leave, replace, resize, status, stop
-
-    for command in (status, resize, leave, replace, checkpoint, stop):
-        app.command(command.__name__, cls=RemoteCommand)(command)
-
-
-def _page(app: typer.Typer) -> None:
-    from unisono.cli.page import page
-
-    app.command("page")(page)
-
-
-def _doctor(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
-
-
-def _keys(app: typer.Typer) -> None:
-    app.command("keys", no_args_is_help=True)(keys)
-
-
-def _replay(app: typer.Typer) -> None:
-    app.command("replay", no_args_is_help=True)(replay)
-
-
-def _timeline(app: typer.Typer) -> None:
-    from unisono.cli.timeline import timeline
-
-    app.command("timeline", no_args_is_help=True)(timeline)
-
-
-def _chaos(app: typer.Typer) -> None:
-    from unisono.cli.chaos import chaos
-
-    app.command("chaos")(chaos)
-
-
-def _studies(app: typer.Typer) -> None:
-    from unisono.cli.batch_size import batch_size
-    from unisono.cli.study import StudyCommand, study
-
-    app.command("batch-size", cls=StudyCommand, no_args_is_help=True)(batch_size)
-    app.command("study", cls=StudyCommand, no_args_is_help=True)(study)
-
-
-def _simulate(app: typer.Typer) -> None:
-    from unisono.cli.simulate import simulate
-
-    app.command("simulate", no_args_is_help=True)(simulate)
-
-
-def _slurm(app: typer.Typer) -> None:
-    from unisono.cli.slurm import slurm
-
-    app.command("slurm", no_args_is_help=True)(slurm)
-
-
-def _k8s(app: typer.Typer) -> None:
-    from unisono.cli.k8s import k8s
-
-    app.command("k8s", no_args_is_help=True)(k8s)
-
-
-def _verify(app: typer.Typer) -> None:
-    from unisono.cli.verify import verify
-
-    app.command("verify", **SCRIPT)(verify)
-
-
-def _curvature(app: typer.Typer) -> None:
-    from unisono.cli.curvature import curvature
-
-    app.command("curvature", **SCRIPT)(curvature)
-
-
 COMMANDS = {
-    "run": _run,
-    "join": _join,
-    **dict.fromkeys(("status", "resize", "leave", "replace", "checkpoint", "stop"), _of_running_jobs),
-    "page": _page,
-    "doctor": _doctor,
-    "keys": _keys,
-    "replay": _replay,
-    "timeline": _timeline,
-    "chaos": _chaos,
-    **dict.fromkeys(("batch-size", "study"), _studies),
-    "simulate": _simulate,
-    "slurm": _slurm,
-    "k8s": _k8s,
-    "verify": _verify,
-    "curvature": _curvature,
+    "run": "unisono.cli.run:app",
+    "join": "unisono.cli.join:app",
+    **dict.fromkeys(("status", "resize", "leave", "replace", "checkpoint", "stop"), "unisono.cli.status:app"),
+    "doctor": "unisono.cli.app:doctor",
+    "keys": "unisono.cli.app:keys",
+    "slurm": "unisono.cli.slurm:slurm",
+    "k8s": "unisono.cli.k8s:k8s",
+    "verify": "unisono.cli.verify:app",
 }
-"""What loads each command, in the order of the help."""
+"""Our own commands, in the order of the help: where each is. Packages bring others, by entry points."""
 
 
 def application(words: Sequence[str] = ()) -> typer.Typer:
@@ -200,10 +74,32 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(options)
-    wanted = [COMMANDS[words[0]]] if words and words[0] in COMMANDS else dict.fromkeys(COMMANDS.values())
-    for add in wanted:
-        add(app)
+    if words and words[0] in COMMANDS:
+        _add(app, words[0], COMMANDS[words[0]])
+        return app
+    others = {name: place for name, place in brought("command").items() if name not in COMMANDS}
+    if words and words[0] in others:
+        _add(app, words[0], others[words[0]])
+        return app
+    for name, place in {**COMMANDS, **others}.items():
+        try:
+            _add(app, name, place)
+        except JobError as error:  # of somebody else's package; the help of all others is shown
+            typer.echo(f"unisono: {error}", err=True)
     return app
+
+
+def _add(app: typer.Typer, name: str, place: str) -> None:
+    """Add a command from where it is: a function, or a typer.Typer that has it."""
+    command = imported(place, f"the command {name}")
+    if isinstance(command, typer.Typer):
+        app.registered_commands += [each for each in command.registered_commands if _name_of(each) == name]
+    else:
+        app.command(name)(command)
+
+
+def _name_of(command: CommandInfo) -> str:
+    return command.name or command.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
 
 
 def _print_version(wanted: bool) -> None:

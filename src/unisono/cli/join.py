@@ -9,9 +9,11 @@ import typer
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import (
+    SCRIPT,
     DevicesPerWorker,
     FailureTimeout,
     JobOptions,
+    RemoteCommand,
     TokenFile,
     Trusted,
     Url,
@@ -29,6 +31,10 @@ from unisono.membership.token import read_token, token_file
 AGAIN_S = 0.5
 
 
+app = typer.Typer()
+
+
+@app.command(cls=RemoteCommand, **SCRIPT)
 @grouped
 def join(
     script: Annotated[str, typer.Argument(help="The script of the job.", metavar="SCRIPT")],

@@ -11,6 +11,7 @@ import typer
 
 from unisono.cli.hosts import HostOptions
 from unisono.cli.options import (
+    SCRIPT,
     DevicesPerWorker,
     DryRun,
     Engine,
@@ -92,6 +93,10 @@ class EntranceOptions:
         return Entrance.read(address, self.tls_cert, self.tls_key).made_before(self.token_file, self.known_as)
 
 
+app = typer.Typer()
+
+
+@app.command(**SCRIPT)
 @grouped
 def run(
     script: ScriptName,
@@ -192,7 +197,7 @@ def _no_page(run_dir: Path, terminal: Terminal) -> AbstractContextManager[object
 
 
 def _page_of(run_dir: Path, terminal: Terminal) -> AbstractContextManager[object]:
-    from unisono.dashboard.beside import page_beside
+    from unisono.launch.page_beside import page_beside
 
     return page_beside(run_dir, terminal.say)
 

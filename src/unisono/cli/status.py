@@ -6,9 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli.options import JobPlace, grouped
+from unisono.cli.options import JobPlace, RemoteCommand, grouped
+
+app = typer.Typer()
 
 
+@app.command(cls=RemoteCommand)
 @grouped
 def status(
     job: JobPlace,
@@ -62,6 +65,7 @@ def _agent(agent: Mapping[str, Any]) -> str:
 # ``unisono leave``: one worker, or all of one host, take part no more.
 
 
+@app.command(cls=RemoteCommand)
 @grouped
 def leave(
     who: Annotated[str, typer.Argument(help="A worker's id or rank, or an agent's id, as status shows them.")],
@@ -74,6 +78,7 @@ def leave(
 # ``unisono resize``: another number of workers, while the job trains.
 
 
+@app.command(cls=RemoteCommand)
 @grouped
 def resize(
     workers: Annotated[int, typer.Argument(help="The new number of workers.", metavar="N", min=1)],
@@ -86,6 +91,7 @@ def resize(
 # ``unisono replace``: another worker instead of one that is slow, say.
 
 
+@app.command(cls=RemoteCommand)
 @grouped
 def replace(
     who: Annotated[str, typer.Argument(help="A worker's id or rank, as status shows them.")],
@@ -98,6 +104,7 @@ def replace(
 # ``unisono checkpoint``: one now, besides those that the job writes by itself.
 
 
+@app.command(cls=RemoteCommand)
 @grouped
 def checkpoint(job: JobPlace) -> None:
     """Have an elastic job write a checkpoint after the step that is under way."""
@@ -107,6 +114,7 @@ def checkpoint(job: JobPlace) -> None:
 # ``unisono stop``: the job ends with a checkpoint, from which it can be started again.
 
 
+@app.command(cls=RemoteCommand)
 @grouped
 def stop(job: JobPlace) -> None:
     """Have all workers of an elastic job leave with a checkpoint; unisono run then ends with exit code 75."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from unisono.cli.options import Module, Shards, Threads, Tuned, read_workers
+from unisono.cli.options import SCRIPT, Module, Shards, Threads, Tuned, read_workers
 from unisono.errors import JobError
 from unisono.launch.settings import Script, Size
 from unisono.launch.tuning import Tuning
@@ -27,6 +27,10 @@ WHOLE = Size(1)
 """The job whose model is whole."""
 
 
+app = typer.Typer()
+
+
+@app.command(**SCRIPT)
 def verify(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script to verify; a module's name with -m.", metavar="SCRIPT")],

@@ -8,7 +8,8 @@ from unisono.loggers.logger import Logger
 from unisono.loggers.mlflow import MLflowLogger
 from unisono.loggers.tensorboard import TensorBoardLogger
 from unisono.loggers.wandb import WandbLogger
-from unisono.received import imported, require_named, short, why_of
+from unisono.named import require_named, thing_named
+from unisono.received import short, why_of
 
 NAMED: dict[str, Callable[[], Logger]] = {
     "tensorboard": TensorBoardLogger,
@@ -22,7 +23,8 @@ def loggers_of(given: Sequence[Logger | str], where: str = "loggers") -> tuple[L
     """Make loggers, and see whether they can work.
 
     Args:
-        given: loggers, names of our own, or ``module:Class`` of others, which are called without arguments.
+        given: loggers, names of our own, of those that packages bring, or ``module:Class``, which are called
+            without arguments.
         where: the argument, variable or option that they stand in, for errors.
 
     Raises:
@@ -38,16 +40,14 @@ def loggers_of(given: Sequence[Logger | str], where: str = "loggers") -> tuple[L
 
 
 def require_loggers(names: Sequence[str], where: str) -> None:
-    """Refuse names of no logger, as :func:`~unisono.received.require_named` does."""
+    """Refuse names of no logger, as :func:`~unisono.named.require_named` does."""
     require_named(names, NAMED, "logger", where)
 
 
 def _made(name: str, where: str) -> Logger:
-    require_loggers((name,), where)
-    if name in NAMED:
-        return NAMED[name]()
+    make = thing_named(name, NAMED, "logger", where)
     try:
-        logger = imported(name, where)()
+        logger = make()
     except JobError:
         raise
     except Exception as error:  # noqa: BLE001 (whatever a class of the user does)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from unisono.errors import JobError
-from unisono.received import decimal_number, short, whole_number
-from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
-from unisono.sync.parameter_server import ParameterServer
+from unisono.named import brought
+from unisono.received import decimal_number, imported, short, whole_number
+from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import AllReduce, Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (AllReduce, ParameterServer, ModelAveraging, PairAveraging, LocalSGD, DiLoCo)
-}
+STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, LocalSGD, DiLoCo)}
+"""Our own; packages bring others, of which the lab is one."""
 
 
 def strategy_of(given: Strategy | str) -> Strategy:
@@ -24,12 +23,29 @@ def strategy_of(given: Strategy | str) -> Strategy:
     if isinstance(given, Strategy):
         return given
     if not isinstance(given, str):
-        raise JobError(f"strategy={short(given)}: give a unisono.Strategy, or the name of one: {', '.join(STRATEGIES)}")
+        raise JobError(f"strategy={short(given)}: give a unisono.Strategy, or the name of one: {_listed()}")
     name, _, settings = given.partition(":")
-    if name not in STRATEGIES:
-        raise JobError(f"strategy={short(given)}: there is no such strategy; choose of {', '.join(STRATEGIES)}")
-    kind = STRATEGIES[name]
+    kind = STRATEGIES.get(name) or _brought(given, name)
     return kind(**dict(_setting(kind, given, word) for word in settings.split(",") if word))
+
+
+def _brought(given: str, name: str) -> type[Strategy]:
+    places = brought("strategy")
+    if name not in places:
+        raise JobError(f"strategy={short(given)}: there is no such strategy; choose of {_listed()}")
+    kind = imported(places[name], "strategy")
+    if not (isinstance(kind, type) and issubclass(kind, Strategy) and is_dataclass(kind)):
+        raise JobError(f"strategy={short(given)}: {places[name]} is no data class of the kind unisono.Strategy")
+    if kind.name != name:
+        raise JobError(
+            f"strategy={short(given)}: {places[name]} calls itself {kind.name!r}: give the entry point the same name, "
+            f"by which checkpoints and other workers know it"
+        )
+    return kind
+
+
+def _listed() -> str:
+    return ", ".join([*STRATEGIES, *(name for name in brought("strategy") if name not in STRATEGIES)])
 
 
 def _setting(kind: type[Strategy], given: str, word: str) -> tuple[str, object]:

@@ -18,15 +18,24 @@ class Strategy:
     Attributes:
         name: the strategy's name.
         is_exact: whether all workers have the same weights after each step, and those of the serial run.
+        part: the class that is a worker's part in it, as ``module:Class``, so that the value itself needs no torch: a
+            :class:`~unisono.train.strategies.synchroniser.Synchroniser`, made of a ``SyncContext`` and this strategy.
+            Exact strategies have none.
     """
 
     name: ClassVar[str]
     is_exact: ClassVar[bool] = False
+    part: ClassVar[str] = ""
 
     @property
     def round_steps(self) -> int:
         """Steps from one moment at which all workers hold the same weights to the next."""
         return 1
+
+    @property
+    def central_servers(self) -> int | None:
+        """Of an exact strategy with central sums: how many workers only serve; 0 if each finishes a share of them."""
+        return None
 
     def require(self, workers: int | None) -> None:
         """Refuse what cannot be before anything is trained.

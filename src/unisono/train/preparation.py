@@ -167,10 +167,10 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
         place.move(inside.device)
     if inside.job.deterministic:
         refuse_unset_memory(prepared.optimizers)
-    if inside.job.precision == "fp16" and sharing_in(prepared.optimizers):
+    if inside.job.precision == "fp16" and (sharing := sharing_in(prepared.optimizers)):
         raise ModelError(
-            "precision='fp16': KFAC goes by the sizes of gradients, which the loss scale changes before they are seen: "
-            "use precision='bf16', which needs none"
+            f"precision='fp16': {type(sharing[0]).__name__} goes by the sizes of gradients, which the loss scale "
+            "changes before they are seen: use precision='bf16', which needs none"
         )
     if staging_of(prepared.modules) is not None:
         if state:

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 from unisono.errors import UnisonoError
 
 SAMPLES, CLASSES = 50, 10
@@ -270,7 +271,7 @@ def refused(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     with torch.device("meta"):
         hollow = Scalar()
     yield lambda: run.fully_shard(hollow)
-    yield lambda: unisono.KFAC(layer)
+    yield lambda: unisono_lab.KFAC(layer)
     yield partial(take_a_step, run, hooked_muon, lambda step: step.run(mean))
     yield partial(take_a_step, run, AdamW, lambda step: run.curvature(mean))
     for ways in (("first", "second"), ("first", "")):  # the devices' shards call other layers, or one of them none

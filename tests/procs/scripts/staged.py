@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import unisono
+import unisono_lab
 from unisono.errors import UnisonoError
 
 CLASSES, WORDS = 10, 67
@@ -366,7 +367,7 @@ def refused_on_devices(run: unisono.Run) -> Iterable[Callable[[], Any]]:
     yield lambda: run.prepare([staged, chain()], SGD(staged.parameters()))
     yield lambda: run.prepare(staged, SGD([*staged.parameters(), torch.zeros(1, requires_grad=True)]))
     yield lambda: run.prepare(staged, SGD(staged.parameters()), state={"seen": torch.zeros(1)})
-    yield lambda: run.prepare(staged, unisono.KFAC(staged))
+    yield lambda: run.prepare(staged, unisono_lab.KFAC(staged))
 
 
 def refuse(attempts: Callable[[unisono.Run], Iterable[Callable[[], Any]]]) -> None:

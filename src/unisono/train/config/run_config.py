@@ -16,7 +16,6 @@ from unisono.job import Job, Reduction
 from unisono.loggers.logger import Logger
 from unisono.membership.environment import Environment
 from unisono.reduce.transport import Transport
-from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import AllReduce, Strategy
 
 CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
@@ -212,7 +211,7 @@ class StrategyConstraints:
         Raises:
             JobError: says what to change.
         """
-        if self.reduction != "exact" and isinstance(strategy, ParameterServer) and strategy.synchronous:
+        if self.reduction != "exact" and strategy.central_servers is not None:
             raise JobError(
                 f"strategy={str(strategy)!r} has servers finish exact sums, and reduction={self.reduction!r} is the "
                 f"backend's own: leave one of them out"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from unisono.checkpoint.folder import RunFolder
 from unisono.device import HostRead
 from unisono.errors import PolicyError
-from unisono.sync.parameter_server import ParameterServer
 from unisono.sync.strategy import Strategy
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
@@ -156,8 +155,7 @@ def serve(workers: Workers, strategy: Strategy) -> bool:
     Returns:
         whether that can be: else there are too few workers, and all of them serve and compute.
     """
-    central = strategy if isinstance(strategy, ParameterServer) and strategy.synchronous else None
-    workers.servers = 0 if central is None else central.servers
+    workers.servers = strategy.central_servers or 0
     # Where no worker only serves, each finishes a share; where some do, there is no other way.
-    workers.transport.go_direct(always=central is not None and not central.servers)
+    workers.transport.go_direct(always=strategy.central_servers == 0)
     return workers.servers < workers.world_size

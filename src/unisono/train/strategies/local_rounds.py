@@ -11,18 +11,14 @@ from unisono.device import HostRead
 from unisono.errors import JobError
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
+from unisono.received import imported
 from unisono.spans import Spans
-from unisono.sync.averaging import DiLoCo, LocalSGD, ModelAveraging, PairAveraging
-from unisono.sync.parameter_server import ParameterServer
 from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.step_update import Attempt
-from unisono.train.strategies.asynchronous_server import AsynchronousServer
-from unisono.train.strategies.averaging import CentralAveraging, LocalUpdates, OuterUpdates
-from unisono.train.strategies.pairs import Pairs
 from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Synchroniser
 
 
@@ -251,16 +247,9 @@ def synchroniser_of(config: RunConfig, trained: Trained, workers: Workers) -> Sy
         workers: the workers of this generation.
     """
     strategy, timeout_s = trained.policy_state.strategy, config.communication.timeout_s
-    context = SyncContext(workers, trained.require_prepared(), timeout_s, config.job.seed)
-    match strategy:
-        case DiLoCo():
-            return OuterUpdates(context, strategy)
-        case LocalSGD():
-            return LocalUpdates(context, strategy)
-        case ModelAveraging():
-            return CentralAveraging(context, strategy)
-        case PairAveraging():
-            return Pairs(context)
-        case ParameterServer(synchronous=False):
-            return AsynchronousServer(context, strategy)
-    raise JobError(f"strategy={str(strategy)!r} cannot be used here")
+    if not strategy.part:
+        raise JobError(f"strategy={str(strategy)!r} cannot be used here")
+    made: Synchroniser = imported(strategy.part, "strategy")(
+        SyncContext(workers, trained.require_prepared(), timeout_s, config.job.seed), strategy
+    )
+    return made

@@ -1,1 +1,0 @@
-"""Studies of recorded runs: scaling, the largest batch, and replays of policies."""

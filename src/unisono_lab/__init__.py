@@ -1,0 +1,32 @@
+"""What one does with Unisono: studies, simulations, replays, timelines, the page, chaos, curvature, more strategies.
+
+It stands on the package ``unisono``, which knows nothing of it: commands and strategies come in by entry points. The
+names below load on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono_lab.second_order.kfac import KFAC
+    from unisono_lab.strategies.averaging import ModelAveraging, PairAveraging
+    from unisono_lab.strategies.parameter_server import ParameterServer
+
+__all__ = ["KFAC", "ModelAveraging", "PairAveraging", "ParameterServer"]
+
+_HOMES = {
+    "KFAC": "unisono_lab.second_order.kfac",
+    "ModelAveraging": "unisono_lab.strategies.averaging",
+    "PairAveraging": "unisono_lab.strategies.averaging",
+    "ParameterServer": "unisono_lab.strategies.parameter_server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'unisono_lab' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

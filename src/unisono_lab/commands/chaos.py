@@ -1,0 +1,121 @@
+"""``unisono chaos``: inject faults into a job until it is done, and compare it with the same job without faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unisono.cli.options import Module, named_folder
+from unisono.cli.tables import show_table
+from unisono.errors import JobError
+from unisono.launch.elastic.elastic import Range
+from unisono.launch.ending.result import RUNS
+from unisono.launch.settings import Script
+from unisono.received import LONGEST_S
+
+if TYPE_CHECKING:
+    from unisono_lab.chaos import ChaosResult
+
+DIGITS = 16
+MOST_PROBLEMS = 20
+
+
+def chaos(
+    script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
+    args: Annotated[
+        list[str] | None, typer.Argument(help="The arguments of the script, after --.", metavar="-- ARGS")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the fault plan: the same seed gives the same faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, help="The number of faults.")] = 50,
+    written: Annotated[
+        Path | None, typer.Option("--script", help="A fault plan (TOML) to use instead of one drawn from the seed.")
+    ] = None,
+    workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="The range of workers.")] = "1:4",
+    devices_per_worker: Annotated[
+        int, typer.Option(min=1, help="The devices of each worker; the job without faults has one.")
+    ] = 1,
+    module: Module = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(parser=named_folder, metavar="FOLDER", help="A new folder for both jobs and the report."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between checkpoints; by default such that the run writes fifty.")
+    ] = None,
+    failure_timeout_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which a worker counts as lost.")
+    ] = 5.0,
+    patience_s: Annotated[float, typer.Option(help="Seconds without a step after which the job is ended.")] = 120.0,
+) -> None:
+    """Train with random faults, and compare the weights and the samples used with those of a run without faults.
+
+    Exit code 0 if weights and samples are the same, else 1.
+    """
+    from unisono.checkpoint.folder import new_run_folder
+    from unisono.testing.faults import Faults
+    from unisono_lab.chaos import REPORT, SCRIPT, ChaosSpec, run_chaos
+
+    wanted = Range.read(workers)
+    for name, seconds in {"failure-timeout-s": failure_timeout_s, "patience-s": patience_s}.items():
+        if not 0 < seconds <= LONGEST_S:
+            raise JobError(f"--{name} {seconds:g}: needs a number of seconds above 0, at most {LONGEST_S:g}")
+    if not 1 <= wanted.smallest < wanted.largest:
+        raise JobError(f"--workers {workers}: faults change the number of workers, so write a range, such as 1:4")
+    trained = Script(script, tuple(args or ()), is_module=module)
+    trained.require_readable()
+    found = None if written is None else Faults.read(written)
+    folder = (run_dir or new_run_folder(RUNS, f"chaos-{trained.stem}")).absolute()
+    spec = ChaosSpec(
+        script=trained,
+        folder=folder,
+        seed=seed,
+        faults=faults,
+        workers=str(wanted),
+        largest=wanted.largest,
+        devices=devices_per_worker,
+        failure_timeout_s=failure_timeout_s,
+        patience_s=patience_s,
+        checkpoint_every=checkpoint_every,
+        written=found,
+    )
+    out, err = (Console(stderr=stderr, highlight=False, emoji=False) for stderr in (False, True))
+    verdict = run_chaos(spec, lambda line: err.print(Text(f"unisono: {line}"), soft_wrap=True))
+    _show(verdict, out)
+    out.print(Text(f"fault plan: {folder / SCRIPT}; report: {folder / REPORT}", "dim"), soft_wrap=True)
+    raise typer.Exit(0 if verdict.is_good else 1)
+
+
+def _show(verdict: ChaosResult, out: Console) -> None:
+    table = Table("fault", "planned", "injected")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind, number in verdict.planned.items():
+        table.add_row(kind, str(number), str(verdict.struck.get(kind, 0)))
+    table.add_section()
+    table.add_row("all", str(sum(verdict.planned.values())), str(sum(verdict.struck.values())))
+    show_table(table, out)
+    facts = {
+        "steps": f"{verdict.steps}; a step was begun again {verdict.repeated} times",
+        "generations": f"{verdict.generations}",
+        "starts": f"{verdict.starts}",
+        "seconds": f"{verdict.seconds:g}",
+        "weights": f"{_short(verdict.serial_digest)} alone, {_short(verdict.digest)} with faults",
+        "samples": "see below" if verdict.problems else "each used exactly once",
+    }
+    for name, fact in facts.items():
+        out.print(Text(f"{name:>12}  {fact}"), soft_wrap=True)
+    for problem in verdict.problems[:MOST_PROBLEMS]:
+        out.print(Text(problem, "red"), soft_wrap=True)
+    if len(verdict.problems) > MOST_PROBLEMS:
+        out.print(Text(f"… and {len(verdict.problems) - MOST_PROBLEMS} problems more", "red"))
+    words = Text("passed: weights and samples are those of the run without faults", "bold green")
+    out.print(words if verdict.is_good else Text("FAILED", "bold red"), soft_wrap=True)
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:DIGITS]

@@ -1,0 +1,95 @@
+"""``unisono timeline``: what each worker did when. Loaded when it is called: no other command reads spans."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from unisono.cli.tables import show_table
+from unisono.jsonl import to_json
+from unisono_lab.timeline.chrome import chrome_trace, write
+from unisono_lab.timeline.explanation import NAMES, Explanation, explained, parts_of
+from unisono_lab.timeline.picture import draw
+from unisono_lab.timeline.recorded import StepTimelines, read
+
+TRACE = "timeline.json"
+"""In the run folder, unless somebody names another file."""
+
+
+def timeline(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN…", help="The run folder; one for each host, where hosts have their own."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The Chrome trace to write; by default timeline.json in the run folder."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the median step, too: .png, .svg or .pdf. Needs matplotlib."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Show what each worker did when, in a run that unisono run --timeline has recorded.
+
+    Writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and says what takes the time of the median step.
+    """
+    if plot is not None:
+        from unisono_lab.replay.plot import require_drawable  # loads torch
+
+        require_drawable(plot)
+    timelines = read(runs)
+    for words in timelines.left_out:
+        typer.echo(f"unisono: {words}", err=True)
+    found = explained(timelines)
+    path = out or runs[0] / TRACE
+    write(chrome_trace(timelines), path)
+    if plot is not None:
+        draw(timelines, found, plot)
+    if as_json:
+        typer.echo(to_json(_values(timelines, found)), nl=False)
+    else:
+        _show(timelines, found, [path, *([plot] if plot else [])])
+
+
+def _show(timelines: StepTimelines, found: Explanation, written: Sequence[Path]) -> None:
+    for words in found.words:
+        typer.echo(words)
+    show_table(_table(timelines, found), Console(highlight=False, emoji=False))
+    for path in written:
+        typer.echo(f"written: {path}")
+    typer.echo("Open the trace in ui.perfetto.dev, which keeps it on this machine, or in chrome://tracing.")
+
+
+def _table(timelines: StepTimelines, found: Explanation) -> Table:
+    """The milliseconds of each worker in the median step, by part; parts that nobody has are left out."""
+    rows = {place: parts_of(step) for place, step in found.workers.items()}
+    parts = [part for part in NAMES if any(row[part] >= 5e-6 for row in rows.values())]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("ms of a worker", no_wrap=True)
+    for name in ("shards", *(NAMES[part] for part in parts)):
+        table.add_column(name.replace(" ", "\n"), justify="right")
+    for place, row in sorted(rows.items(), key=lambda item: found.workers[item[0]].rank):
+        shards = found.workers[place].shards
+        figures = (f"{row[part] * 1e3:.2f}" for part in parts)
+        table.add_row(timelines.workers[place].name, str(shards), *figures)
+    return table
+
+
+def _values(timelines: StepTimelines, found: Explanation) -> dict[str, object]:
+    names = [worker.name for worker in timelines.workers]
+    return {
+        "step": found.step,
+        "of": found.of,
+        "seconds": found.seconds,
+        "words": list(found.words),
+        "workers": {names[place]: parts_of(step) for place, step in found.workers.items()},
+        "critical_path": [
+            {"worker": names[each.worker], "part": each.part, "seconds": each.seconds} for each in found.path
+        ],
+    }

@@ -1,0 +1,222 @@
+"""Where the runs of a study are started: on this host, on the nodes of a Ray cluster, or by Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from unisono.checkpoint.folder import RunFolder
+from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, LaunchError
+from unisono.host.cgroup import usable_cores
+from unisono.launch.command import PER_WORKER, elastic_command
+from unisono.launch.elastic.elastic import ElasticSettings, Range
+from unisono.launch.ending.result import in_a_line, last_lines, open_folder
+from unisono.launch.local import launch
+from unisono.launch.settings import LaunchSettings
+from unisono.launch.terminal.terminal import SilentTerminal
+from unisono_lab.measure.measuring import RunEnd
+
+
+class StudyEngine(Protocol):
+    """Starts runs, one at a time.
+
+    Attributes:
+        name: the name of the engine, as in ``--on``; empty for this host.
+    """
+
+    name: str
+
+    def opened(self) -> AbstractContextManager[object]:
+        """Within it runs can be started.
+
+        Raises:
+            JobError: what it needs is not here.
+            LaunchError: it cannot be reached.
+        """
+        ...
+
+    def cores(self) -> int:
+        """The number of cores for workers. Only within :meth:`opened`."""
+        ...
+
+    def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
+        """One run in this folder, from its start to its end. Main thread only."""
+        ...
+
+    def typed(self, settings: LaunchSettings) -> list[str]:
+        """The words with which a person would start such a run, without those of the script."""
+        ...
+
+
+def _options(settings: LaunchSettings) -> list[str]:
+    """Those of ``unisono run`` that a study sets."""
+    return [
+        *([] if settings.shards is None else ["--shards", str(settings.shards)]),
+        *([] if settings.threads is None else ["--threads", str(settings.threads)]),
+        *([] if settings.tuning.is_wanted else ["--no-tuning"]),
+    ]
+
+
+class OnThisHost:
+    """The launcher of this host."""
+
+    name = ""
+
+    def opened(self) -> AbstractContextManager[object]:
+        """Nothing is to be opened."""
+        return nullcontext()
+
+    def cores(self) -> int:
+        """Those of this host that this process may use."""
+        return usable_cores()
+
+    def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
+        """As ``unisono run -n`` does it."""
+        folder = open_folder(place, settings.script.stem)
+        try:
+            outcome = launch(settings, folder, SilentTerminal())
+        except LaunchError as error:
+            return RunEnd(1, str(error))
+        words, log = in_a_line(outcome, folder)
+        return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
+
+    def typed(self, settings: LaunchSettings) -> list[str]:
+        """``unisono run``."""
+        return ["unisono", "run", "-n", str(settings.workers), *_options(settings)]
+
+
+@dataclass(frozen=True, slots=True)
+class OnRay:
+    """The nodes of a Ray cluster, all of which see the folder of the study.
+
+    Attributes:
+        resources: the resources of each worker, by Ray's names; None for a core for each of its threads.
+    """
+
+    resources: Mapping[str, float] | None = None
+    name = "ray"
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """One connection to the cluster for all runs; what workers print stays in Ray's logs."""
+        from unisono.launch.ray.driver import connection
+
+        with connection(shows_output=False):
+            yield
+
+    def cores(self) -> int:
+        """Those of all nodes together."""
+        import ray
+
+        return max(1, int(ray.cluster_resources().get("CPU", 0)))
+
+    def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
+        """As ``unisono run --on ray`` does it, with a fixed number of workers."""
+        from unisono.launch.ray.driver import train
+        from unisono.launch.ray.request import RayRequest
+
+        whole = replace(settings, workers=0, run_dir=place)
+        elastic = ElasticSettings(whole, Range(settings.workers, settings.workers), max_restarts=0)
+        try:
+            ended = train(RayRequest.of_this_process(elastic, self.resources))
+        except LaunchError as error:
+            return RunEnd(1, str(error))
+        return RunEnd(ended.exit_code, ended.words or _why(place), interrupted=ended.interrupted)
+
+    def typed(self, settings: LaunchSettings) -> list[str]:
+        """``unisono run --on ray``."""
+        return ["unisono", "run", "--on", "ray", "-n", str(settings.workers), *_options(settings)]
+
+
+ASKED = (PREEMPTED, FIRST_SIGNAL + signal.SIGTERM)
+"""Exit codes of ``srun`` whose workers were asked to leave, after they could do so by themselves, and before."""
+
+
+class BySlurm:
+    """Job steps of the allocation that this process is in; without one, ``srun`` asks for one for each run."""
+
+    name = "slurm"
+
+    def opened(self) -> AbstractContextManager[object]:
+        """Nothing is to be opened, but ``srun`` has to be there."""
+        if shutil.which("srun") is None:
+            raise JobError("--on slurm: there is no srun here: start the study on a node of a Slurm cluster")
+        return nullcontext()
+
+    def cores(self) -> int:
+        """Those of the allocation; without one, those of this host, which is as good as any."""
+        found = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")
+        parts = [re.fullmatch(r"([0-9]{1,5})(?:\(x([0-9]{1,5})\))?", part) for part in found.split(",")]
+        return sum(int(part[1]) * int(part[2] or 1) for part in parts if part) or usable_cores()
+
+    def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
+        """One job step, whose tasks are the workers."""
+        common = elastic_command(settings, place, None)
+        (place / "logs").mkdir(parents=True)
+        log = place / "logs" / "srun.log"
+        environ = {name: value for name, value in common.environment(os.environ).items() if name not in PER_WORKER}
+        environ.pop("UNISONO_LAUNCHER_PID", None)  # it is on another host
+        words = [*self._srun(settings), sys.executable, "-u", *settings.script.argv]
+        with log.open("wb") as output, _attended(words, env=environ, stdout=output) as (process, heard):
+            code = process.wait()
+        said = _why(place) or " ".join([f"srun ended with exit code {code}", *last_lines(log)[-1:]])
+        asked = heard[0] if heard else signal.SIGTERM if code in ASKED else None  # Slurm asks job steps, not this
+        return RunEnd(code, said, "logs/srun.log", asked)
+
+    def typed(self, settings: LaunchSettings) -> list[str]:
+        """``srun``."""
+        told = {"UNISONO_SHARDS": settings.shards, "UNISONO_THREADS": settings.threads}
+        return [*(f"{name}={value}" for name, value in told.items() if value), *self._srun(settings), "python"]
+
+    @staticmethod
+    def _srun(settings: LaunchSettings) -> list[str]:
+        """A worker for each task; as few nodes as there is room on."""
+        per_node = re.match(r"[0-9]{1,5}", os.environ.get("SLURM_NTASKS_PER_NODE", ""))
+        nodes = -(-settings.workers // int(per_node[0])) if per_node and int(per_node[0]) else None
+        count = [] if nodes is None else [f"--nodes={nodes}", f"--ntasks-per-node={-(-settings.workers // nodes)}"]
+        cores = os.environ.get("SLURM_CPUS_PER_TASK")  # which srun does not take over by itself
+        count += [f"--cpus-per-task={cores}"] if cores else []
+        return ["srun", "--kill-on-bad-exit=1", f"--ntasks={settings.workers}", *count]
+
+
+ENGINES: Mapping[str | None, type[Any]] = {None: OnThisHost, "ray": OnRay, "slurm": BySlurm}
+
+
+@contextmanager
+def _attended(words: list[str], **how: Any) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """A process that hears SIGTERM when this one is to end: its workers leave, and it ends. Yields the signals, too."""
+    heard: list[int] = []
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True, **how)
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        process.terminate()
+
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield process, heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _why(place: Path) -> str:
+    """The error of a run, as ``result.json`` says it; empty if it says none."""
+    try:
+        error = (RunFolder(place).read_result() or {}).get("error")
+    except (OSError, ValueError):
+        return ""
+    return str(error["message"]) if isinstance(error, dict) and "message" in error else ""

@@ -1,0 +1,283 @@
+"""Measuring: runs that are missing are run, one after the other, and what came of them is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import Any, Protocol
+
+from unisono.errors import JobError
+from unisono_lab.analysis.estimate import listed
+from unisono_lab.analysis.results import Cell, Mode
+from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder, modes_of, seconds_left
+from unisono_lab.measure.measured_run import MeasuredRun, measured_run, plain_run
+from unisono_lab.measure.measurement import Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """The end of a run.
+
+    Attributes:
+        exit_code: the launcher's exit code.
+        words: an error message for people.
+        log: the log of the worker that failed, as a path inside of the run folder.
+        interrupted: the signal that was to end the study, if any.
+        reason: the words without who it was; by default the words.
+    """
+
+    exit_code: int
+    words: str = ""
+    log: str = "logs"
+    interrupted: int | None = None
+    reason: str = ""
+
+
+RunCell = Callable[[PlannedCell, Path], RunEnd]
+"""Runs one, in this folder, to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A run of which there are no figures, and why.
+
+    Attributes:
+        cell: the planned cell.
+        exit_code: its run's exit code; 1 if it ended well and nothing could be timed.
+        words: an error message.
+        log: the file or folder with more about it.
+        reason: the words without who it was.
+    """
+
+    cell: PlannedCell
+    exit_code: int
+    words: str
+    log: Path
+    reason: str = ""
+
+
+class Interrupted(Exception):
+    """Somebody wants the study to end; what is measured by now is kept.
+
+    Attributes:
+        signal: its number.
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+class ProgressReporter(Protocol):
+    """Shows how far a study has come."""
+
+    def running(self, cell: PlannedCell, left_s: float | None) -> AbstractContextManager[object]:
+        """A context for a run that is under way, with the seconds that it and all others will take, if known."""
+        ...
+
+    def measured(self, cell: PlannedCell, run: MeasuredRun) -> None:
+        """A run is over, and these are its figures."""
+        ...
+
+    def failed(self, missing: Missing) -> None:
+        """A run is over, and there are no figures."""
+        ...
+
+
+@dataclass(slots=True)
+class Measured:
+    """The measured runs of a study.
+
+    Attributes:
+        runs: the figures, by cell, in the order of measuring.
+        missing: runs without.
+        left_out: runs that were not tried any more.
+    """
+
+    runs: dict[PlannedCell, MeasuredRun] = field(default_factory=dict)
+    missing: list[Missing] = field(default_factory=list)
+    left_out: list[PlannedCell] = field(default_factory=list)
+
+    def is_hopeless(self, kinds: Sequence[Kind]) -> bool:
+        """Whether nothing could be measured, and runs of all these kinds, two at least, failed for one reason."""
+        failed = {each.cell.kind for each in self.missing}
+        repeats = len(self.missing) > 1 and len({each.reason for each in self.missing}) == 1
+        return not self.runs and repeats and failed == set(kinds)
+
+
+def measure(
+    measurement: Measurement,
+    folder: StudyFolder,
+    run_cell: RunCell,
+    progress: ProgressReporter,
+    *,
+    keeps_going: bool = False,
+) -> Measured:
+    """Make the runs that a folder lacks, and read all of them.
+
+    Args:
+        measurement: the measurement to make, which was checked before.
+        folder: the study's folder, opened.
+        run_cell: a function that makes one run.
+        progress: the display of what is under way.
+        keeps_going: whether to go on if every kind of run fails for the same reason.
+
+    Raises:
+        Interrupted: by a signal; what is measured by then is kept.
+    """
+    found = Measured()
+    cells = measurement.cells
+    took: dict[Kind, list[float]] = defaultdict(list)
+    for cell in cells:
+        if (about := folder.kept(cell)) is not None:
+            took[cell.kind].append(about["seconds"])
+            found.runs[cell] = _read(folder.run_of(cell), cell, measurement)
+    to_do = [cell for cell in cells if cell not in found.runs]
+    for number, cell in enumerate(to_do):
+        place, begun = folder.begin(cell), monotonic()
+        with progress.running(cell, seconds_left(to_do[number:], took)):
+            end = run_cell(cell, place)
+        if end.interrupted is not None:
+            folder.drop(cell)
+            raise Interrupted(end.interrupted)
+        try:
+            if end.exit_code:
+                raise JobError(end.words)
+            found.runs[cell] = _read(place, cell, measurement)
+        except JobError as error:
+            log = folder.fail(cell) / end.log
+            missing = Missing(cell, end.exit_code or 1, str(error), log, end.reason or str(error))
+            found.missing.append(missing)
+            progress.failed(missing)
+            if not keeps_going and found.is_hopeless(measurement.kinds):
+                found.left_out = to_do[number + 1 :]
+                break
+        else:
+            seconds = monotonic() - begun
+            folder.keep(cell, {"mode": cell.kind.mode, "workers": cell.kind.workers, "seconds": round(seconds, 3)})
+            took[cell.kind].append(seconds)
+            progress.measured(cell, found.runs[cell])
+    found.runs = {cell: found.runs[cell] for cell in cells if cell in found.runs}
+    return found
+
+
+def rows(measurement: Measurement, measured: Measured, cores: int) -> list[Cell]:
+    """The figures as rows of results, in the order of measuring.
+
+    Args:
+        measurement: the measurement that they belong to.
+        measured: the figures.
+        cores: the number of cores of this machine.
+    """
+    shown = {cell: modes_of(cell.kind, measurement.modes) for cell in measurement.cells}
+    trained: dict[Mode, list[int]] = defaultdict(list)
+    for cell, run in measured.runs.items():
+        for mode in shown[cell]:
+            trained[mode].append(run.trained)
+    missing = {each.cell: each for each in measured.missing}
+    found: list[Cell] = []
+    for cell, modes in shown.items():
+        for mode in modes:
+            if (workers := _stands_for(cell.kind, measurement, measured)) is None:
+                continue
+            common: dict[str, Any] = {"label": measurement.label, "mode": mode, "workers": workers}
+            common |= {"repeat": cell.repeat}
+            if cell in measured.runs:
+                # What is compared is compared after the samples that all of them have seen.
+                found.append(Cell(**common, **_figures(measured.runs[cell], min(trained[mode]), cores)))
+            elif cell in missing:
+                found.append(Cell(**common, samples=0, seconds=0, exit_code=missing[cell].exit_code))
+    return found
+
+
+def shown_settings(measurement: Measurement, measured: Measured) -> dict[str, Any]:
+    """What readers of the figures should know of how they were measured, by name."""
+    runs = list(measured.runs.values())
+    return {
+        "workers": list(measurement.workers),
+        "modes": list(measurement.modes),
+        "repeats": measurement.repeats,
+        "steps": measurement.steps,
+        "epochs": measurement.epochs,
+        "warmup_steps": measurement.warmup_steps,
+        "threads": max((run.threads for run in runs), default=measurement.threads or 1),
+        "shards": min((run.shards for run in runs if run.shards), default=measurement.shards),
+        "epoch_samples": next((run.epoch_samples for run in runs if run.epoch_samples), None),
+        "gradient_bytes": next((run.gradient_bytes for run in runs if run.gradient_bytes), None),
+        "seed": measurement.seed,
+    }
+
+
+def network(measured: Measured) -> dict[str, float]:
+    """Latency, in seconds, and bandwidth, in bytes per second, of the reduction between the fewest workers: medians."""
+    found = [(cell.kind.workers, run.reduction) for cell, run in measured.runs.items() if run.reduction is not None]
+    fewest = min((workers for workers, _ in found), default=0)
+    among = [reduction for workers, reduction in found if workers == fewest]
+    return {name: median(each[name] for each in among) for name in among[0]} if among else {}
+
+
+def notes(measurement: Measurement, measured: Measured) -> list[str]:
+    """What to know of how figures were measured, in sentences."""
+    found = [
+        f"Steps are timed without a run's first {measurement.warmup_steps}, and without its first epoch where a whole "
+        f"one comes after it; evaluation and whatever else stands between steps is not timed."
+    ]
+    if measurement.steps is not None or measurement.epochs is not None:
+        limit = f"{measurement.steps} steps" if measurement.steps is not None else f"{measurement.epochs} epochs"
+        found.append(f"Runs were cut short after {limit}.")
+    if "weak" in measurement.modes:
+        found.append(
+            f"In weak scaling the learning rate grew to its multiple over the samples that one worker trains on in "
+            f"{measurement.rate_warmup_steps} steps, unless UNISONO_BATCH_SCALE_WARMUP said otherwise."
+        )
+    unlike = [kind for kind in measurement.kinds if _stands_for(kind, measurement, measured) != kind.workers]
+    if unlike:
+        threads = listed([str(number) for number in sorted(_worker_threads(measured))])
+        found.append(
+            f"The script sets threads={threads} itself: a plain loop stands beside the workers that really have as "
+            f"many threads, and those that no workers have are left out. Give the same number as --threads."
+        )
+    return found
+
+
+def _worker_threads(measured: Measured) -> set[int]:
+    return {run.threads for cell, run in measured.runs.items() if cell.kind.mode != "baseline"}
+
+
+def _stands_for(kind: Kind, measurement: Measurement, measured: Measured) -> int | None:
+    """For how many workers a kind has threads: a script's own setting goes before --threads. None for no number."""
+    if kind.mode != "baseline":
+        return kind.workers
+    each = _worker_threads(measured) or {measurement.threads or 1}
+    workers, rest = divmod(measurement.plain_threads(kind), max(each))
+    return None if rest or len(each) > 1 else workers
+
+
+def _read(place: Path, cell: PlannedCell, measurement: Measurement) -> MeasuredRun:
+    if cell.kind.mode == "baseline":
+        return plain_run(place / "logs" / "rank-0.log")
+    return measured_run(place, measurement.warmup_steps)
+
+
+def _figures(run: MeasuredRun, trained: int, cores: int) -> dict[str, Any]:
+    times = run.times
+    parts = {} if times is None else {name: max(getattr(times, name), 0.0) for name in times.__slots__}
+    return {
+        "batch_size": run.batch_size,
+        "learning_rate": run.learning_rate,
+        "epoch": run.epoch,
+        "samples": run.samples,
+        "seconds": run.seconds,
+        "epoch_s": run.epoch_s,
+        **parts,
+        "peak_memory_mib": run.peak_memory_mib,
+        "loss": run.loss_at(trained),
+        "accuracy": run.accuracy,
+        "digest": run.digest,
+        "oversubscribed": run.is_oversubscribed(cores),
+    }

@@ -1,0 +1,1 @@
+"""Optimizers that go by curvature."""

@@ -1,0 +1,470 @@
+"""One start of a simulated job: the real coordinator's state, and the agents and workers that it decides about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from unisono.adapt.view import Decision
+from unisono.membership import state as machine
+from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Start, WorkerEnded
+from unisono.membership.messages import (
+    Arrived,
+    Finished,
+    Formed,
+    FromWorker,
+    JobOver,
+    Lost,
+    Progress,
+    Pulse,
+    Ready,
+    RegroupDue,
+    Removed,
+    Replace,
+    ResizeRequest,
+    WorkerHello,
+)
+from unisono.plan.split import Split
+from unisono_lab.simulation.agenda import Agenda
+from unisono_lab.simulation.ledger import Ledger
+from unisono_lab.simulation.scenario import HostKind, Incident, Scenario
+from unisono_lab.simulation.step_clock import Array, Crew
+from unisono_lab.simulation.training import SimulatedTraining
+
+PING_S = 20.0
+"""How often the coordinator tries silent connections, as its service does."""
+
+MESSAGE_S = 0.01
+"""What a message takes."""
+
+MOST_RESTARTS = 10**6
+"""Lost workers are replaced as long as there is room."""
+
+
+@dataclass
+class Host:
+    """A host that is there, with its agent.
+
+    Attributes:
+        agent: the agent's id.
+        kind: what kind of host it is.
+        alive: whether it is there.
+        noticed: whether it was told that it is going to be taken away.
+        workers: the ids of its workers.
+    """
+
+    agent: str
+    kind: HostKind
+    alive: bool = True
+    noticed: bool = False
+    workers: set[str] = field(default_factory=set)
+
+
+@dataclass
+class SimulatedGeneration:
+    """The workers that train together.
+
+    Attributes:
+        number: its number.
+        workers: their ids, by rank.
+        joiners: those that lack the state until it has formed.
+        crew: what each of them computes.
+        formed: whether it works.
+        stopping: whether it ends at the next boundary.
+        over: whether its work has ended.
+        frozen_at: the moment at which a member vanished; None while all are there.
+        begun_at: the moment at which the steps that are drawn begin.
+        ends: the moments at which they end.
+        stalls: seconds of checkpoints in each of them.
+    """
+
+    number: int
+    workers: list[str]
+    joiners: frozenset[str]
+    crew: Crew
+    formed: bool = False
+    stopping: bool = False
+    over: bool = False
+    frozen_at: float | None = None
+    begun_at: float = 0.0
+    ends: Array = field(default_factory=lambda: np.zeros(0))
+    stalls: Array = field(default_factory=lambda: np.zeros(0))
+
+
+class Coordination:
+    """One start of a job, from its first agent to its end.
+
+    Args:
+        scenario: the scenario.
+        agenda: the virtual time.
+        training: the work.
+        ledger: the account of time and money.
+        changed: called with the number of workers when that has changed.
+        wants: called with a host and whether any of its workers is wanted, whenever that may have changed.
+
+    Attributes:
+        state: the coordinator's.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        agenda: Agenda,
+        training: SimulatedTraining,
+        ledger: Ledger,
+        changed: Callable[[int], None],
+        wants: Callable[[Host, bool], None],
+    ) -> None:
+        self._scenario, self._agenda, self._training, self._ledger = scenario, agenda, training, ledger
+        self._changed, self._wants = changed, wants
+        self._took = scenario.seconds
+        settings = machine.ElasticConfig(
+            smallest=scenario.job.fewest,
+            largest=max(scenario.room, scenario.job.fewest),
+            wanted=scenario.job.begin_with,
+            max_restarts=MOST_RESTARTS,
+            failure_timeout_s=scenario.job.failure_timeout_s,
+        )
+        self.state = machine.State(settings, now=agenda.now)
+        self._begun_with = training.now.steps
+        self._hosts: dict[str, Host] = {}
+        self._where: dict[str, Host] = {}
+        self._generation: SimulatedGeneration | None = None
+        self._starting: dict[float, list[tuple[str, str]]] = {}
+        self._warm: set[str] = set()  # agents that have started workers
+        self._vanished: set[str] = set()  # workers and agents that nobody has given up yet
+        self._told_at = 0.0
+
+    @property
+    def over(self) -> JobOver | None:
+        """How it has ended; None while it has not."""
+        return self.state.over
+
+    # -- hosts
+
+    def join(self, host: Host) -> None:
+        """The agent of a host connects."""
+        self._hosts[host.agent] = host
+        self._tell(
+            machine.AgentHeard(host.agent, AgentHello(agent=host.agent, host=host.agent, workers=host.kind.workers))
+        )
+        self._may_rest(host.agent)
+
+    def warn(self, host: Host) -> None:
+        """A host is going to be taken away: its agent leaves."""
+        if host.agent in self._hosts:
+            self._tell(machine.AgentHeard(host.agent, AgentLeaving()))
+
+    def vanish(self, host: Host) -> None:
+        """A host is gone, and with it all that ran there. Nobody is told; connections fall silent."""
+        if self._hosts.pop(host.agent, None) is None:
+            return
+        self._vanished |= {host.agent, *host.workers} & {*self.state.agents, *self.state.workers}
+        for name in host.workers:
+            self._where.pop(name, None)
+        current = self._generation
+        if current is not None and not current.over and host.workers & set(current.workers):
+            if current.frozen_at is None:
+                current.frozen_at = self._agenda.now
+            self._ledger.turn("regroup", self._agenda.now)
+        silence_s = 2 * min(PING_S, self._scenario.job.failure_timeout_s / 4)
+        self._agenda.later(silence_s, partial(self._fall_silent, host))
+
+    def befall(self, incident: Incident) -> None:
+        """Something happens to the job."""
+        current = self._generation
+        if incident.resize is not None and self.over is None:
+            self._tell(machine.Resized(incident.resize))
+        if incident.kill is None or current is None or current.over or incident.kill >= len(current.workers):
+            return
+        name = current.workers[incident.kill]
+        if (host := self._where.get(name)) is not None:
+            current.frozen_at = self._agenda.now
+            self._gone(host.agent, name, -9)
+
+    def _fall_silent(self, host: Host) -> None:
+        if self.over is not None:
+            return
+        cut = [machine.Disconnected(worker=name) for name in sorted(host.workers & self._vanished)]
+        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=host.agent)]))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Time passes for the coordinator while it waits for somebody who has vanished."""
+        deadline = machine.next_deadline(self.state)
+        self._vanished &= {*self.state.agents, *self.state.workers}
+        if deadline is not None and self._vanished:
+            self._agenda.at(max(deadline, self._agenda.now + MESSAGE_S), self._tick)
+
+    def _tick(self) -> None:
+        if self.over is not None:
+            return
+        if self._agenda.now > self._told_at + self._scenario.job.failure_timeout_s / 2:
+            self._told_at = self._agenda.now
+            self._say_all(self._living(), Progress(acts=self._acts, step=self._acts, pulse=Pulse(doing="wait")))
+        self._tell(machine.Tick())
+        self._watch()
+
+    def _living(self) -> list[str]:
+        return [] if self._generation is None else [name for name in self._generation.workers if name in self._where]
+
+    # -- what the coordinator decides
+
+    def _tell(self, event: machine.Event) -> None:
+        before = self.state.generation
+        self.state, actions = machine.step(self.state, event, self._agenda.now)
+        is_due = is_lost = False
+        for action in actions:
+            match action:
+                case machine.Tell(workers, message):
+                    is_due, is_lost = is_due or isinstance(message, RegroupDue), is_lost or isinstance(message, Lost)
+                    if isinstance(message, Removed):
+                        self._part(workers, message)
+                case machine.TellAgent(agent, Start() as order):
+                    self._start(agent, order)
+                case machine.TellAgent(agent, End() as order):
+                    self._end(agent, order)
+                case machine.TellAgent(agent, JobOver()):
+                    self._hosts.pop(agent, None)
+                case machine.Note("starts over"):
+                    self._start_over()
+        if self.state.generation > before and self.state.minted is not None:
+            self._meet()
+        elif is_lost:
+            self._break_off()
+        elif is_due:
+            self._stop()
+
+    def _say_all(self, names: Iterable[str], message: FromWorker) -> None:
+        self._tell(machine.Heard(tuple(names), message))
+
+    def _start(self, agent: str, order: Start) -> None:
+        took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
+        self._warm.add(agent)
+        if (host := self._hosts.get(agent)) is not None:
+            self._wants(host, True)
+        first_s = self._agenda.now + order.delay_s + took_s
+        for number, name in enumerate(order.workers):
+            moment = first_s + number * self._took.start_each_s
+            if moment not in self._starting:
+                self._starting[moment] = []
+                self._agenda.at(moment, partial(self._begin, moment))
+            self._starting[moment].append((agent, name))
+
+    def _begin(self, moment: float) -> None:
+        """Workers have connected, and are ready."""
+        shards, names = self._scenario.work.shards, []
+        for agent, name in self._starting.pop(moment):
+            host = self._hosts.get(agent)
+            if host is not None and host.alive and name in self.state.workers and self.over is None:
+                host.workers.add(name)
+                self._where[name] = host
+                names.append(name)
+        hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
+        self._tell(machine.Bundle([machine.Heard((hello.worker,), hello) for hello in hellos]))
+        known = [self.state.workers[name] for name in names if name in self.state.workers]
+        ready = {joins: Ready(loop=0 if joins else None) for joins in (False, True)}
+        self._tell(machine.Bundle([machine.Heard((worker.id,), ready[worker.joins]) for worker in known]))
+
+    def _end(self, agent: str, order: End) -> None:
+        for name in order.workers:
+            self._agenda.later(MESSAGE_S, partial(self._gone, agent, name, -15 if order.how == "leave" else -9))
+
+    def _part(self, names: Iterable[str], farewell: Removed) -> None:
+        if farewell.preempted:
+            self._training.keep(self._agenda.now)
+        for name in names:
+            if (host := self._where.get(name)) is not None:
+                self._agenda.later(MESSAGE_S, partial(self._gone, host.agent, name, 0))
+
+    def _gone(self, agent: str, name: str, code: int) -> None:
+        """The process of a worker has ended."""
+        if agent not in self._hosts or self.over is not None:
+            return
+        self._where.pop(name, None)
+        self._hosts[agent].workers.discard(name)
+        self._tell(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
+        self._may_rest(agent)
+
+    def _may_rest(self, agent: str) -> None:
+        """A host has no workers, perhaps, though all that are wanted are there."""
+        host, known = self._hosts.get(agent), self.state.agents.get(agent)
+        is_idle = known is not None and not known.started and len(self.state.workers) >= self.state.size
+        if host is not None and is_idle:
+            self._wants(host, False)
+
+    def _start_over(self) -> None:
+        """Nobody is left who holds the state. Checkpoints that were being written as all were lost are not whole."""
+        lost_at = self._leave_off()
+        self._generation = None
+        self._ledger.turn("waiting", self._agenda.now)
+        self._ledger.repeated_s += self._training.fall_back(lost_at)
+        self._begun_with = self._training.now.steps
+        self._changed(0)
+
+    # -- a generation
+
+    @property
+    def _acts(self) -> int:
+        return self._training.now.steps - self._begun_with
+
+    def _meet(self) -> None:
+        """A new generation: its workers connect, and joiners get the state."""
+        minted = self.state.minted
+        assert minted is not None
+        names = [seat.worker for seat in minted.roster]
+        speeds = {name: host.kind.speed for name, host in self._where.items()}
+        crew = Crew.of([*zip([speeds.get(name, 1.0) for name in names], Split(minted.bounds).counts, strict=True)])
+        joiners = frozenset(seat.worker for seat in minted.roster if seat.joins)
+        self._generation = new = SimulatedGeneration(minted.generation, names, joiners, crew)
+        self._training.unsettled()
+        if self._ledger.part != "start":
+            self._ledger.turn("regroup", self._agenda.now)
+        if any(name not in self._where for name in names):
+            new.frozen_at = self._agenda.now  # it has vanished meanwhile, and nobody knows yet
+            return
+        self._agenda.later(self._took.forming(len(names), joined=bool(joiners)), partial(self._form, new))
+
+    def _form(self, generation: SimulatedGeneration) -> None:
+        if generation.over or generation is not self._generation or generation.frozen_at is not None:
+            return
+        generation.formed = True
+        self._ledger.turn("training", self._agenda.now)
+        self._changed(len(generation.workers))
+        self._say_all(generation.workers, Formed(generation=generation.number))
+        if generation is self._generation and not generation.over:
+            self._work(generation)
+
+    def _work(self, generation: SimulatedGeneration) -> None:
+        """Draw the next steps."""
+        steps = 1 if generation.stopping else self._training.ahead()
+        seconds, generation.stalls = self._training.draw(generation.crew, steps)
+        generation.begun_at = self._agenda.now
+        generation.ends = self._agenda.now + np.cumsum(seconds + generation.stalls)
+        self._agenda.at(float(generation.ends[-1]), partial(self._drawn_end, generation, generation.begun_at))
+
+    def _drawn_end(self, generation: SimulatedGeneration, begun_at: float) -> None:
+        """The steps that were drawn have ended; nobody has called the workers in between."""
+        if generation.over or generation.frozen_at is not None or generation.begun_at != begun_at:
+            return
+        last_s = float(generation.ends[-1] - generation.begun_at) / len(generation.ends)
+        self._commit(generation, self._agenda.now)
+        if self._training.asks:
+            self._decide(generation, last_s)
+        if self._training.is_done:
+            generation.over = True
+            self._say_all(generation.workers, Finished(digest="d"))
+        elif generation.stopping:
+            self._arrive(generation)
+        else:
+            self._work(generation)
+
+    def _commit(self, generation: SimulatedGeneration, until: float) -> float:
+        """Note the steps that have ended by a moment; the moment at which the last of them did."""
+        done = int(np.searchsorted(generation.ends, until, side="right"))
+        last = float(generation.ends[done - 1]) if done else generation.begun_at
+        stalls = float(generation.stalls[:done].sum())
+        self._ledger.stall_s += stalls
+        self._ledger.worker_seconds += (last - generation.begun_at) * len(generation.workers)
+        self._training.commit(done, last - generation.begun_at - stalls, last)
+        generation.ends, generation.stalls = generation.ends[done:], generation.stalls[done:]
+        generation.begun_at = last
+        return last
+
+    def _decide(self, generation: SimulatedGeneration, seconds: float) -> None:
+        decisions = self._training.ask(generation.crew, seconds, generation.number, self.state.departures)
+        for decision in decisions:
+            self._carry_out(generation, decision)
+        if self._training.balances and not generation.over:
+            self._tell_speeds(generation)
+
+    def _tell_speeds(self, generation: SimulatedGeneration) -> None:
+        """Members say what a shard takes them: by that the coordinator splits the shards."""
+        crew, acts = generation.crew, self._acts
+        for place, shard_s in enumerate(self._training.shard_seconds(crew)):
+            names = [name for name, at in zip(generation.workers, crew.places, strict=True) if at == place]
+            pulse = Pulse(doing="call", shard_s=shard_s)
+            self._say_all(names, Progress(acts=acts, step=acts, pulse=pulse))
+
+    def _carry_out(self, generation: SimulatedGeneration, decision: Decision) -> None:
+        value = decision.value
+        match decision.verb:
+            case "checkpoint":
+                self._training.keep(self._agenda.now + self._took.checkpoint_s)
+                self._ledger.stall_s += self._took.stall_s
+            case "resize" if isinstance(value, int):
+                self._say_all(generation.workers[:1], ResizeRequest(workers=value))
+            case "replace" if isinstance(value, int):
+                self._say_all(generation.workers[:1], Replace(generation=generation.number, rank=value))
+
+    def _stop(self) -> None:
+        """The generation is called: it ends at the next boundary."""
+        current = self._generation
+        if current is None or current.over or current.stopping:
+            return
+        current.stopping = True
+        if not current.formed or current.frozen_at is not None or not len(current.ends):
+            return  # it stops behind the first step once it has formed, or is woken
+        boundary = float(current.ends[np.searchsorted(current.ends, self._agenda.now)])
+        self._agenda.at(boundary, partial(self._boundary, current, current.begun_at))
+
+    def _boundary(self, generation: SimulatedGeneration, begun_at: float) -> None:
+        if generation.over or generation.frozen_at is not None or generation.begun_at != begun_at:
+            return
+        self._commit(generation, self._agenda.now)
+        if self._training.is_done:
+            generation.over = True
+            self._say_all(generation.workers, Finished(digest="d"))
+        else:
+            self._arrive(generation)
+
+    def _break_off(self) -> None:
+        """The step that is under way cannot end: all notice, and stop waiting."""
+        current = self._generation
+        if current is None or current.over:
+            return
+        noticed_at = self._agenda.now + self._took.detect_s + self._rest_of_step(current)
+        self._leave_off()
+        self._ledger.turn("regroup", self._agenda.now)
+        self._agenda.at(noticed_at, partial(self._arrive, current))
+
+    def _rest_of_step(self, generation: SimulatedGeneration) -> float:
+        """Seconds of the broken step that are still computed: who is left misses others only when it sends."""
+        ends, now = generation.ends, self._agenda.now
+        broken_at = now if generation.frozen_at is None else generation.frozen_at
+        later = ends[np.searchsorted(ends, broken_at) :] if generation.formed else ends[:0]
+        return max(0.0, float(later[0]) - now) if len(later) else 0.0
+
+    def _leave_off(self) -> float:
+        """The generation's work ends where it stands, with all steps that are done; the moment at which it stopped."""
+        current = self._generation
+        if current is None:
+            return self._agenda.now
+        until = self._agenda.now if current.frozen_at is None else current.frozen_at
+        if current.formed and not current.over:
+            self._ledger.repeated_s += until - self._commit(current, until)
+        current.over = True
+        return until
+
+    def _arrive(self, generation: SimulatedGeneration) -> None:
+        """All that are left wait for the next generation."""
+        generation.over = True
+        if self.over is not None:
+            return
+        self._ledger.turn("regroup", self._agenda.now)
+        acts = self._acts
+        arrived = Arrived(generation=generation.number, acts=acts, loop=0, at_boundary=True, step=acts)
+        again = Ready(loop=0, generation=generation.number)
+        lacking = frozenset() if generation.formed else generation.joiners
+        names = [name for name in generation.workers if name in self._where]
+        self._tell(
+            machine.Bundle(
+                [
+                    machine.Heard(tuple(name for name in names if name not in lacking), arrived),
+                    machine.Heard(tuple(name for name in names if name in lacking), again),
+                ]
+            )
+        )

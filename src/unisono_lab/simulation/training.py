@@ -1,0 +1,229 @@
+"""How far a simulated training has come, and what its policies see and decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from unisono.adapt.named import policies_named
+from unisono.adapt.norms import Noise
+from unisono.adapt.policy import Policy
+from unisono.adapt.spot_policy import SpotPolicy
+from unisono.adapt.view import Decision, Timings, View
+from unisono.train.state.policy_state import Hook, PolicyState, observed
+from unisono_lab.simulation.scenario import Scenario
+from unisono_lab.simulation.step_clock import Array, Crew, StepClock
+
+SPOT = "spot"
+"""The policy that sees the simulated market, which none of the command line does."""
+
+CHUNK = 1024
+"""Steps that are drawn at once where no policy looks at each."""
+
+MOST_AGAIN = 20
+"""Times the steps that the work takes: a job that has done more of them, again and again, is given up."""
+
+BY_STEP = frozenset({"noise-scale"})
+"""Policies that look at each so many steps, and follow up in each of the next: they are asked after all."""
+
+LONGEST_STRIDE = 2**16
+"""Steps from one question to the policies to the next at most: all of them are drawn at once."""
+
+Market = Callable[[], Mapping[str, float | int | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSoFar:
+    """What a checkpoint holds.
+
+    Attributes:
+        steps: steps done.
+        samples: samples done, each counted by what it brings beside one of the first batch.
+        trained_s: seconds of training that led there.
+    """
+
+    steps: int = 0
+    samples: float = 0.0
+    trained_s: float = 0.0
+
+
+class SimulatedTraining:
+    """The work of a job, over all its starts.
+
+    Args:
+        scenario: the scenario.
+        clock: draws the seconds of steps.
+        market: says price and notices, for the policy ``spot``.
+
+    Attributes:
+        now: the progress so far.
+        stopped: whether a policy has ended it.
+    """
+
+    def __init__(self, scenario: Scenario, clock: StepClock, market: Market) -> None:
+        self._scenario, self._clock = scenario, clock
+        self._work, self._every = scenario.work, scenario.job.checkpoint_every
+        self._policies = PolicyState(_policies(scenario, market), self._work.batch_size, self._work.shards)
+        self._noise = None if self._work.noise_scale is None else Noise(self._work.noise_scale, 1.0)
+        self.now = TrainedSoFar()
+        self.stopped = False
+        self._checkpoints: list[tuple[float, TrainedSoFar]] = [(0.0, self.now)]
+        self._steady, self._asked_at = 0, 0
+        self._stride = 1
+        self._done = 0  # steps, with those that were lost
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing more to do."""
+        return self.stopped or self.now.samples >= self._work.samples
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether so many steps were lost that nobody would wait for the end."""
+        return self._done * self._work.batch_size > MOST_AGAIN * (self._work.samples + self._work.batch_size)
+
+    @property
+    def asks(self) -> bool:
+        """Whether policies look at each step."""
+        return not self._policies.is_empty
+
+    @property
+    def balances(self) -> bool:
+        """Whether shards are to be split by speed."""
+        return self._policies.balances
+
+    def shard_seconds(self, crew: Crew) -> list[float]:
+        """Seconds of a shard, of each load of a crew; 0 of one without shards."""
+        shape, cut = self._policies.shape, self._cut(crew)
+        typical = self._clock.typical(cut, shape.samples, shape.shards)
+        return [busy_s / max(1, load.shards) for load, busy_s in zip(cut.loads, typical, strict=True)]
+
+    @property
+    def per_step(self) -> float:
+        """Samples that a step brings."""
+        batch = self._policies.batch_size
+        return batch * (1.0 if self._noise is None else self._noise.efficiency(self._work.batch_size, batch))
+
+    def ahead(self, most: int = CHUNK) -> int:
+        """How many steps can be drawn at once."""
+        left = -(-(self._work.samples - self.now.samples) // self.per_step)
+        return max(1, min(self._stride if self.asks else most, int(left)))
+
+    def draw(self, crew: Crew, steps: int) -> tuple[Array, Array]:
+        """Seconds of the next steps, and of the checkpoints in each."""
+        shape = self._policies.shape
+        seconds = self._clock.draw(self._cut(crew), shape.samples, shape.shards, steps)
+        every_s = 0.0 if BY_STEP.intersection(self._scenario.job.policies) else self._scenario.job.ask_every_s
+        self._stride = max(1, int(min(LONGEST_STRIDE, every_s / float(seconds[-1]))))
+        numbers = np.arange(self.now.steps + 1, self.now.steps + steps + 1)
+        due = numbers % self._every == 0 if self._every else np.zeros(steps, dtype=bool)
+        return seconds, np.where(due, self._scenario.seconds.stall_s, 0.0)
+
+    def commit(self, steps: int, seconds: float, at_s: float) -> None:
+        """Steps are done: note it, and the newest checkpoint among them.
+
+        Args:
+            steps: the number of steps.
+            seconds: the seconds that they took together.
+            at_s: the moment at which the last of them was done.
+        """
+        if not steps:
+            return
+        self._done += steps
+        before, per_step, mean_s = self.now, self.per_step, seconds / steps
+        self.now = TrainedSoFar(before.steps + steps, before.samples + steps * per_step, before.trained_s + seconds)
+        self._steady += steps
+        if self._every and (behind := self.now.steps % self._every) < steps:
+            there = TrainedSoFar(
+                self.now.steps - behind, self.now.samples - behind * per_step, self.now.trained_s - behind * mean_s
+            )
+            self._keep(there, at_s - behind * mean_s)
+
+    def keep(self, at_s: float) -> None:
+        """A checkpoint of all that is done is whole at a moment."""
+        self._checkpoints.append((at_s, self.now))
+
+    def fall_back(self, at_s: float) -> float:
+        """All who held the state are lost: back to the newest checkpoint that was whole then; the seconds lost."""
+        whole = [kept for moment, kept in self._checkpoints if moment <= at_s]
+        lost, self.now = self.now.trained_s - whole[-1].trained_s, whole[-1]
+        self._asked_at = min(self._asked_at, self.now.steps)
+        self._checkpoints = [(moment, kept) for moment, kept in self._checkpoints if kept.steps <= self.now.steps]
+        return lost
+
+    def unsettled(self) -> None:
+        """The workers are others than before."""
+        self._steady = 0
+
+    def ask(self, crew: Crew, seconds: float, generation: int, departures: int) -> list[Decision]:
+        """What policies decide after a step, and take it into account."""
+        view = self._view(self._cut(crew), seconds, generation, departures)
+        for policy in self._policies.policies:
+            every = policy.observe_every
+            if every and view.step // every > self._asked_at // every:
+                self._policies.observed[policy.name] = observed(policy, view)
+        self._asked_at = view.step
+        view = replace(view, observed=dict(self._policies.observed))
+        hooks: tuple[Hook, ...] = ("after_step",)
+        if not self._policies.has_begun:
+            self._policies.has_begun, hooks = True, ("before_train", "after_step")
+        decisions = [one for hook in hooks for one in self._policies.ask(hook, view)]
+        shape = self._policies.shape
+        self._policies.take(decisions, view, loop=0)
+        if self._policies.shape != shape:
+            self._steady = 0
+        self.stopped = any(one.verb == "stop" for one in decisions)
+        return decisions
+
+    def _keep(self, what: TrainedSoFar, written_at: float) -> None:
+        self._checkpoints.append((written_at + self._scenario.seconds.checkpoint_s, what))
+        del self._checkpoints[1:-8]  # older ones are gone from the disk, too
+
+    def _cut(self, crew: Crew) -> Crew:
+        """What workers compute now that a policy may have cut the batch finer."""
+        times = self._policies.shape.shards // self._work.shards
+        return crew.finer(times) if times > 1 else crew
+
+    def _view(self, crew: Crew, seconds: float, generation: int, departures: int) -> View:
+        shape, took = self._policies.shape, self._scenario.seconds
+        typical = self._clock.typical(crew, shape.samples, shape.shards)
+        timings = [
+            Timings(
+                shard_s=busy_s / load.shards,
+                step_s=seconds,
+                exposed_s=max(0.0, seconds - busy_s),
+                formed_s=took.forming(len(crew.places)),
+                checkpoint_s=took.checkpoint_s,
+            )
+            if load.shards
+            else Timings(step_s=seconds)
+            for load, busy_s in zip(crew.loads, typical, strict=True)
+        ]
+        return View(
+            step=self.now.steps,
+            epoch=0,
+            samples=int(self.now.samples),
+            batch_size=shape.samples,
+            base_batch_size=self._work.batch_size,
+            shards=shape.shards,
+            base_shards=self._work.shards,
+            world_size=len(crew.places),
+            learning_rate=self._policies.rate,
+            noise=self._noise,
+            workers=tuple([timings[place] for place in crew.places]),
+            steady=self._steady,
+            seconds=self.now.trained_s,
+            generation=generation,
+            departures=departures,
+        )
+
+
+def _policies(scenario: Scenario, market: Market) -> list[Policy]:
+    """New ones, that nobody has asked yet."""
+    names = [name for name in scenario.job.policies if name != SPOT]
+    others = policies_named(names, scenario.work.batch_size, "--policies or job.policies")
+    if SPOT not in scenario.job.policies:
+        return others
+    return [SpotPolicy(market, budget=scenario.job.spot_budget, fewest=scenario.job.fewest), *others]

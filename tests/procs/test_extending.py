@@ -1,0 +1,130 @@
+"""What docs/extending.md shows works: its package is installed beside ours, and each part of it is used."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.procs
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+PATIENCE_S = 120
+TRAIN = """
+import torch
+from torch.utils.data import TensorDataset
+
+import unisono
+
+run = unisono.init(batch_size=16, shards=2, seed=0)
+model = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+x = torch.randn(128, 4, generator=torch.Generator().manual_seed(0))
+for step in run.steps(TensorDataset(x, x.sum(1, keepdim=True)), epochs=2):
+    step.run(lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
+run.finish(model)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of installed packages with the page's one in it."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "mine").mkdir()
+    blocks = re.findall(r'^```python title="(.*?)"\n(.*?)^```$', PAGE, re.DOTALL | re.MULTILINE)
+    for name, code in blocks:
+        assert len([line for line in code.splitlines() if line]) <= 20, name
+        (folder / name).write_text(code)
+    [project] = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    points = tomllib.loads(project)["project"]["entry-points"]
+    write_distribution(folder, "mine", points)
+    assert len(blocks) == len(points) == 4
+    return folder
+
+
+def write_distribution(folder: Path, name: str, points: dict[str, dict[str, str]]) -> None:
+    """Note an installed package with its entry points."""
+    about = folder / f"{name}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    groups = (
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in named.items())
+        for group, named in points.items()
+    )
+    (about / "entry_points.txt").write_text("\n".join(groups))
+
+
+def unisono(*words: str, cwd: Path, path: str) -> subprocess.CompletedProcess[str]:
+    """Call a command beside installed packages."""
+    before = os.environ.get("PYTHONPATH")
+    return subprocess.run(
+        [sys.executable, "-m", "unisono", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path if before is None else f"{path}{os.pathsep}{before}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+
+
+def test_the_pages_policy_strategy_logger_and_command_are_used_by_name(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    chosen = ["--policy", "halve-once", "--strategy", "post-local-sgd:every=4,first=3", "--log-to", "totals"]
+    done = unisono("run", "-n", "2", "--run-dir", "run", *chosen, "train.py", cwd=tmp_path, path=str(site))
+    assert done.returncode == 0, done.stderr
+
+    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert [line["policy"] for line in journal if line["event"] == "decided"] == ["halve-once"]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    total = float((tmp_path / "run" / "total.txt").read_text())
+    assert total == pytest.approx(sum(line["loss"] for line in metrics), abs=1e-5)
+
+    shown = unisono("steps", "run", cwd=tmp_path, path=str(site))
+    assert shown.stdout.startswith("16 steps, loss ")
+    assert "Print how many steps a run has made" in unisono("--help", cwd=tmp_path, path=str(site)).stdout
+
+
+def test_a_command_that_cannot_be_loaded_is_refused_and_leaves_the_help_of_others(tmp_path: Path) -> None:
+    write_distribution(tmp_path, "torn", {"unisono.commands": {"torn": "no.such.module:f"}})
+    refused = unisono("torn", cwd=tmp_path, path=str(tmp_path))
+    assert refused.returncode == 2
+    assert "the command torn='no.such.module:f' cannot be imported: ModuleNotFoundError" in refused.stderr
+    shown = unisono("--help", cwd=tmp_path, path=str(tmp_path))
+    assert shown.returncode == 0
+    assert "Start workers that train together" in shown.stdout
+    assert "cannot be imported" in shown.stderr
+
+
+def test_a_name_that_two_packages_bring_is_refused_with_both(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        write_distribution(tmp_path, name, {"unisono.strategies": {"twice": f"{name}:Twice"}})
+    (tmp_path / "train.py").write_text("")
+    refused = unisono("run", "--strategy", "twice", "train.py", cwd=tmp_path, path=str(tmp_path))
+    assert refused.returncode == 2
+    assert "here:Twice and there:Twice are both the strategy twice: uninstall one of them" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("class Other: ...", "mine_too:Other is no data class of the kind unisono.Strategy"),
+        (
+            "from dataclasses import dataclass\nfrom unisono.sync.strategy import Rounds\n"
+            "@dataclass(frozen=True)\nclass Other(Rounds):\n    name = 'another'",
+            "mine_too:Other calls itself 'another': give the entry point the same name",
+        ),
+    ],
+)
+def test_a_strategy_of_another_kind_or_name_is_refused(code: str, words: str, tmp_path: Path) -> None:
+    write_distribution(tmp_path, "mine_too", {"unisono.strategies": {"other": "mine_too:Other"}})
+    (tmp_path / "mine_too.py").write_text(code)
+    (tmp_path / "train.py").write_text("")
+    refused = unisono("run", "--strategy", "other", "train.py", cwd=tmp_path, path=str(tmp_path))
+    assert refused.returncode == 2
+    assert words in " ".join(refused.stderr.split())
