@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from typer.models import CommandInfo
 
+from unisono.cli.completion import VARIABLE, words_typed
+from unisono.cli.help import HelpfulCommand, call
 from unisono.errors import USAGE, JobError, UnisonoError
 from unisono.named import brought
 from unisono.received import imported
@@ -68,9 +70,9 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
     app = typer.Typer(
         name="unisono",
         help="Exact data-parallel training on PyTorch: the same weights, bit for bit, on any number of workers.",
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["--help", "-h"]},
     )
     app.callback()(options)
@@ -95,7 +97,7 @@ def _add(app: typer.Typer, name: str, place: str) -> None:
     if isinstance(command, typer.Typer):
         app.registered_commands += [each for each in command.registered_commands if _name_of(each) == name]
     else:
-        app.command(name)(command)
+        app.command(name, cls=HelpfulCommand)(command)
 
 
 def _name_of(command: CommandInfo) -> str:
@@ -130,7 +132,8 @@ def main() -> None:
     """The console entry: an error is one line on stderr; exit code 2 if the person who typed can mend it."""
     _ready_streams()
     try:
-        application(sys.argv[1:])()
+        words = words_typed(os.environ) if VARIABLE in os.environ else sys.argv[1:]
+        sys.exit(call(application(words), sys.argv[1:]))
     except UnisonoError as error:
         typer.echo(f"unisono: error: {error}", err=True)
         sys.exit(USAGE if isinstance(error, JobError) else 1)

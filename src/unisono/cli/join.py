@@ -34,7 +34,7 @@ AGAIN_S = 0.5
 app = typer.Typer()
 
 
-@app.command(cls=RemoteCommand, **SCRIPT)
+@app.command(**{**SCRIPT, "cls": RemoteCommand})
 @grouped
 def join(
     script: Annotated[str, typer.Argument(help="The script of the job.", metavar="SCRIPT")],

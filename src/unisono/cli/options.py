@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
+from unisono.cli.completion import loggers, policies, run_folders, strategies
+from unisono.cli.help import HelpfulCommand
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import MAX_RESTARTS
@@ -18,7 +19,7 @@ from unisono.launch.settings import GRACE_S, LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 from unisono.received import short
 
-SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}}
+SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "cls": HelpfulCommand}
 """A command's settings: what stands after the script is the script's, -n and --help too."""
 
 # Commands that are given a URL before anything else: those that reach a job on another host.
@@ -26,7 +27,7 @@ SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}}
 SCHEMES = ("http://", "https://")
 
 
-class RemoteCommand(TyperCommand):
+class RemoteCommand(HelpfulCommand):
     """A command whose first word may be the coordinator's URL, though options follow it."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -71,6 +72,14 @@ def named_folder(text: str) -> Path:
     return Path(text)
 
 
+# Groups of options, besides those that a help shows first.
+BITS = "What decides the bits"
+FAILURES = "Failures"
+SPEED = "Speed"
+RECORDS = "Records"
+CLUSTERS = "Clusters and devices"
+SEVERAL_HOSTS = "Several hosts"
+
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
 RunDir = Annotated[
     Path | None,
@@ -78,6 +87,7 @@ RunDir = Annotated[
         parser=named_folder,
         metavar="FOLDER",
         envvar="UNISONO_RUN_DIR",
+        autocompletion=run_folders,
         help="The run folder; if it has checkpoints of this job, the job resumes from the newest.",
     ),
 ]
@@ -87,47 +97,64 @@ RunningIn = Annotated[
         "--run-dir",
         parser=named_folder,
         metavar="FOLDER",
+        autocompletion=run_folders,
         help="The job's run folder; needed if several elastic jobs run.",
     ),
 ]
 Shards = Annotated[
     int | None,
-    typer.Option(envvar="UNISONO_SHARDS", help="The number of shards of the global batch, unless the script sets it."),
+    typer.Option(
+        envvar="UNISONO_SHARDS",
+        rich_help_panel=BITS,
+        help="The number of shards of the global batch, unless the script sets it.",
+    ),
 ]
 DevicesPerWorker = Annotated[
     int | None,
     typer.Option(
         envvar="UNISONO_DEVICES_PER_WORKER",
+        rich_help_panel=CLUSTERS,
         help="The devices of each worker, each with a process, unless the script sets them: for too large models.",
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(envvar="UNISONO_THREADS", help="torch threads per worker, unless the script sets them.")
+    int | None,
+    typer.Option(
+        envvar="UNISONO_THREADS", rich_help_panel=BITS, help="torch threads per worker, unless the script sets them."
+    ),
 ]
 Tuned = Annotated[
     bool,
     typer.Option(
         "--tuning/--no-tuning",
         envvar="UNISONO_TUNING",
+        rich_help_panel=SPEED,
         help="Have the workers' memory allocator keep freed memory, which is faster; unisono run --dry-run shows how.",
     ),
 ]
 Grace = Annotated[
     float,
-    typer.Option(help="Seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM."),
+    typer.Option(
+        rich_help_panel=FAILURES,
+        help="Seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM.",
+    ),
 ]
 Pin = Annotated[
     bool | None,
     typer.Option(
         "--pin/--no-pin",
         envvar="UNISONO_PIN",
+        rich_help_panel=SPEED,
         help="Pin workers to cores of their own; by default to NUMA nodes, if the host has several. It decides no bit.",
         show_default=False,
     ),
 ]
 Notices = Annotated[
     Literal["aws", "gcp", "azure", "auto"] | None,
-    typer.Option(help="Leave in time when the cloud says that it takes this machine away; auto finds out which cloud."),
+    typer.Option(
+        rich_help_panel=FAILURES,
+        help="Leave in time when the cloud says that it takes this machine away; auto finds out which cloud.",
+    ),
 ]
 CheckpointEvery = Annotated[
     int | None,
@@ -138,6 +165,7 @@ AllowJobChange = Annotated[
     typer.Option(
         "--allow-job-change",
         envvar="UNISONO_ALLOW_JOB_CHANGE",
+        rich_help_panel=BITS,
         help="Resume although settings differ from the checkpoint's.",
     ),
 ]
@@ -146,6 +174,7 @@ InsecureData = Annotated[
     typer.Option(
         "--insecure-data",
         envvar="UNISONO_INSECURE_DATA",
+        rich_help_panel=SEVERAL_HOSTS,
         help="Let workers of several hosts speak plain text with each other: in a network that only they are in.",
     ),
 ]
@@ -154,6 +183,7 @@ TimelineKept = Annotated[
     typer.Option(
         "--timeline",
         envvar="UNISONO_TIMELINE",
+        rich_help_panel=RECORDS,
         help="Write down what each worker does when, for unisono timeline.",
     ),
 ]
@@ -163,6 +193,7 @@ ProfiledSteps = Annotated[
         "--profile",
         envvar="UNISONO_PROFILE",
         metavar="FIRST:LAST",
+        rich_help_panel=RECORDS,
         help="Run torch's profiler in these steps: 10:12 for the steps 10 and 11; unisono timeline shows its events.",
     ),
 ]
@@ -180,6 +211,7 @@ AuditShare = Annotated[
         envvar="UNISONO_AUDIT",
         min=0,
         max=1,
+        rich_help_panel=FAILURES,
         help="The share of shards that another worker computes again, to find a processor with wrong results.",
     ),
 ]
@@ -187,6 +219,7 @@ Numerics = Annotated[
     Literal["native", "portable"] | None,
     typer.Option(
         envvar="UNISONO_NUMERICS",
+        rich_help_panel=BITS,
         help="portable: the same bits on x86 processors of several makers and generations, at a price.",
         show_default=False,
     ),
@@ -194,14 +227,16 @@ Numerics = Annotated[
 StrategyName = Annotated[
     str | None,
     typer.Option(
+        autocompletion=strategies,
         help="How workers synchronise: all-reduce, parameter-server, model-averaging, pair-averaging, local-sgd or "
-        "diloco; settings after a colon: local-sgd:every=16."
+        "diloco; settings after a colon: local-sgd:every=16.",
     ),
 ]
 PolicyNames = Annotated[
     list[str] | None,
     typer.Option(
         "--policy",
+        autocompletion=policies,
         help="A policy that adapts the training: noise-scale, ada-scale, goodput, scaling, straggler, topology, "
         "batch-size-schedule, edge-of-stability or module:Class; repeat for more.",
     ),
@@ -211,6 +246,7 @@ LogTo = Annotated[
     typer.Option(
         "--log-to",
         metavar="NAME,…",
+        autocompletion=loggers,
         help="Where the figures of each step go, besides metrics.jsonl: tensorboard, csv, mlflow, wandb, module:Class.",
     ),
 ]
@@ -234,23 +270,35 @@ ScriptArguments = Annotated[
 ]
 FaultScript = Annotated[
     Path | None,
-    typer.Option("--faults", help="A fault plan (TOML): faults to inject into the job, to test how it recovers."),
+    typer.Option(
+        "--faults",
+        rich_help_panel=FAILURES,
+        help="A fault plan (TOML): faults to inject into the job, to test how it recovers.",
+    ),
 ]
 RestartOnError = Annotated[
-    bool, typer.Option("--restart-on-error", help="Elastic: replace a worker also after an exception in its script.")
+    bool,
+    typer.Option(
+        "--restart-on-error",
+        rich_help_panel=FAILURES,
+        help="Elastic: replace a worker also after an exception in its script.",
+    ),
 ]
 WithPage = Annotated[
     bool, typer.Option("--page", help="Show the job in a browser, too: prints a link; the same as unisono page later.")
 ]
-FailureTimeout = Annotated[float, typer.Option(help="Elastic: seconds of silence after which a worker counts as lost.")]
+FailureTimeout = Annotated[
+    float,
+    typer.Option(rich_help_panel=FAILURES, help="Elastic: seconds of silence after which a worker counts as lost."),
+]
 WarmStart = Annotated[
     bool,
     typer.Option(
         "--warm-start/--no-warm-start",
+        rich_help_panel=SPEED,
         help="Start faster: load torch once, and fork workers from that process (Linux).",
     ),
 ]
-SEVERAL_HOSTS = "Several hosts"
 ListenAt = Annotated[
     str | None,
     typer.Option(
@@ -299,13 +347,18 @@ KnownAs = Annotated[
 
 Engine = Annotated[
     Literal["ray"] | None,
-    typer.Option("--on", help="Train on the nodes of a cluster: ray (found as ray.init does, by RAY_ADDRESS, say)."),
+    typer.Option(
+        "--on",
+        rich_help_panel=CLUSTERS,
+        help="Train on the nodes of a cluster: ray (found as ray.init does, by RAY_ADDRESS, say).",
+    ),
 ]
 Resources = Annotated[
     str | None,
     typer.Option(
         "--resources-per-worker",
         metavar="NAME=N,…",
+        rich_help_panel=CLUSTERS,
         help="With --on ray: the resources of each worker, CPU=4,GPU=1; by default a core for each of its threads.",
     ),
 ]

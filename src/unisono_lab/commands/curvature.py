@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from unisono.cli.completion import run_folders
 from unisono.cli.options import SCRIPT, Module
 from unisono.launch.settings import Script
 from unisono.launch.tuning import Tuning
@@ -17,7 +18,15 @@ app = typer.Typer()
 
 @app.command(**SCRIPT)
 def curvature(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, with a checkpoint.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            autocompletion=run_folders,
+            metavar="RUN",
+            help="The run folder, with a checkpoint.",
+            show_default=False,
+        ),
+    ],
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script that trained; a module's name with -m.")],
     args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The arguments of the script.")] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="The number of workers; decides no bit.")] = 1,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from unisono.cli.completion import run_folders
 from unisono.cli.options import TokenFile, Trusted
 from unisono.errors import JobError
 from unisono.host.parent_death import end_with_parent
@@ -15,6 +16,7 @@ from unisono.host.signals import ignore_notices
 Where = Annotated[
     str | None,
     typer.Argument(
+        autocompletion=run_folders,
         metavar="[RUN_DIR|URL]",
         help="A run folder, or the URL of a coordinator on another host; by default the elastic job that runs.",
         show_default=False,

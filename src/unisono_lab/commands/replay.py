@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from unisono.cli.completion import run_folders
+
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    run: Annotated[Path, typer.Argument(autocompletion=run_folders, metavar="RUN", help="The run folder.")],
     policy: Annotated[
         list[str] | None,
         typer.Option(

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
+
+from unisono.cli.help import HelpfulCommand
 
 
-class StudyCommand(TyperCommand):
+class StudyCommand(HelpfulCommand):
     """A command whose script has options of its own, behind ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

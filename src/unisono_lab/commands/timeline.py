@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from unisono.cli.completion import run_folders
 from unisono.cli.tables import show_table
 from unisono.jsonl import to_json
 from unisono_lab.timeline.chrome import chrome_trace, write
@@ -23,7 +24,11 @@ TRACE = "timeline.json"
 def timeline(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN…", help="The run folder; one for each host, where hosts have their own."),
+        typer.Argument(
+            autocompletion=run_folders,
+            metavar="RUN…",
+            help="The run folder; one for each host, where hosts have their own.",
+        ),
     ],
     out: Annotated[
         Path | None,
