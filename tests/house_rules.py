@@ -54,7 +54,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("terminal",),
         ("command",),
         ("settings",),
-        ("tuning", "notices", "pinning"),
+        ("tuning", "notices", "pinning", "program"),
     ),
     "study": (("report",), ("measure", "simulation"), ("analysis",), ("replay", "spans")),
 }
