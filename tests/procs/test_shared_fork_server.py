@@ -18,7 +18,7 @@ import pytest
 
 from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, launcher_and_forks, seen
 from forks.client import SHARED_FORK_SERVERS, NotForked, asked
-from forks.commands import warm_jobs
+from forks.commands import start, warm_jobs
 from leaks import ALLOWED_VARIABLES
 from unisono.launch.forkserver.warm_start import FORK_SERVER, WarmStart
 from unisono.launch.tuning import Tuning
@@ -116,6 +116,29 @@ async def test_what_the_launcher_ignores_its_fork_server_ignores(folder: Path) -
             assert (await host.run(show)).out == "['SIG_IGN', 'SIG_DFL']\n"
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+ABOVE = """
+import json, os, psutil
+coordinator = json.load(open(os.environ["UNISONO_RUN_DIR"] + "/coordinator.json"))["pid"]
+for process in (os.getppid(), coordinator):
+    print("above:", *psutil.Process(process).parent().cmdline())
+"""
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_launchers_have_their_fork_servers_and_coordinators_forked(is_forked: bool, tmp_path: Path) -> None:
+    (tmp_path / "above.py").write_text(ABOVE)
+    words = ("run", "-n", "1", "--max-restarts", "0", "--run-dir", "run", "above.py")
+    output = tmp_path / "output"
+    with output.open("wb") as out:
+        if is_forked:
+            assert start(*words, cwd=tmp_path, stdout=out).wait(PATIENCE_S) == 0
+        else:
+            command = [sys.executable, "-m", "unisono", *words]
+            subprocess.run(command, cwd=tmp_path, stdout=out, check=True, timeout=PATIENCE_S)
+    for name in ("torch", "commands"):
+        assert re.search(rf"above: .* -m forks.shared_server {name} ", output.read_text()), output.read_text()
 
 
 # --- how it ends
