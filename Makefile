@@ -146,7 +146,7 @@ bench-accelerators: $(READY)  ## waits, copies and memory of a step on the simul
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.accelerators
 
 gpu-check: $(READY)  ## what is promised, on one GPU in 8 minutes; without one: OPTIONS="--simulated --small", or "--device cpu --small"
-	@PYTHONPATH=tests $(BIN)/python -m benchmarks.gpu_check $(OPTIONS)
+	@PYTHONPATH=tests:tests/warm $(BIN)/python -m benchmarks.gpu_check $(OPTIONS)
 
 bench-recovery: $(READY)  ## a worker is killed: how long the others stand still, how soon a new one takes part
 	@$(BIN)/python -m benchmarks recovery $(OPTIONS)

@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.crew import cleaned
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Control, address_of
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 ROOT = Path(__file__).parents[1]
 LOOK_S = 0.02
@@ -177,11 +176,6 @@ def launched(
 
 def _found(enter: Sequence[str]) -> list[str]:
     return [shutil.which(enter[0]) or enter[0], *enter[1:]] if enter else []
-
-
-def shared_fork_server() -> dict[str, str]:
-    """The variable by which a job forks its workers from a process that others share, if there is one: in tests."""
-    return {name: value for name, value in os.environ.items() if name == SHARED_FORK_SERVER}
 
 
 def seconds_of(stamp: str) -> float:

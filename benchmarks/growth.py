@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from benchmarks.elastic_job import CALM_STEPS, PROGRAM, Job, running, seconds_of, shared_fork_server
+from benchmarks.elastic_job import CALM_STEPS, PROGRAM, Job, running, seconds_of
 from benchmarks.figures import Ratio, bootstrap
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
@@ -106,7 +106,7 @@ def run(choice: Choice) -> Report:
 def one_model(choice: Choice, model: str) -> Found:
     """Grow and shrink."""
     options, program = ["-n", f"1:{max(SIZES)}"], [*PROGRAM, model, str(SHARDS), "adam"]
-    with running(options, program, shared_fork_server()) as job:
+    with running(options, program) as job:
         job.until(lambda: bool(job.roster()), "training begins")
         job.control.resize(1)
         job.await_calm(1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.elastic_job import PROGRAM, Job, launched, running, seconds_of, shared_fork_server
+from benchmarks.elastic_job import PROGRAM, Job, launched, running, seconds_of
 
 SLEPT = ("-m", "benchmarks.programs.slept")
 LONGEST_S = 240.0
@@ -176,7 +176,7 @@ def record(plan: RunPlan, folder: Path) -> Recorded:
         RuntimeError: it fails.
     """
     found = Recorded(plan, folder)
-    with running(plan.options, plan.script, shared_fork_server(), folder) as job, ExitStack() as hosts:
+    with running(plan.options, plan.script, folder=folder) as job, ExitStack() as hosts:
         for blow in plan.blows:
             job.until(lambda: steps_done(job) >= blow.step, f"step {blow.step} is done")  # noqa: B023  it is called here
             found.moments.append(_deal(job, plan, blow, hosts))
@@ -210,7 +210,7 @@ def _host(job: Job, plan: RunPlan, workers: int) -> Iterator[Job]:
     """Another host, which is on this machine as well."""
     words = ["-m", "unisono", "join", "--run-dir", str(job.folder), "-n", str(workers)]
     words += ["--checkpoint-every", str(plan.checkpoint_every), "--threads", "1", *plan.script]  # as the first host
-    with launched(words, shared_fork_server(), job.folder.with_name("joined")) as joined:
+    with launched(words, {}, job.folder.with_name("joined")) as joined:
         yield joined
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
-from benchmarks.elastic_job import PROGRAM, Job, running, seconds_of, shared_fork_server
+from benchmarks.elastic_job import PROGRAM, Job, running, seconds_of
 from benchmarks.figures import bootstrap
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
@@ -120,7 +120,7 @@ def one_model(choice: Choice, model: str) -> list[Recovery]:
     order = random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
     kills = []
     options = ["-n", str(choice.workers), "--max-restarts", str(choice.kills)]
-    with running(options, [*PROGRAM, model, str(2 * choice.workers)], shared_fork_server()) as started:
+    with running(options, [*PROGRAM, model, str(2 * choice.workers)]) as started:
         job = Watched(started.folder, started.launcher)
         for _ in range(choice.kills):
             roster = job.await_calm(choice.workers)

@@ -14,7 +14,7 @@ import torch
 
 import unisono
 from benchmarks.edge import End, ends_of, table_of_ends
-from benchmarks.elastic_job import PROGRAM, running, shared_fork_server
+from benchmarks.elastic_job import PROGRAM, running
 from benchmarks.figures import times_as_fast
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
@@ -96,7 +96,7 @@ def one_model(choice: Choice, model: str, order: random.Random) -> Found:
 def one_job(choice: Choice, model: str, form: str) -> tuple[float, float]:
     """The median seconds of a step, and of the update in it."""
     command = [*PROGRAM, model, str(choice.workers), FORMS[form]]
-    with running(["-n", str(choice.workers)], command, shared_fork_server()) as job:
+    with running(["-n", str(choice.workers)], command) as job:
         job.until(lambda: len(lines_of(job.folder)) >= WARM_UP + choice.steps, f"{choice.steps} steps")
         seconds = [line["seconds"] for line in lines_of(job.folder)[WARM_UP:]]
     return (statistics.median(each["total"] for each in seconds), statistics.median(each["update"] for each in seconds))

@@ -21,7 +21,6 @@ from benchmarks.programs.crowd import Crowd
 from unisono.launch.elastic.coordinator_process import BACKLOG, Listening, server_command
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.entrance import LOOPBACK, make_certificate
-from unisono.launch.forkserver.request import cold_command
 from unisono.membership.token import new_token, token_file
 
 LOOK_S = 0.01
@@ -195,7 +194,7 @@ async def staged(
         certificate = make_certificate(folder, [LOOPBACK])
         listening = Listening(listener.fileno(), certificate=certificate)
         url = listening.url(listener.getsockname()[1])
-        command = cold_command(server_command(settings, folder, listening, fresh=True))
+        command = [sys.executable, "-P", "-m", *server_command(settings, folder, listening, fresh=True)]
         stage = Stage(folder, url, await _started(folder, command, listener.fileno()))
         listeners: list[asyncio.Task[None]] = []
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
 
-from unisono.testing import start
+from forks.commands import start
 
 
 def completed(

@@ -88,6 +88,10 @@ from pathlib import Path
 from unisono.launch.forkserver.request import WorkerRequest
 from unisono.launch.forkserver.warm_start import WarmStart
 
+if "SHARED_FORK_SERVERS" in os.environ:
+    from forks.starts import replace
+    replace()
+
 async def main():
     warm = await WarmStart.open(os.environ, Path("log"))
     worker = await warm.start(WorkerRequest(("wait.py",), {}, os.getcwd()), 1, 2)
@@ -96,7 +100,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""What a launcher does: it has a fork server, and a worker of it."""
+"""What a launcher does: it has a fork server (which a shared one forks, if there is one), and a worker of it."""
 
 
 @contextmanager

@@ -64,7 +64,7 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("terminal",),
         ("command",),
         ("settings",),
-        ("tuning", "notices", "pinning"),
+        ("tuning", "notices", "pinning", "program"),
     ),
 }
 SUB_DEPTHS = {

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
+from forks.client import SHARED_FORK_SERVERS
 
 LAUNCHES = Path(__file__).parent / "procs" / "scripts" / "launches.py"
 PATIENCE_S = 240
@@ -48,7 +48,7 @@ def launches(environment: Mapping[str, str], **variables: str) -> Iterator[Launc
         environment: of all of them.
         variables: what each of them is told beside its own.
     """
-    own = {name: value for name, value in environment.items() if name != SHARED_FORK_SERVER}
+    own = {name: value for name, value in environment.items() if name != SHARED_FORK_SERVERS}
     with subprocess.Popen(
         [sys.executable, str(LAUNCHES)], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from forks.commands import start
 from unisono.launch.elastic.address import Control, address_of
-from unisono.testing import start
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.gpu_check.checks import VARYING, Checks
 from benchmarks.gpu_check.parts import Row, done, exit_code, table
 from benchmarks.gpu_check.processes import Setting
-from unisono.testing import warm_jobs
+from forks.commands import warm_jobs
 
 ROOT = Path(__file__).parents[2]
 SEES_ONE = "import torch; assert torch.accelerator.current_accelerator(check_available=True)"

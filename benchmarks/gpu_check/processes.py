@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.parts import Deadline
-from unisono.testing import start
+from forks.commands import start
 
 ENDS_WITHIN_S = 10.0
 """How long a job may take to end that was asked to."""

@@ -24,7 +24,6 @@ from unisono.jsonl import read_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Control, address_of
 from unisono.launch.ending.result import last_lines
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.settings import Script
 from unisono.received import read_object
 from unisono.testing.faults import Faults, count
@@ -40,8 +39,7 @@ TRAINED = "serial.json"
 MARK = "UNISONO_CHAOS"
 """The variable by which everything that a job has started is found again."""
 
-NOT_HANDED_ON = (*PER_WORKER, "UNISONO_RUN_DIR", SHARED_FORK_SERVER)
-"""Nor the shared fork server: a fork of it is not below its agent, and has not the mark in its first environment."""
+NOT_HANDED_ON = (*PER_WORKER, "UNISONO_RUN_DIR")
 
 RESTARTS_PER_PLACE = 10_000
 SPARE_STARTS = 5

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from forks.commands import warm_jobs
 from launches import Launches, launches
 from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
@@ -14,7 +15,6 @@ from slurm_cluster import Cluster, NoCluster, slurm_cluster
 from slurm_jobs import LONG
 from slurm_jobs import SCRIPT as SMALL
 from training import EARLY, SCRIPT, SETTINGS, Trained, Training
-from unisono.testing import warm_jobs
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commands import completed
-from unisono.testing import start
+from forks.commands import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 

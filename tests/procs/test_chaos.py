@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from forks.client import SHARED_FORK_SERVERS
 from serial_runs import SerialRuns
 from training import Trained
 
@@ -24,7 +25,9 @@ PATIENCE_S = 280.0
 def chaos(
     folder: Path, *options: str, script: Path = SCRIPT, **settings: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")} | settings
+    # What shared fork servers fork is not below its agent, and has not the mark of the job in its first environment.
+    kept = (name for name in os.environ if not name.startswith("UNISONO_") and name != SHARED_FORK_SERVERS)
+    environment = {name: os.environ[name] for name in kept} | settings
     command = [sys.executable, "-m", "unisono", "chaos", str(script), "--run-dir", str(folder), *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     report = folder / "chaos.json"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from forks.commands import start
 from serial_runs import SerialRuns
 from training import PATIENCE_S, SCRIPT, Trained, Training
-from unisono.testing import start
 from unisono.testing.faults import Faults
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]

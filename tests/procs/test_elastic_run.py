@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from commands import completed
+from forks.client import SHARED_FORK_SERVERS
+from forks.commands import ForkedCommand, start
 from training import control_of
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
-from unisono.testing import start
-from unisono.testing.commands import ForkedCommand
 
 pytestmark = pytest.mark.procs
 
@@ -105,7 +104,7 @@ class Job:
 @pytest.fixture
 def job(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     for name in list(os.environ):
-        if name.startswith("UNISONO_") and name != SHARED_FORK_SERVER:
+        if name.startswith("UNISONO_"):
             monkeypatch.delenv(name)
     found = Job(tmp_path)
     yield found
@@ -220,7 +219,7 @@ def test_with_no_restarts_left_the_job_says_whom_it_lost(job: Job) -> None:
 
 
 def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)  # so that everything is below the launcher
+    monkeypatch.delenv(SHARED_FORK_SERVERS, raising=False)  # so that everything is below the launcher
     launcher = job.start("-n", "3", "--max-restarts", "1")
     job.formed(1, "w1", "w2", "w3")
     family = psutil.Process(launcher.pid).children(recursive=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from commands import completed
+from forks.client import SHARED_FORK_SERVERS
 from serial_runs import SerialRuns
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.testing import Faults
 from unisono.testing.fault import RECOVERY
 
@@ -25,10 +25,6 @@ LONG = SETTINGS | {"EPOCHS": "12"}
 PATIENCE_S = 150.0
 
 
-def is_kept(name: str) -> bool:
-    return not name.startswith("UNISONO_") or name == SHARED_FORK_SERVER
-
-
 class Training:
     """A job that has been struck to its end."""
 
@@ -42,7 +38,7 @@ class Training:
         self.go_on()
 
     def go_on(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if is_kept(name)}
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
         environment |= self._settings
         self.ended = completed(*self._words, env=environment, timeout=PATIENCE_S)
 
@@ -108,7 +104,7 @@ def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(lo
 def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
     faults = Faults().kill_agent(rank=0, at_step=8, after_s=0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(SHARED_FORK_SERVER, raising=False)  # a worker kills the agent that is above it
+        patch.delenv(SHARED_FORK_SERVERS, raising=False)  # a worker kills the agent that is above it
         training = Training(tmp_path / "job", "-n", "1:2", "--checkpoint-every", "4", faults=faults)
     assert training.ended.returncode == -9, training.ended.stdout + training.ended.stderr
     training.go_on()

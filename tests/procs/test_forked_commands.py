@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unisono.launch.forkserver.client import LONGEST_ANSWER, asked, code_in, pid_in
-from unisono.launch.forkserver.request import cold_command
-from unisono.testing import start
-from unisono.testing.commands import ForkedCommand
+from forks.client import LONGEST_ANSWER, asked, code_in, pid_in
+from forks.commands import ForkedCommand, start
+from forks.request import cold_command
 
 pytestmark = [
     pytest.mark.procs,

@@ -23,7 +23,8 @@ def test_each_part_of_the_check_has_a_row_and_none_fails(tmp_path: Path) -> None
         simulated_accelerator.built()
     except simulated_accelerator.NoCompiler as why:
         pytest.skip(str(why))
-    paths = os.pathsep.join(filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH"))))
+    own = (str(ROOT / "tests"), str(ROOT / "tests" / "warm"))
+    paths = os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.gpu_check", "--simulated", "--small", "--patience", "4"),

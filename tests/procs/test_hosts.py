@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from benchmarks.strangers import strangers
+from forks.commands import ON_PATH
 from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
 from training import SETTINGS, Trained
@@ -94,7 +95,11 @@ class Command:
 def warm_on(host: Host) -> Iterator[Place]:
     """As long as the context lasts, jobs on this host fork their workers from one process that has torch loaded."""
     command = [*host.enter, sys.executable, str(AT_A_HOST), *SETTINGS, *ALLOWED_VARIABLES]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    paths = filter(None, (str(ON_PATH), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         yield Place(host, process)
 
 

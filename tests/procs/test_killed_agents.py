@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from forks.commands import start
 from slurm_jobs import LONG, SCRIPT
 from training import PATIENCE_S, Trained, Training, whole_lines
-from unisono.testing import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(300)]
 

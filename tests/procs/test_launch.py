@@ -20,14 +20,13 @@ from typing import IO
 import psutil
 import pytest
 
+from forks.client import SHARED_FORK_SERVERS
+from forks.commands import ForkedCommand, start
 from unisono.errors import LaunchError
 from unisono.launch.ending.result import open_folder
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
-from unisono.testing import start
-from unisono.testing.commands import ForkedCommand
 
 pytestmark = pytest.mark.procs
 
@@ -144,7 +143,7 @@ class Run:
 def run(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A launcher that is forked from a process that has loaded it."""
     for name in list(os.environ):
-        if name.startswith("UNISONO_") and name != SHARED_FORK_SERVER:
+        if name.startswith("UNISONO_"):
             monkeypatch.delenv(name)
     started = Run(tmp_path)
     yield started
@@ -154,7 +153,7 @@ def run(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.fixture
 def program(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A launcher that is a program of its own."""
-    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)
+    monkeypatch.delenv(SHARED_FORK_SERVERS, raising=False)
     return run
 
 

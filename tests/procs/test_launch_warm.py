@@ -18,7 +18,7 @@ from typing import IO
 import psutil
 import pytest
 
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
+from forks.client import SHARED_FORK_SERVERS
 
 pytestmark = [
     pytest.mark.procs,
@@ -38,10 +38,6 @@ def forever():
 """
 
 
-def is_kept(name: str) -> bool:
-    return not name.startswith("UNISONO_") or name == SHARED_FORK_SERVER
-
-
 class Run:
     """A launcher in a folder of its own, that somebody reads."""
 
@@ -56,7 +52,7 @@ class Run:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unisono", *command],
             cwd=self.folder,
-            env={name: value for name, value in os.environ.items() if is_kept(name)},
+            env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -109,7 +105,7 @@ def run(warm: None, tmp_path: Path) -> Iterator[Run]:
 @pytest.fixture
 def cold(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A launcher that starts its fork server."""
-    monkeypatch.delenv(SHARED_FORK_SERVER, raising=False)
+    monkeypatch.delenv(SHARED_FORK_SERVERS, raising=False)
     return run
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from forks.commands import start
 from metadata_service import Metadata, metadata_service
 from training import PATIENCE_S, SCRIPT, Trained, Training, control_of
-from unisono.testing import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.chromium import CHROMIUM, LINK, chromium
 from browser import Viewer
+from forks.commands import start
 from training import PATIENCE_S, Training
-from unisono.testing import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: make browser")]
 

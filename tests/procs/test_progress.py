@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.testing.commands import start
+from forks.commands import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 

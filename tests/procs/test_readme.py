@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from unisono import errors
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 
 pytestmark = pytest.mark.procs
 
@@ -54,11 +53,7 @@ def digests(scripts: list[list[str]], workers: int, folder: Path) -> list[str]:
     done = subprocess.run(
         [*launcher, "train.py"],
         cwd=folder,
-        env={
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("UNISONO_") or name == SHARED_FORK_SERVER
-        },
+        env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -17,12 +17,11 @@ import psutil
 import pytest
 
 from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, launcher_and_forks, seen
+from forks.client import SHARED_FORK_SERVERS, NotForked, asked
+from forks.commands import start, warm_jobs
 from leaks import ALLOWED_VARIABLES
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER, NotForked, asked
-from unisono.launch.forkserver.request import FORK_SERVER
-from unisono.launch.forkserver.warm_start import WarmStart
+from unisono.launch.forkserver.warm_start import FORK_SERVER, WarmStart
 from unisono.launch.tuning import Tuning
-from unisono.testing import warm_jobs
 
 pytestmark = [
     pytest.mark.procs,
@@ -82,7 +81,6 @@ async def test_its_workers_see_what_a_fresh_one_sees(folder: Path) -> None:
         UNISONO_OWN="1",
         PYTHONHASHSEED="0",
         **variables,
-        **{SHARED_FORK_SERVER: os.environ[SHARED_FORK_SERVER]},
     )
     assert (forked.err, forked.code) == ("", 0)
     assert "True hello" in forked.out
@@ -118,6 +116,29 @@ async def test_what_the_launcher_ignores_its_fork_server_ignores(folder: Path) -
             assert (await host.run(show)).out == "['SIG_IGN', 'SIG_DFL']\n"
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+ABOVE = """
+import json, os, psutil
+coordinator = json.load(open(os.environ["UNISONO_RUN_DIR"] + "/coordinator.json"))["pid"]
+for process in (os.getppid(), coordinator):
+    print("above:", *psutil.Process(process).parent().cmdline())
+"""
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_launchers_have_their_fork_servers_and_coordinators_forked(is_forked: bool, tmp_path: Path) -> None:
+    (tmp_path / "above.py").write_text(ABOVE)
+    words = ("run", "-n", "1", "--max-restarts", "0", "--run-dir", "run", "above.py")
+    output = tmp_path / "output"
+    with output.open("wb") as out:
+        if is_forked:
+            assert start(*words, cwd=tmp_path, stdout=out).wait(PATIENCE_S) == 0
+        else:
+            command = [sys.executable, "-m", "unisono", *words]
+            subprocess.run(command, cwd=tmp_path, stdout=out, check=True, timeout=PATIENCE_S)
+    for name in ("torch", "commands"):
+        assert re.search(rf"above: .* -m forks.shared_server {name} ", output.read_text()), output.read_text()
 
 
 # --- how it ends
@@ -204,8 +225,8 @@ def test_when_the_shared_fork_server_is_gone_its_jobs_go_on_and_the_next_one_loa
 
 ASKS = """
 import os
-from unisono.launch.forkserver.client import NotForked, asked, code_in, pid_in
-from unisono.launch.forkserver.request import FORK_SERVER
+from forks.client import NotForked, asked, code_in, pid_in
+from unisono.launch.forkserver.warm_start import FORK_SERVER
 
 try:
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -247,7 +268,7 @@ def test_a_launcher_whose_workers_would_be_others_is_refused(launcher: str, answ
 async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it_from_others(folder: Path) -> None:
     for words in (b"", None):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rude:
-            rude.connect(str(Path(os.environ[SHARED_FORK_SERVER], "torch")))
+            rude.connect(str(Path(os.environ[SHARED_FORK_SERVERS], "torch")))
             if words is not None:
                 rude.send(words)
     gone = folder / "gone"

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from forks.commands import start
 from unisono.host.cgroup import usable_cores
-from unisono.testing import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from forks.commands import ForkedCommand, start
 from serial_runs import SerialRuns
 from training import PATIENCE_S, SCRIPT, Trained, Training
-from unisono.testing import start
-from unisono.testing.commands import ForkedCommand
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 

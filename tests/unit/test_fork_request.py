@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from unisono.launch.forkserver.request import ForkRequest, process_attributes
-from unisono.launch.forkserver.shared_server import LOADED
+from forks.request import ForkRequest, process_attributes
+from forks.shared_server import LOADED
 
 pytestmark = pytest.mark.unit
 

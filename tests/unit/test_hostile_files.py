@@ -13,6 +13,7 @@ import torch
 
 import hostile
 import unisono
+from forks.request import ForkRequest
 from unisono.adapt.ada_scale import AdaScale, LinearScaling
 from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
@@ -31,7 +32,7 @@ from unisono.launch.elastic.address import WHERE, address_of
 from unisono.launch.ending.failure import Failure, end_of
 from unisono.launch.ending.outcome import WorkerExit
 from unisono.launch.ending.result import with_faults
-from unisono.launch.forkserver.request import ForkRequest, WorkerRequest
+from unisono.launch.forkserver.request import WorkerRequest
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.state.elastic_config import ElasticConfig

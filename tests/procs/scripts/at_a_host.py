@@ -10,8 +10,8 @@ import socket
 import sys
 from pathlib import Path
 
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
-from unisono.testing import start, warm_jobs
+from forks.client import SHARED_FORK_SERVERS
+from forks.commands import start, warm_jobs
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 def _await_torch() -> None:
     """Until workers can be forked."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nothing:
-        nothing.connect(os.path.join(os.environ[SHARED_FORK_SERVER], "torch"))  # noqa: PTH118 (as text)
+        nothing.connect(os.path.join(os.environ[SHARED_FORK_SERVERS], "torch"))  # noqa: PTH118 (as text)
         nothing.shutdown(socket.SHUT_WR)
         nothing.recv(1)  # it hangs up on whoever says nothing, once it has loaded torch
 

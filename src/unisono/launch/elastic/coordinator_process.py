@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 import time
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.entrance import LOOPBACK, certificate_file
 from unisono.launch.ending.result import last_lines
-from unisono.launch.forkserver.program import Process, Program
+from unisono.launch.program import start_program
 from unisono.membership.token import token_file
 
 # What a person types on another host to bring more workers.
@@ -193,12 +194,12 @@ class CoordinatorProcess:
     async def _run(self, *, fresh: bool) -> int:
         """One coordinator's life; its exit code."""
         try:
-            process = await Program(
-                server_command(self._settings, self._run_dir, self._listening, fresh=fresh),
+            process = await start_program(
+                ("-m", *server_command(self._settings, self._run_dir, self._listening, fresh=fresh)),
                 {name: value for name, value in os.environ.items() if name not in PER_WORKER},
                 self._log,
-                kept=(self._listener.fileno(),),
-            ).start()
+                kept=self._listener.fileno(),
+            )
         except OSError as error:
             raise LaunchError(f"the coordinator could not be started: {error}") from error
         self._guard.watch(process.pid)

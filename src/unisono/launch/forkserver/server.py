@@ -184,22 +184,17 @@ def main() -> None:
     """Serve the launcher, or, in a fork, be the worker that it asked for."""
     worker.end_with_launcher()
     load()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    fork = ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if fork is None:
+        os._exit(0)  # nothing here is worth the time that taking torch apart needs
+    become(fork)
+    worker.main()  # the interpreter then ends as after any script: exit handlers, threads, streams
 
 
 def load() -> None:
     """Load what importing this module has not."""
     _load_the_rest()
     _end_threads_that_end_before_forks()
-
-
-def serve(channel: socket.socket) -> None:
-    """Be a fork server until the launcher hangs up, and end; or, in a fork, be the worker that it asked for."""
-    fork = ForkServer(channel).serve()
-    if fork is None:
-        os._exit(0)  # nothing here is worth the time that taking torch apart needs
-    become(fork)
-    worker.main()  # the interpreter then ends as after any script: exit handlers, threads, streams
 
 
 def _load_the_rest() -> None:

@@ -5,16 +5,18 @@ import os
 import signal
 import socket
 import sys
+from asyncio.subprocess import Process
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.launch.forkserver.program import Process, Program
-from unisono.launch.forkserver.request import FORK_SERVER, WorkerRequest
+from unisono.launch.forkserver.request import WorkerRequest
+from unisono.launch.program import start_program
 from unisono.received import parse_object
 
+FORK_SERVER = "unisono.launch.forkserver.server"
 LONGEST_ANSWER = 64 * 1024
 
 
@@ -180,7 +182,7 @@ async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.sock
     try:
         with theirs:
             number = theirs.fileno()
-            return ours, await Program((FORK_SERVER, str(number)), told, log, kept=(number,)).start()
+            return ours, await start_program(("-u", "-m", FORK_SERVER, str(number)), told, log, kept=number)
     except OSError as error:
         ours.close()
         raise ColdStart(str(error)) from error

@@ -15,7 +15,6 @@ from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_process import job_words
 from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.host_order import LONGEST, HostOrder
-from unisono.launch.forkserver.client import SHARED_FORK_SERVER
 from unisono.launch.hosts.hostfile import HostSlots
 from unisono.received import parse_json, short, value_of
 
@@ -75,7 +74,7 @@ class HostHello:
 HANDED_ON = re.compile(r"(UNISONO|OMP|MKL|NCCL)_.*|PYTHONPATH")
 """Variables that hosts get without being asked for."""
 
-OF_THIS_HOST = frozenset({*PER_WORKER, "UNISONO_RUN_DIR", "UNISONO_LAUNCHER_PID", SHARED_FORK_SERVER})
+OF_THIS_HOST = frozenset({*PER_WORKER, "UNISONO_RUN_DIR", "UNISONO_LAUNCHER_PID"})
 
 
 def handed_on(environ: Mapping[str, str]) -> dict[str, str]:

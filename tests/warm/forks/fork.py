@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unisono.launch.forkserver.request import NEVER_IGNORED, ForkRequest, cold_command
+from forks.request import NEVER_IGNORED, ForkRequest, cold_command
 
 ARGUMENTS_BEGIN, ARGUMENTS_END = 45, 46
 """Where ``/proc/self/stat`` has, behind the program's name, the addresses between which its command line lies."""

@@ -1,9 +1,9 @@
 """A process that has programs of ours loaded, and forks them: for those who start many jobs. Linux only.
 
-``python -P -m unisono.launch.forkserver.shared_server NAME FD VARYING…``, started in the environment that its forks
+``python -P -m forks.shared_server NAME FD VARYING…``, started in the environment that its forks
 will have. ``NAME`` is ``torch`` (it forks fork servers) or ``commands`` (launchers, coordinators, and whatever else
 needs no torch). ``FD`` is a listening socket (AF_UNIX, SEQPACKET) in a folder that only this user enters. Whoever
-connects sends a :class:`~unisono.launch.forkserver.request.ForkRequest`, with the descriptors of the program. It hears
+connects sends a :class:`~forks.request.ForkRequest`, with the descriptors of the program. It hears
 ``{"born": pid}`` from the fork, and ``{"ended": code}`` from here when that has ended; or ``{"refused": why}``.
 
 No program needs the shared fork server any more, which ends with the process that has started it.
@@ -20,16 +20,18 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from unisono.errors import Unreadable
-from unisono.host.parent_death import end_with_parent
-from unisono.launch.forkserver.fork import arrange, become, run
-from unisono.launch.forkserver.request import (
-    FORK_SERVER,
+from forks.fork import arrange, become, run
+from forks.request import (
+    COORDINATOR,
     ForkRequest,
     environment_at_start,
     process_attributes,
     socket_of,
 )
+from forks.starts import replace
+from unisono.errors import Unreadable
+from unisono.host.parent_death import end_with_parent
+from unisono.launch.forkserver.warm_start import FORK_SERVER
 from unisono.received import is_same_user
 
 LOADED = {
@@ -37,7 +39,7 @@ LOADED = {
     "commands": (
         *(f"unisono.cli.{name}" for name in ("app", "run", "join", "status", "verify", "study", "batch_size")),
         "unisono.launch.elastic.agent",
-        "unisono.membership.server",
+        COORDINATOR,
     ),
 }
 """The modules that a shared fork server of this name has loaded, with all that they import."""
@@ -185,7 +187,10 @@ def main() -> None:
     load(name)
     began = environment_at_start()
     found = ForkRequest(began, process_attributes(began, os.getcwd()))  # noqa: PTH109 (as text)
-    run(SharedForkServer(name, listener, found, frozenset(sys.argv[3:])).serve())
+    command = SharedForkServer(name, listener, found, frozenset(sys.argv[3:])).serve()
+    if command[0] == "unisono":
+        replace()  # as `sitecustomize` does in a launcher that is no fork
+    run(command)
 
 
 def load(name: str) -> None:

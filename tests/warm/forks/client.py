@@ -7,11 +7,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forks.request import ForkRequest, ignored_signals, process_attributes, socket_of
 from unisono.errors import Unreadable
-from unisono.launch.forkserver.request import ForkRequest, ignored_signals, process_attributes, socket_of
 from unisono.received import is_same_user, parse_json
 
-SHARED_FORK_SERVER = "UNISONO_NURSERY"
+SHARED_FORK_SERVERS = "SHARED_FORK_SERVERS"
 """The variable that tells where shared fork servers listen: a folder with a socket for each."""
 
 PATIENCE_S = 30.0
@@ -129,7 +129,7 @@ def asked(
     Raises:
         NotForked: there is no shared fork server.
     """
-    if SHARED_FORK_SERVER not in environment:
+    if SHARED_FORK_SERVERS not in environment:
         raise NotForked("there is no shared fork server")
     channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -137,12 +137,12 @@ def asked(
         about = process_attributes(environment, folder)
         request = ForkRequest(dict(environment), about, tuple(command), tuple(descriptors), folder, ignored_signals())
         channel.settimeout(PATIENCE_S)
-        _connect(channel, Path(environment[SHARED_FORK_SERVER], socket_of(command[0])))
+        _connect(channel, Path(environment[SHARED_FORK_SERVERS], socket_of(command[0])))
         socket.send_fds(channel, [request.to_json()], list(descriptors.values()))
     except OSError as error:
         channel.close()
         raise NotForked(
-            f"the shared fork server at {environment[SHARED_FORK_SERVER]} cannot be asked: {error}"
+            f"the shared fork server at {environment[SHARED_FORK_SERVERS]} cannot be asked: {error}"
         ) from error
     except BaseException:
         channel.close()

@@ -1,4 +1,4 @@
-"""``unisono`` commands as processes, forked by a shared fork server if there is one: for test suites."""
+"""``unisono`` commands as processes, forked by a shared fork server if there is one."""
 
 import os
 import select
@@ -12,17 +12,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
-from unisono.launch.command import elastic_command
-from unisono.launch.forkserver.client import (
+from forks.client import (
     LONGEST_ANSWER,
-    SHARED_FORK_SERVER,
+    SHARED_FORK_SERVERS,
     UNKNOWN,
     NotForked,
     asked,
     code_in,
     pid_in,
 )
-from unisono.launch.forkserver.request import cold_command
+from forks.request import cold_command
+from forks.starts import replaced
+from unisono.launch.command import elastic_command
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 
@@ -169,7 +170,10 @@ def _is_ready(source: socket.socket | int, timeout: float | None) -> bool:
     return bool(ready.poll(None if timeout is None else timeout * 1000))
 
 
-# Many jobs, one after the other or beside each other, that load what they need once: for test suites.
+# Many jobs, one after the other or beside each other, that load what they need once.
+
+ON_PATH = Path(__file__).parents[1]
+"""The folder with this package, and with what has Python replace how launchers start programs."""
 
 WAITING = 128
 """Jobs that may ask at the same time."""
@@ -179,12 +183,11 @@ WAITING = 128
 def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
     """As long as the context lasts, jobs that are started from this process fork their workers from one that has torch.
 
-    They fork their coordinators, too, from one that has loaded those; and :func:`~unisono.testing.start` forks
-    launchers. A job whose workers would differ from such forks in more than their script loads torch for itself: one
-    with other variables, threads, tuning, limits, rights or priority, or in other namespaces. ``logs/template.log`` in
-    its run folder then says why, and ``logs/coordinator.log`` of its coordinator. One worker alone (``-n 1`` without
-    ``--max-restarts``) is a program of its own, as always. Where no forks can be trusted (on all but Linux), nothing
-    changes.
+    They fork their coordinators, too, from one that has loaded those; and :func:`start` forks launchers. A job whose
+    workers would differ from such forks in more than their script loads torch for itself: one with other variables,
+    threads, tuning, limits, rights or priority, or in other namespaces. ``logs/template.log`` in its run folder then
+    says why, and ``logs/coordinator.log`` of its coordinator. One worker alone (``-n 1`` without ``--max-restarts``) is
+    a program of its own, as always. Where no forks can be trusted (on all but Linux), nothing changes.
 
     Args:
         varying: variables in which jobs may differ all the same, since nothing reads them while torch is loaded. Those
@@ -193,18 +196,28 @@ def warm_jobs(varying: Collection[str] = ()) -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="unisono-fork-server-") as folder, ExitStack() as opened:
-        opened.enter_context(_shared_fork_server("torch", Path(folder), _of_workers(Path(folder)), varying))
-        opened.enter_context(_shared_fork_server("commands", Path(folder), os.environ, varying))
-        before = os.environ.get(SHARED_FORK_SERVER)
-        os.environ[SHARED_FORK_SERVER] = folder
-        try:
+    with tempfile.TemporaryDirectory(prefix="unisono-fork-server-") as name, ExitStack() as opened:
+        folder = Path(name)
+        opened.enter_context(_told(folder))
+        opened.enter_context(_shared_fork_server("torch", folder, _of_workers(folder), varying))
+        opened.enter_context(_shared_fork_server("commands", folder, os.environ, varying))
+        yield
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """This process, and all that it starts, ask the shared fork servers at a folder."""
+    before = {name: os.environ.get(name) for name in (SHARED_FORK_SERVERS, "PYTHONPATH")}
+    path = filter(None, (str(ON_PATH), before["PYTHONPATH"]))
+    os.environ |= {SHARED_FORK_SERVERS: str(folder), "PYTHONPATH": os.pathsep.join(path)}
+    try:
+        with replaced():
             yield
-        finally:
-            if before is None:
-                del os.environ[SHARED_FORK_SERVER]
-            else:
-                os.environ[SHARED_FORK_SERVER] = before
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -216,7 +229,7 @@ def _shared_fork_server(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(folder / name))
         listener.listen(WAITING)
-        module = "unisono.launch.forkserver.shared_server"
+        module = "forks.shared_server"
         process = subprocess.Popen(
             [sys.executable, "-P", *unbuffered, "-m", module, name, str(listener.fileno()), *varying],
             env={**environment, "UNISONO_LAUNCHER_PID": str(os.getpid())},
