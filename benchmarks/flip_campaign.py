@@ -26,11 +26,11 @@ from benchmarks.thread_crew import Trade, train
 from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
-from unisono.testing.flip import flip, flip_in_file, tensors_in
 from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.step import Step
+from unisono_lab.faults.flip import flip, flip_in_file, tensors_in
 
 SHARDS, BATCH, STEPS = 4, 32, 9
 CHECKPOINT_EVERY = 3

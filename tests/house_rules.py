@@ -35,6 +35,7 @@ LAB_ROWS: tuple[tuple[str, ...], ...] = (
     ("measure", "simulation"),
     ("analysis",),
     ("replay", "timeline", "page", "chaos", "curvature", "strategies", "second_order"),
+    ("faults",),
 )
 DEPTHS = {
     name: {room: depth for depth, row in enumerate(rows) for room in row}
@@ -71,9 +72,6 @@ SUB_DEPTHS = {
     room: {inner: depth for depth, row in enumerate(rows) for inner in row} for room, rows in SUB_ROWS.items()
 }
 DOOR = "the door"  # __init__.py and __main__.py: what comes in through it may go to any room
-FAKES = "testing"  # shipped fakes: may know every room
-FRIENDS_OF_FAKES = {"cli", FAKES}
-
 PURE = ("plan", "membership.state")  # decide, and touch nothing
 WORLD = frozenset({"torch", "socket", "time", "datetime", "os", "random", "secrets", "uuid", "subprocess", "threading"})
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"})
@@ -222,7 +220,7 @@ def layers(house: House) -> Iterator[Breach]:
     """Imports go down, never up, never sideways."""
     depths = DEPTHS[house.name]
     for source in house:
-        if source.room not in {DOOR, FAKES, *depths}:
+        if source.room not in {DOOR, *depths}:
             yield Breach(source.path, 1, "layers", f"'{source.room}' is in no row of the house")
         for found in house.imports(source):
             inside = found.target.partition(".")[0] == house.name
@@ -232,10 +230,8 @@ def layers(house: House) -> Iterator[Breach]:
 
 def _forbidden(depths: Mapping[str, int], room: str, other: str) -> str:
     """Why one room may not import another; empty when it may."""
-    if other == DOOR and room not in {DOOR, FAKES}:
+    if other == DOOR and room != DOOR:
         return "the door is for users; rooms import the module itself"
-    if other == FAKES and room not in FRIENDS_OF_FAKES:
-        return "only tests and cli may use the fakes"
     if room not in depths or other not in depths or room == other or depths[room] < depths[other]:
         return ""
     if depths[room] == depths[other]:

@@ -27,9 +27,9 @@ from unisono.plan.split import Split
 from unisono.plan.tree import Node
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Solo, Transport
-from unisono.testing.fault import listening
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
+from unisono_lab.faults.fault import listening
 
 MOST_SWITCHES = 20_000
 """Between workers, in one world: far more than any of them needs."""

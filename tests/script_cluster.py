@@ -33,13 +33,13 @@ from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoWarning
 from unisono.host.script_end import ScriptEnd
 from unisono.job import Job
-from unisono.testing.flip import flip_in
 from unisono.train.config.run_config import Communication
 from unisono.train.record.callbacks import Event
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, HostProcess
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.step.step import Step
+from unisono_lab.faults.flip import flip_in
 
 MOST_THREADS = 64
 THREADS = "worker"

@@ -19,12 +19,12 @@ from benchmarks.thread_crew import Trade, run_of
 from one_at_a_time import Blow, SimulatedMembership, World
 from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
-from unisono.testing.fault import FlipBit, FlippedPlace, WrongResult
-from unisono.testing.inject import inject
 from unisono.train.config.run_config import Execution
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
 from unisono.train.step.step import Step
+from unisono_lab.faults.fault import FlipBit, FlippedPlace, WrongResult
+from unisono_lab.faults.inject import inject
 
 STEPS = 4
 JOB = Job.create(batch_size=8, shards=World.shards)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from benchmarks.gpu_check.parts import Deadline, Found, Part, Result
 from benchmarks.gpu_check.processes import Ended, Setting
 from benchmarks.gpu_check.service import NoService, multi_process_service
-from unisono.testing import Faults
+from unisono_lab.faults.faults import Faults
 
 MOST_WAITS = 10.0
 """For the device, in a step."""

@@ -24,8 +24,8 @@ from benchmarks.exercise import Exercise, Exercises, Outcome, Outcomes
 from benchmarks.programs import serve
 from unisono.errors import NonFiniteLoss
 from unisono.sync.named import strategy_of
-from unisono.testing.faults import Faults
-from unisono.testing.injector import FaultInjector
+from unisono_lab.faults.faults import Faults
+from unisono_lab.faults.injector import FaultInjector
 
 WATCHED = 10
 """Steps from one whose bytes are noted to the next, where every step is an exchange of its own."""

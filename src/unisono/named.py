@@ -8,6 +8,7 @@ from unisono.received import imported, short
 
 GROUPS = {
     "command": "unisono.commands",
+    "launch option": "unisono.launch_options",
     "logger": "unisono.loggers",
     "policy": "unisono.policies",
     "strategy": "unisono.strategies",

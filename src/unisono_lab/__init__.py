@@ -1,4 +1,4 @@
-"""What one does with Unisono: studies, simulations, replays, timelines, the page, chaos, curvature, more strategies.
+"""What one does with Unisono: studies, simulations, replays, timelines, the page, faults, curvature, strategies.
 
 It stands on the package ``unisono``, which knows nothing of it: commands and strategies come in by entry points. The
 names below load on first use.
@@ -8,13 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono_lab.faults.faults import Faults
     from unisono_lab.second_order.kfac import KFAC
     from unisono_lab.strategies.averaging import ModelAveraging, PairAveraging
     from unisono_lab.strategies.parameter_server import ParameterServer
 
-__all__ = ["KFAC", "ModelAveraging", "PairAveraging", "ParameterServer"]
+__all__ = ["Faults", "KFAC", "ModelAveraging", "PairAveraging", "ParameterServer"]
 
 _HOMES = {
+    "Faults": "unisono_lab.faults.faults",
     "KFAC": "unisono_lab.second_order.kfac",
     "ModelAveraging": "unisono_lab.strategies.averaging",
     "PairAveraging": "unisono_lab.strategies.averaging",

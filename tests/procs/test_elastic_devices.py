@@ -11,7 +11,7 @@ import pytest
 from forks.commands import start
 from serial_runs import SerialRuns
 from training import PATIENCE_S, SCRIPT, Trained, Training
-from unisono.testing.faults import Faults
+from unisono_lab.faults.faults import Faults
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
 

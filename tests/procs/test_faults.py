@@ -10,8 +10,8 @@ import pytest
 from commands import completed
 from forks.client import SHARED_FORK_SERVERS
 from serial_runs import SerialRuns
-from unisono.testing import Faults
-from unisono.testing.fault import RECOVERY
+from unisono_lab.faults.fault import RECOVERY
+from unisono_lab.faults.faults import Faults
 
 pytestmark = [
     pytest.mark.procs,

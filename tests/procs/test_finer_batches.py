@@ -13,7 +13,7 @@ import pytest
 import outcomes
 from commands import completed
 from serial_runs import SerialRuns
-from unisono.testing.samples import Samples, problems
+from unisono_lab.faults.samples import Samples, problems
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 

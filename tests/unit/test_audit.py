@@ -17,13 +17,13 @@ from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.plan.audits import AuditResult, audited, auditors, judged
 from unisono.plan.batches import Batch
-from unisono.testing.flip import flip
 from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
 from unisono.train.step.call import Call, Clip
 from unisono.train.step.engine import StepEngine
+from unisono_lab.faults.flip import flip
 
 pytestmark = pytest.mark.unit
 

@@ -19,14 +19,14 @@ from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.plan.audits import audited
 from unisono.plan.split import Split
-from unisono.testing.fault import WrongResult
-from unisono.testing.flip import flip_in
-from unisono.testing.inject import inject
 from unisono.train.config.run_config import Execution
 from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import AgreedState
 from unisono.train.run import Run
+from unisono_lab.faults.fault import WrongResult
+from unisono_lab.faults.flip import flip_in
+from unisono_lab.faults.inject import inject
 
 pytestmark = [
     pytest.mark.unit,

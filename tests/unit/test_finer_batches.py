@@ -7,7 +7,7 @@ import pytest
 
 from script_cluster import Cluster, Done, Kill
 from unisono.errors import PolicyError
-from unisono.testing.samples import Samples, problems
+from unisono_lab.faults.samples import Samples, problems
 
 pytestmark = pytest.mark.cluster
 

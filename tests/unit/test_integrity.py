@@ -15,10 +15,10 @@ import unisono
 from unisono.checkpoint.quick_digest import flipped_bits
 from unisono.errors import JobMismatch, NonFiniteLoss, UnisonoWarning
 from unisono.plan.audits import AuditResult
-from unisono.testing.fault import FlippedPlace
-from unisono.testing.flip import flip_in
 from unisono.train.group.control import Flags
 from unisono.train.recovery.known_states import BOUNDARY
+from unisono_lab.faults.fault import FlippedPlace
+from unisono_lab.faults.flip import flip_in
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

@@ -139,21 +139,6 @@ def test_the_door_may_go_to_any_room(house: Build) -> None:
     assert found(house_rules.layers, rooms) == []
 
 
-def test_fakes_may_know_all_rooms_but_only_the_command_line_may_know_them(
-    house: Build,
-) -> None:
-    files = {
-        "testing.cluster": "import unisono.cli.app\nimport unisono.plan",
-        "cli.app": "import unisono.testing.cluster",
-        "plan": "",
-        "train.run": "\nimport unisono.testing.cluster",
-    }
-
-    assert found(house_rules.layers, house(**files)) == [
-        "train/run.py:2: layers: imports unisono.testing.cluster: only tests and cli may use the fakes"
-    ]
-
-
 def test_a_room_that_is_not_written_yet_has_its_place_already(house: Build) -> None:
     (breach,) = found(house_rules.layers, house(**{"plan.tree": "from unisono.train.run import Run"}))
 

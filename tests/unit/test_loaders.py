@@ -15,8 +15,8 @@ from script_cluster import Cluster, Done, Kill
 from struck_run import loss, momentum, network
 from unisono.errors import DataError, JobMismatch
 from unisono.job import Job
-from unisono.testing.samples import Samples, problems
 from unisono.train.run import Run
+from unisono_lab.faults.samples import Samples, problems
 
 pytestmark = pytest.mark.cluster
 

@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.thread_crew import Trade, train
 from unisono.job import Job
-from unisono.testing.flip import flip
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
+from unisono_lab.faults.flip import flip
 
 pytestmark = [
     pytest.mark.unit,

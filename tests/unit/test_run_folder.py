@@ -10,7 +10,7 @@ import pytest
 
 from unisono.checkpoint.folder import MetricsFile, RunFolder, new_run_folder, write_json
 from unisono.errors import JobError, UnisonoWarning
-from unisono.testing.injector import FOLDER, _claim
+from unisono_lab.faults.injector import FOLDER, _claim
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.testing.samples import Samples, problems
+from unisono_lab.faults.samples import Samples, problems
 
 pytestmark = pytest.mark.unit
 

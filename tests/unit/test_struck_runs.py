@@ -15,8 +15,8 @@ from one_at_a_time import BLOWS, Blow, blows_on
 from struck_run import Outcome, Play, act_out, flipped, wrong
 from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
-from unisono.testing.fault import FlippedPlace
 from unisono.train.config.run_config import Execution
+from unisono_lab.faults.fault import FlippedPlace
 
 pytestmark = pytest.mark.cluster
 

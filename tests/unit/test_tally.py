@@ -32,7 +32,6 @@ from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.tally import Tally, Witness, is_balanced
 from unisono.reduce.transport import Solo, Transport
-from unisono.testing.flip import flip
 from unisono.train.config.run_config import CHECKS, Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
@@ -40,6 +39,7 @@ from unisono.train.model.tensors import digest
 from unisono.train.step.call import Call, Clip
 from unisono.train.step.engine import StepEngine
 from unisono.words import SMALL, ManyWords, bytes_of, sum_of_words
+from unisono_lab.faults.flip import flip
 
 pytestmark = pytest.mark.unit
 

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 from benchmarks.thread_crew import Trade, train
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.testing.fault import WrongResult
-from unisono.testing.inject import inject
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.step import Step
+from unisono_lab.faults.fault import WrongResult
+from unisono_lab.faults.inject import inject
 
 pytestmark = [
     pytest.mark.cluster,

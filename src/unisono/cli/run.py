@@ -1,6 +1,5 @@
 """``unisono run``: start the workers of a job on this host."""
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +46,7 @@ from unisono.launch.hosts.hostfile import HostPlan
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.terminal import Terminal
+from unisono.named import thing_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +177,9 @@ def _status() -> dict[str, str]:
     return {VARIABLE: "1"} if sys.stdout.isatty() else {}
 
 
-def _fault_injection(script: Path) -> dict[str, str]:
+def _fault_injection(plan: Path) -> dict[str, str]:
     """The environment variables by which workers inject the faults of a plan."""
-    from unisono.testing.faults import Faults
-    from unisono.testing.injector import PLUGIN, SCRIPT
-
-    Faults.read(script)
-    others = os.environ.get("UNISONO_PLUGINS")
-    plugins = f"{others},{PLUGIN}" if others else PLUGIN
-    return {"UNISONO_PLUGINS": plugins, SCRIPT: os.path.abspath(script)}  # noqa: PTH100 (as for the run folder)
+    return dict(thing_named("faults", {}, "launch option", "--faults")(plan))
 
 
 Beside = Callable[[Path, Terminal], AbstractContextManager[object]]

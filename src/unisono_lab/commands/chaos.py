@@ -57,8 +57,8 @@ def chaos(
     Exit code 0 if weights and samples are the same, else 1.
     """
     from unisono.checkpoint.folder import new_run_folder
-    from unisono.testing.faults import Faults
     from unisono_lab.chaos import REPORT, SCRIPT, ChaosSpec, run_chaos
+    from unisono_lab.faults.faults import Faults
 
     wanted = Range.read(workers)
     for name, seconds in {"failure-timeout-s": failure_timeout_s, "patience-s": patience_s}.items():

@@ -18,8 +18,9 @@ from unisono.errors import JobError, LaunchError, UnisonoError
 from unisono.launch.elastic.address import WHERE, Address, Control
 from unisono.membership.token import read_token
 from unisono.membership.variables import Variables
-from unisono.testing import fault_helper as fault_helper
-from unisono.testing.fault import (
+from unisono.train.config.run_config import CoordinatorAccess
+from unisono_lab.faults import fault_helper as fault_helper
+from unisono_lab.faults.fault import (
     Fault,
     FlipBit,
     Join,
@@ -33,7 +34,6 @@ from unisono.testing.fault import (
     Stop,
     WrongResult,
 )
-from unisono.train.config.run_config import CoordinatorAccess
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,7 +155,7 @@ def _possible(control: Control, more: int) -> int:
 
 
 def _flip_bit(fault: FlipBit, run: Run) -> None:
-    from unisono.testing.flip import flip, flip_in, flip_in_checkpoint
+    from unisono_lab.faults.flip import flip, flip_in, flip_in_checkpoint
 
     if fault.place == "checkpoint":
         flip_in_checkpoint(run, fault.bit)
@@ -175,7 +175,7 @@ def _flip_bit(fault: FlipBit, run: Run) -> None:
 
 
 def _compute_wrongly(fault: WrongResult, run: Run) -> None:
-    from unisono.testing.flip import flip
+    from unisono_lab.faults.flip import flip
 
     def wrong(gradient: Tensor) -> Tensor:
         found = gradient.clone()

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 from unisono.errors import JobError
-from unisono.testing.fault import RECOVERY
-from unisono.testing.faults import Faults
+from unisono_lab.faults.fault import RECOVERY
+from unisono_lab.faults.faults import Faults
 
 SHARES = {
     "kill": 30,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from unisono.errors import JobError
 from unisono.received import short
-from unisono.testing.fault import (
+from unisono_lab.faults.fault import (
     KINDS,
     Fault,
     FlipBit,

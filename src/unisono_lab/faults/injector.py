@@ -1,4 +1,4 @@
-"""Injects the faults of a plan into the workers that it names. A plugin: ``unisono.testing.injector:begin``."""
+"""Injects the faults of a plan into the workers that it names. A plugin: ``unisono_lab.faults.injector:begin``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
 from unisono.failpoints import listen
-from unisono.testing.fault import OF_SOME, Fault, Join, KillCoordinator, Partition, Resize, Slow
-from unisono.testing.faults import Faults
-from unisono.testing.inject import inject
+from unisono_lab.faults.fault import OF_SOME, Fault, Join, KillCoordinator, Partition, Resize, Slow
+from unisono_lab.faults.faults import Faults
+from unisono_lab.faults.inject import inject
 
 if TYPE_CHECKING:
     from unisono.train.group.workers import Workers
     from unisono.train.run import Run
     from unisono.train.step.step import Step
 
-PLUGIN = "unisono.testing.injector:begin"
+PLUGIN = "unisono_lab.faults.injector:begin"
 SCRIPT = "UNISONO_FAULTS"
 """The variable that names the script."""
 
@@ -29,6 +29,18 @@ FOLDER = "faults"
 
 DUE = ".due"
 """Behind the number of a fault: a file that says that the next recovery is the one it waits for."""
+
+
+def variables(plan: Path) -> dict[str, str]:
+    """The variables by which workers inject the faults of a plan: what ``unisono run --faults`` gives them.
+
+    Raises:
+        JobError: the plan makes no sense.
+    """
+    Faults.read(plan)
+    others = os.environ.get("UNISONO_PLUGINS")
+    plugins = f"{others},{PLUGIN}" if others else PLUGIN
+    return {"UNISONO_PLUGINS": plugins, SCRIPT: os.path.abspath(plan)}  # noqa: PTH100 (as for the run folder)
 
 
 def begin(run: Run) -> None:

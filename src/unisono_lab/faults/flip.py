@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import JobError
-from unisono.testing.fault import FlippedPlace
 from unisono.train.model.at_rest import kept_by
+from unisono_lab.faults.fault import FlippedPlace
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
