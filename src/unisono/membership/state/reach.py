@@ -68,8 +68,9 @@ def doubt(update: StateUpdate, name: str) -> None:
 
 def probed(update: StateUpdate, agent: Agent, reply: Probed) -> None:
     """What an agent says about those that it was asked to probe."""
-    reached = [other for other in reply.reached if other in agent.probing]
-    unreached = [other for other in reply.unreached if other.agent in agent.probing]
+    asked = {*agent.probing}
+    reached = [other for other in reply.reached if other in asked]
+    unreached = [other for other in reply.unreached if other.agent in asked]
     answered = {*reached, *(other.agent for other in unreached)}
     probing = tuple(other for other in agent.probing if other not in answered)
     update.put_agent(agent, probing=probing, tried_at=update.now)
@@ -90,7 +91,7 @@ def try_again(update: StateUpdate) -> None:
     Where neither of two hosts has members, only a generation can tell whether they reach each other by now.
     """
     state, last = update.state, update.now - update.state.settings.failure_timeout_s
-    due = [agent.id for agent in state.agents.marked("out") if not agent.probing and agent.tried_at <= last]
+    due = {agent.id: agent for agent in state.agents.marked("out") if not agent.probing and agent.tried_at <= last}
     _forget(update, lambda ends: any(end in due for end in ends) and not any(_trains(state, end) for end in ends))
     probe(update, update.state.agents.of_ids(due))
 
