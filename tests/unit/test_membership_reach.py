@@ -304,6 +304,15 @@ def test_whoever_is_left_out_for_a_joiner_that_never_trains_is_tried_again() -> 
     assert not job.state.agents["c"].left_out
 
 
+def test_a_probe_of_a_host_that_is_gone_is_waited_for_no_longer() -> None:
+    job = at_work(("a", 1), ("b", 1), max_restarts=9)
+    job.come("c").reaches("c", "a").end("w2", agent="b").happen(Disconnected(agent="b"))
+    assert job.state.agents["c"].probing == ("b",)
+    assert "c" in job.train(1.1 * TIMEOUT_S).heard(Start)
+    assert "b" not in job.state.agents
+    assert not job.state.agents["c"].probing
+
+
 def test_a_host_that_leaves_stands_in_nobodys_way() -> None:
     job = with_stranger().fails("b", "a")
     job.come("c").reaches("c", "a").join("w2").stop("w1").work("w1", "w2")

@@ -91,7 +91,8 @@ def try_again(update: StateUpdate) -> None:
     Where neither of two hosts has members, only a generation can tell whether they reach each other by now.
     """
     state, last = update.state, update.now - update.state.settings.failure_timeout_s
-    due = {agent.id: agent for agent in state.agents.marked("out") if not agent.probing and agent.tried_at <= last}
+    out = state.agents.marked("out")
+    due = dict.fromkeys(agent.id for agent in out if not agent.probing and agent.tried_at <= last)
     _forget(update, lambda ends: any(end in due for end in ends) and not any(_trains(state, end) for end in ends))
     probe(update, update.state.agents.of_ids(due))
 

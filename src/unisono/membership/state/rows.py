@@ -1,4 +1,4 @@
-"""What the coordinator knows of each worker, agent and connection."""
+"""What the coordinator knows of each worker and agent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
