@@ -418,6 +418,7 @@ MUTANTS = (
         EXCLUSION,
         "        out += [] if out else _suspects(update, current)\n",
         "        pass\n",
+        REACHES,
     ),
     # -- the end
     Mutant(
