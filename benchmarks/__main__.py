@@ -482,7 +482,7 @@ def flips_command(
 def coordinator_command(
     workers: Annotated[list[int] | None, typer.Option("--workers", "-n", min=1, help="repeat for more")] = None,
     per_host: Annotated[int, typer.Option(min=1, help="workers of each host")] = 8,
-    probes: Annotated[bool, typer.Option("--probes", help="hosts probe each other, too")] = False,
+    probes: Annotated[bool, typer.Option("--probes", help="agents answer probes")] = False,
     seed: Seed = 0,
     quick: Quick = False,
     output: Output = RESULTS,

@@ -32,7 +32,7 @@ class Choice:
         per_host: workers of each host.
         beats: heartbeats that are timed.
         losses: workers that are lost, one after the other, each of which is replaced.
-        probes: whether hosts probe each other before their workers start.
+        probes: whether agents answer probes: a host that has lost all of its workers probes the others.
         seed: of the order in which workers speak.
     """
 
@@ -183,8 +183,6 @@ class Everybody:
             probes = f"127.0.0.1:{1024 + number}" if self._choice.probes else ""
             hellos.append((agent, AgentHello(agent=agent, host=f"host-{agent}", workers=room, probes=probes)))
         self._say(hellos, AgentSession)
-        while probed := self._probed():
-            self._say(probed)
         names = [worker.id for worker in self.coordinator.state.workers.values()]
         self._connect(names)
         self._say((name, Ready(address=ADDRESS)) for name in names)
@@ -226,7 +224,8 @@ class Everybody:
         self._say((name, arrived) for name in self.members)
 
     def replace(self) -> None:
-        """Those that come instead of the lost connect, and are ready."""
+        """Those that come instead of the lost connect, and are ready, once their hosts have probed the others."""
+        self._say(self._probed())
         names = [name for name in self.coordinator.state.workers if name not in self._sessions]
         self._connect(names)
         self._say((name, Ready(loop=0, address=ADDRESS)) for name in names)

@@ -12,6 +12,7 @@ EXCLUSION = "membership/state/arrival.py"
 REACH = "membership/state/reach.py"
 TABLE = "membership/state/table.py"
 ROSTER = "membership/state/roster.py"
+REACHES = ("tests/unit/test_membership_reach.py", *STATE)
 TABLES = ("tests/unit/test_membership_tables.py", *STATE)
 ROSTERS = ("tests/unit/test_roster.py", *STATE)
 
@@ -352,15 +353,72 @@ MUTANTS = (
     Mutant(
         "hosts that cannot be reached stay in",
         REACH,
-        "        _leave_out(update)\n",
+        "    _leave_out(update)\n",
         "",
-        ("tests/unit/test_membership_reach.py", *STATE),
+        REACHES,
+    ),
+    Mutant(
+        "a host joins unprobed once its last member has gone",
+        REACH,
+        "if begins or agent.id in turned]",
+        "if begins]",
+        REACHES,
+    ),
+    Mutant(
+        "hosts that wait do not probe those that begin to train",
+        REACH,
+        "if begins or agent.id in turned]",
+        "if agent.id in turned]",
+        REACHES,
+    ),
+    Mutant(
+        "members stop for a host whose probe is old",
+        REACH,
+        "if agent.tried_at < update.now - FRESH_S:",
+        "if agent.tried_at < 0:",
+        REACHES,
+    ),
+    Mutant(
+        "a host that is left out is never tried again",
+        REACH,
+        "    probe(update, update.state.agents.of_ids(due))\n",
+        "",
+        REACHES,
+    ),
+    Mutant(
+        "members go for joiners that they do not reach",
+        REACH,
+        "(name not in holding, named[name],",
+        "(named[name],",
+        REACHES,
+    ),
+    Mutant(
+        "of hosts that do not reach each other the one that came first goes",
+        REACH,
+        "named[name], state.agents[name].number)",
+        "named[name], -state.agents[name].number)",
+        REACHES,
+    ),
+    Mutant(
+        "a host whose probe is under way starts workers",
+        "membership/state/tables.py",
+        " and not row.probing",
+        "",
+        REACHES,
+    ),
+    Mutant(
+        "workers of a host that is left out count as if they stayed",
+        "membership/state/state.py",
+        "leaving=False) - len(going)",
+        "leaving=False)",
+        REACHES,
     ),
     Mutant(
         "the same workers fail to form a generation again and again",
         EXCLUSION,
         "        out += [] if out else _suspects(update, current)\n",
         "        pass\n",
+        REACHES,
     ),
     # -- the end
     Mutant(
@@ -409,18 +467,11 @@ MUTANTS = (
         "self.put_agent(agent, started=agent.started)",
     ),
     Mutant(
-        "what comes to be known of hosts leaves them untried",
-        REACH,
-        " - was.misses(one, other)",
-        "",
-        ("tests/unit/test_membership_reach.py", *STATE),
-    ),
-    Mutant(
         "hosts whose workers come or go by a rule are not looked at again",
         TRANSITIONS,
         "for rule in (*reach, *form, keep_in_reach):",
         "for rule in (*reach, *form):",
-        ("tests/unit/test_membership_reach.py", *STATE),
+        REACHES,
     ),
     Mutant(
         "the first tick is the last",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, get_args
 from simulation.settings import SHARDS
 from unisono.jsonl import read_lines
 from unisono.membership import state as machine
-from unisono.membership.state.reach import Reach
 from unisono.membership.state.rows import Phase
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def check(world: World, before: machine.State, after: machine.State) -> None:
 
 def check_indexes(state: machine.State) -> None:
     """What stands beside the rows is what one finds by looking at all of them."""
-    tables: list[Table[Any]] = [state.workers, state.agents, state.links]
+    tables: list[Table[Any]] = [state.workers, state.agents]
     for table in tables:
         assert table.weight == sum(map(table.weigh, table.values()))
         found: dict[Hashable, set[str]] = {}
@@ -50,10 +49,10 @@ def check_indexes(state: machine.State) -> None:
             assert {row.id for row in table.marked(mark)} == ids
             assert table.count(mark) == len(ids)
     assert state.workers.number(PHASES) == len(state.workers)
-    reach = Reach(state)
     for agent in state.agents.values():
         assert agent.started == len([worker for worker in state.workers.values() if worker.agent == agent.id])
-        assert agent.missing == sum(reach.misses(agent.id, other) for other in state.agents if other != agent.id)
+        assert {*agent.probing, *agent.unreached} <= {*state.agents} - {agent.id}
+        assert not agent.probing or not state.workers.at(agent.id, "member"), "members wait for a probe"
 
 
 def _check_progress(world: World, before: machine.State, minted: MintedGeneration) -> None:

@@ -7,7 +7,8 @@ import pytest
 from membership_job import SHARDS, Job
 from unisono.membership.agent_messages import AgentHello, End, LeftOut, Probe, Probed, Start
 from unisono.membership.messages import Arrived, Formed, Progress, Ready, RegroupDue, Removed, Unreached
-from unisono.membership.state import Disconnected, Resized, Restarted, next_deadline, status
+from unisono.membership.state import Disconnected, LeaveAsked, Resized, Restarted, next_deadline, status
+from unisono.membership.state.reach import FRESH_S
 
 pytestmark = pytest.mark.unit
 
@@ -74,8 +75,6 @@ def at_work(*hosts: tuple[str, int], **settings: Any) -> Network:
     job = Network(**settings)
     for agent, workers in hosts:
         job.come(agent, workers)
-        earlier = [other for other, _ in hosts[: [name for name, _ in hosts].index(agent)]]
-        job.reaches(agent, *earlier)
     names = [worker.id for worker in job.state.workers.values()]
     job.ready(*names)
     assert job.roster == names
@@ -90,7 +89,7 @@ def with_stranger() -> Network:
     return job
 
 
-def test_a_host_that_comes_probes_the_others_before_any_worker_is_started_there() -> None:
+def test_a_host_that_comes_probes_the_members_before_any_worker_is_started_there() -> None:
     job = with_stranger()
     assert job.probed() == {"b": ["a"]}
     assert job.heard(Start) == []
@@ -129,10 +128,9 @@ def test_it_is_probed_again_and_takes_part_as_soon_as_it_can() -> None:
 
 def test_hosts_of_members_are_not_probed_and_a_late_answer_disturbs_no_members() -> None:
     job = at_work(("a", 1), ("b", 1))
-    assert not job.state.links
     assert job.probed() == {}
     job.fails("b", "a").train(2 * TIMEOUT_S)
-    assert not job.state.links
+    assert not job.state.agents["b"].unreached
     assert not job.state.agents["b"].left_out
     assert job.state.due_since is None
 
@@ -183,16 +181,25 @@ def test_a_host_with_another_address_is_probed_again_at_once() -> None:
     assert not job.state.agents["b"].left_out
 
 
-def test_a_host_is_probed_again_also_while_no_worker_is_waited_for() -> None:
-    job = Network(smallest=2).come("a", 1)
-    job.ready("w1")
-    job.come("b", 1).fails("b", "a")
+def test_before_the_first_generation_nobody_is_probed_and_its_forming_tells() -> None:
+    job = Network(smallest=2).come("a", 1).come("b", 1)
+    assert (job.probed(), job.heard(Start)) == ({}, ["b"])
+    job.ready("w1", "w2").stop("w1", "b", acts=0).stop("w2", "a", acts=0)
+    assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])
+    assert job.state.agents["b"].left_out
+    job.end("w2", code=0, agent="b").work("w1")
+    assert job.train(1.5 * TIMEOUT_S).probed() == {"b": ["a"]}
+    assert job.reaches("b", "a").heard(Start) == ["b"]
+
+
+def test_a_host_is_probed_again_only_where_somebody_trains() -> None:
+    job = at_work(("a", 1), max_restarts=9)
+    job.come("b").fails("b", "a").end("w1")
     deadline = next_deadline(job.state)
     assert deadline is not None
     assert deadline <= job.now + TIMEOUT_S
     job.wait(1.5 * TIMEOUT_S)
-    assert job.probed() == {"b": ["a"]}
-    assert job.reaches("b", "a").heard(Start) == ["b"]
+    assert (job.probed(), job.heard(Start)) == ({}, ["b"])
 
 
 def test_a_host_that_answers_no_probes_is_tried_again_where_that_stops_nobody() -> None:
@@ -226,19 +233,12 @@ def test_where_members_do_not_reach_each_other_the_fewest_go_with_their_reason()
 
 
 @pytest.mark.parametrize("ahead", ["w1", "w2"])
-def test_of_two_halves_the_one_stays_whose_state_is_the_newest(ahead: str) -> None:
-    job = at_work(("a", 1), ("b", 1))
-    job.stop("w1", acts=5 + (ahead == "w1")).stop("w2", acts=5 + (ahead == "w2"))
-    job.stop("w1", "b", acts=6).stop("w2", acts=6)
-    assert job.roster == [ahead]
-
-
-def test_of_equal_halves_the_source_stays_whoever_is_on_the_way_elsewhere() -> None:
+def test_of_two_halves_the_one_that_came_last_goes_though_its_state_is_the_newest(ahead: str) -> None:
     job = at_work(("a", 1), ("b", 2), max_restarts=9)
     job.end("w3", agent="b").connect("w4")
-    job.stop("w1", "b").stop("w2", "a")
+    job.stop("w1", "b", acts=5 + (ahead == "w1")).stop("w2", "a", acts=5 + (ahead == "w2"))
     assert job.roster == ["w1"]
-    assert job.heard(Removed) == ["w2"]
+    assert [one.worker for one in job.state.excluded] == ["w4", "w2"]
 
 
 def test_whoever_holds_the_weights_stays_against_any_number_of_joiners() -> None:
@@ -254,27 +254,93 @@ def test_whoever_holds_the_weights_stays_against_any_number_of_joiners() -> None
 
 
 def test_whoever_does_not_reach_only_those_that_go_stays() -> None:
-    job, gaps = Network(smallest=4, largest=8), {frozenset(pair) for pair in ("va", "vb", "vc", "ax", "by", "cz")}
-    for host in "vxyzabc":
-        job.come(host, 1)
-        for name, others in job.probed().items():
-            reached = [other for other in others if {name, other} not in gaps]
-            job.reaches(name, *reached)
-            job.fails(name, *(other for other in others if other not in reached))
+    job = at_work(*((host, 1) for host in "vxyzabc"))
+    job.stop("w1", "a", "b", "c").stop("w2", "a").stop("w3", "b").stop("w4", "c")
+    job.stop("w5").stop("w6").stop("w7")
     assert [agent.id for agent in job.state.agents.values() if agent.left_out] == ["a", "b", "c"]
-    job.ready(*(worker.id for worker in job.state.workers.values() if worker.phase == "asked"))
     assert job.roster == ["w1", "w2", "w3", "w4"]
 
 
-def test_before_the_first_generation_the_hosts_with_the_most_room_stay() -> None:
-    job = Network(smallest=2, largest=4).come("a", 1)
-    job.ready("w1")
-    job.come("b", 3).fails("b", "a")
-    assert job.state.agents["a"].left_out
-    assert job.heard(Start) == ["b"]
-    assert job.heard(Removed) == ["w1"]
-    job.ready("w2", "w3", "w4")
-    assert job.roster == ["w2", "w3", "w4"]
+def joined(*hosts: str) -> Network:
+    """A job of one worker that others have joined, each from a host of its own."""
+    job = at_work(("a", 1), largest=9)
+    for number, host in enumerate(hosts, 2):
+        job.come(host).reaches(host, "a").join(f"w{number}")
+    job.stop("w1")
+    assert len(job.roster) == len(hosts) + 1
+    return job
+
+
+def said_by(*others: str) -> Ready:
+    """What a joiner says that did not reach these."""
+    return Ready(loop=0, generation=2, unreached=tuple(Unreached(agent=other, why="refused") for other in others))
+
+
+def test_joiners_probe_no_joiners_and_the_last_of_those_goes_that_do_not_reach_each_other() -> None:
+    job = joined("b", "c")
+    job.stop("w1").hear("w2", said_by("c")).hear("w3", said_by("b"))
+    assert job.state.agents["c"].left_out == "host-b does not reach host-c at c:7: refused"
+    assert [one.worker for one in job.state.excluded] == ["w3"]
+    job.reaches("b", "a").work("w1").stop("w1", acts=7)
+    assert job.roster == ["w1", "w2"]
+    job.work("w1", "w2").end("w3", code=0, agent="c")
+    assert job.train(1.5 * TIMEOUT_S).probed() == {"c": ["a", "b"]}
+    assert job.reaches("c", "a").heard(Start) == []
+    assert job.reaches("c", "b").heard(Start) == ["c"]
+
+
+def test_of_joiners_the_one_goes_that_most_gaps_name() -> None:
+    job = joined("b", "c", "d")
+    job.stop("w1").hear("w2", said_by("c", "d")).hear("w3", said_by()).hear("w4", said_by())
+    assert [agent.id for agent in job.state.agents.values() if agent.left_out] == ["b"]
+
+
+def test_whoever_is_left_out_for_a_joiner_that_never_trains_is_tried_again() -> None:
+    job = joined("b", "c")
+    job.stop("w1").hear("w2", said_by("c")).hear("w3", said_by("b"))
+    job.happen(Resized(1)).end("w2", code=0, agent="b").end("w3", code=0, agent="c").work("w1")
+    assert job.state.agents["c"].left_out
+    assert job.train(1.5 * TIMEOUT_S).probed() == {"c": ["a"]}
+    assert not job.state.agents["c"].left_out
+
+
+def test_a_probe_of_a_host_that_is_gone_is_waited_for_no_longer() -> None:
+    job = at_work(("a", 1), ("b", 1), max_restarts=9)
+    job.come("c").reaches("c", "a").end("w2", agent="b").happen(Disconnected(agent="b"))
+    assert job.state.agents["c"].probing == ("b",)
+    assert "c" in job.train(1.1 * TIMEOUT_S).heard(Start)
+    assert "b" not in job.state.agents
+    assert not job.state.agents["c"].probing
+
+
+def test_a_host_that_leaves_stands_in_nobodys_way() -> None:
+    job = with_stranger().fails("b", "a")
+    job.come("c").reaches("c", "a").join("w2").stop("w1").work("w1", "w2")
+    job.happen(LeaveAsked("a")).stop("w1", acts=6).stop("w2", acts=6)
+    assert job.roster == ["w2"]
+    job.end("w1", code=0).train(FRESH_S + 1)
+    assert job.state.agents["a"].left
+    assert not job.state.agents["b"].left_out
+
+
+def test_hosts_that_wait_probe_those_that_begin_to_train() -> None:
+    job = at_work(("a", 1), wanted=2)
+    job.come("b").reaches("b", "a")
+    job.come("c").reaches("c", "a").join("w2").stop("w1")
+    assert job.roster == ["w1", "w2"]
+    assert job.probed() == {"c": ["a", "b"]}
+
+
+def test_whoever_is_let_in_again_probes_those_that_have_begun_to_train_meanwhile() -> None:
+    job = at_work(("a", 1), ("b", 1), largest=9, max_restarts=9)
+    job.come("c").reaches("c", "a").fails("c", "b")
+    job.come("d").reaches("d", "a", "b").join("w3").stop("w1").stop("w2")
+    assert (job.roster, job.probed()) == (["w1", "w2", "w3"], {})
+    job.work("w1", "w2", "w3").end("w2", agent="b").happen(Disconnected(agent="b"), FRESH_S)
+    job.train(TIMEOUT_S)
+    assert job.probed() == {"c": ["a", "d"]}
+    assert "b" not in job.state.agents
+    assert job.reaches("c", "a", "d").heard(Start) == ["c"]
 
 
 def test_a_generation_that_nobody_forms_twice_counts_against_its_joiners() -> None:
@@ -283,7 +349,8 @@ def test_a_generation_that_nobody_forms_twice_counts_against_its_joiners() -> No
     job.stop("w1").stop("w2")
     assert job.roster == ["w1", "w2", "w3"]
     job.stop("w1").stop("w2").hear("w3", Ready(loop=0, generation=2))
-    assert job.roster == ["w1", "w2"]  # and its host is probed again
+    assert job.roster == ["w1", "w2"]
+    assert job.state.agents["b"].probing == ("a",)
     job.work("w1", "w2").reaches("b", "a").stop("w1", acts=7).stop("w2", acts=7)
     assert job.roster == ["w1", "w2", "w3"]
     job.stop("w1", acts=7).stop("w2", acts=7).hear("w3", Ready(loop=0, generation=4))
@@ -291,7 +358,7 @@ def test_a_generation_that_nobody_forms_twice_counts_against_its_joiners() -> No
     assert [note.fields["generation"] for note in job.notes if note.event == "not formed"] == [2, 4]
     assert [one.worker for one in job.state.excluded] == ["w3"]
     job.end("w3", code=0, agent="b").work("w1", "w2").reaches("b", "a")
-    assert not job.state.agents["b"].untried
+    assert not job.state.agents["b"].probing
     assert job.train(5 * TIMEOUT_S).heard(Start) == []
     assert job.happen(Resized(3)).heard(Start) == ["b"]
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from unisono.errors import JobError
-from unisono.membership.state.rows import Agent, Link, Worker
+from unisono.membership.state.rows import Agent, Worker
 from unisono.membership.state.state import SAID_AGAIN, State
 
 Plain = dict[str, Any]
@@ -19,7 +19,6 @@ _STATE: TypeAdapter[State] = TypeAdapter(State)
 _ROWS: dict[str, TypeAdapter[Any]] = {
     "workers": TypeAdapter(Worker),
     "agents": TypeAdapter(Agent),
-    "links": TypeAdapter(Link),
 }
 _TYPES = get_type_hints(State)
 _FIELDS: dict[str, TypeAdapter[Any]] = {

@@ -90,7 +90,7 @@ def agent_deadline(state: State, agent: Agent) -> float | None:
 
 def probes_deadline(state: State, agent: Agent) -> float | None:
     """When an agent has taken too long to probe others, which ends sooner; None while it probes none."""
-    return agent.probing_since + 2 * state.settings.failure_timeout_s if agent.probing else None
+    return agent.tried_at + 2 * state.settings.failure_timeout_s if agent.probing else None
 
 
 def is_past(deadline: float | None, now: float) -> bool:

@@ -37,8 +37,8 @@ from unisono.membership.state.event import (
     Tick,
 )
 from unisono.membership.state.layered_map import LayeredMap
-from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probed, try_again
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, Worker, changed, pair
+from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probe, probed, try_again
+from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, Worker, changed
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate
 from unisono.membership.state.status import find, main_worker, why_no_checkpoint, why_not_replaced
@@ -70,8 +70,8 @@ def hear(update: StateUpdate, event: Event) -> None:
             _agent_leaves(update, agent, reason)
             if (known := update.state.agents.get(agent)) is not None and not known.workers:
                 _stop(update)
-        case AgentHeard(agent, Probed() as found) if agent in update.state.agents:
-            probed(update, update.state.agents[agent], found)
+        case AgentHeard(agent, Probed() as reply) if agent in update.state.agents:
+            probed(update, update.state.agents[agent], reply)
         case Disconnected(worker, agent):
             _disconnected(update, worker, agent)
         case Resized(workers):
@@ -278,6 +278,8 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
     if update.state.over is not None:
         update.tell_agent(hello.agent, update.state.over)
         return
+    if hello.agent in update.state.agents and update.state.agents[hello.agent].probes != hello.probes:
+        forget_agent(update, hello.agent)
     agent = update.state.agents.get(hello.agent)
     theirs = update.state.workers.of_agent(hello.agent)
     if agent is None:
@@ -285,9 +287,6 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
         agent = Agent(hello.agent, hello.host, hello.workers, number, started=len(theirs))
         update.set(last_agent=number)
         update.note("agent joined", agent=agent.id, host=agent.host, workers=agent.workers)
-    if agent.probes != hello.probes:
-        forget_agent(update, agent.id)
-    update.linked |= {pair(agent.id, other) for other in agent.probing}  # it has forgotten them, and is asked again
     signs = AgentSigns(connected=True, at=update.now)
     leaving = agent.leaving and not agent.left  # who has left, and is there again, was started again
     update.put_agent(
@@ -302,6 +301,7 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
     known = {worker.id for worker in theirs if worker.phase != "lost"}
     if strangers := tuple(worker for worker in hello.running if worker not in known):
         update.tell_agent(agent.id, End(workers=strangers, how="kill"))
+    probe(update, [update.state.agents[agent.id]])  # it has forgotten what it was asked before
 
 
 def _ended_unseen(update: StateUpdate, worker: Worker) -> None:
@@ -444,8 +444,8 @@ def _expire(update: StateUpdate) -> None:
     for agent in update.state.agents.values():
         if is_past(agent_deadline(update.state, agent), update.now):
             _lose_agent(update, agent)
-        elif is_past(probes_deadline(update.state, agent), update.now):
-            gave_no_answer(update, agent)
+        elif is_past(probes_deadline(update.state, update.state.agents[agent.id]), update.now):
+            gave_no_answer(update, agent.id)
     timeout_s, waits = update.state.settings.failure_timeout_s, waited_since(update.state)
     try_again(update)
     for worker in update.state.workers.values():
@@ -469,4 +469,5 @@ def _lose_agent(update: StateUpdate, agent: Agent) -> None:
             update.drop(worker)
         elif worker.phase != "finished":
             update.lose(worker, f"its agent on host {agent.host} is gone", ended=True)
+    forget_agent(update, agent.id)
     update.drop_agent(agent)

@@ -1,20 +1,18 @@
 """The hosts that reach each other, and which workers are left out where they do not.
 
-Before any worker of a new host is started, and again before members stop for one, its agent probes the other hosts. No
-member knows of that.
+Before any worker of a new host is started, and again before members stop for one, its agent probes the hosts of the
+members. No member knows of that. Hosts that begin to train together are probed by their workers.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from unisono.membership.agent_messages import LeftOut, Probe, Probed
 from unisono.membership.messages import Target, Unreached
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, Link, pair
+from unisono.membership.state.rows import CANDIDATE, Agent
 from unisono.membership.state.state import State
 from unisono.membership.state.state_update import StateUpdate, short
-from unisono.membership.state.tables import AgentTable
 
 FRESH_S = 5.0
 """How long a probe is believed before members are stopped for a host, in seconds."""
@@ -27,263 +25,178 @@ ADVICE = (
 
 
 def keep_in_reach(update: StateUpdate) -> None:
-    """Have hosts probed whose connections are not known, and leave out those without which all others are connected.
-
-    Only what has changed since it was last done is looked at.
-    """
-    while update.moved or update.linked:
-        then = update.reached
-        moved = [agent for agent in update.moved if _standing(then, agent) != _standing(update.state, agent)]
-        _forget(update, moved)
-        linked, update.reached = frozenset(update.linked), update.state
-        update.moved.clear()
-        update.linked.clear()
-        _probe(update, moved, linked, then)
-        _leave_out(update)
+    """Leave out hosts that cannot take part, and have others probe where members have come or gone."""
+    if not update.moved:
+        return
+    turned = {name for name in update.moved if _trains(update.before, name) != _trains(update.state, name)}
+    update.moved.clear()
+    _leave_out(update)
+    if turned:
+        begins = any(_trains(update.state, name) for name in turned)
+        waiting = [agent for agent in update.state.agents.marked("probed") if begins or agent.id in turned]
+        probe(update, [agent for agent in waiting if agent.probing or not agent.left_out])
 
 
-def doubt(update: StateUpdate, agent: str) -> None:
-    """Have a host probed again before members stop for it: its connections may have changed since."""
-    known = [link for link in update.state.links.of_agent(agent) if not link.why]
-    update.drop_links([link for link in known if link.at < update.now - FRESH_S])
-
-
-def probed(update: StateUpdate, agent: Agent, found: Probed) -> None:
-    """What an agent has found out about those that it was asked to probe."""
-    asked = {*agent.probing}
-    reached = [other for other in found.reached if other in asked and other in update.state.agents]
-    _learn(update, agent.id, dict.fromkeys(reached, ""))
-    unreached = [each for each in found.unreached if each.agent in asked]
-    not_reached(update, agent, unreached)
-    answered = {*found.reached, *(each.agent for each in unreached)}
-    agent = update.state.agents[agent.id]
-    update.put_agent(agent, probing=tuple(other for other in agent.probing if other not in answered))
-
-
-def not_reached(update: StateUpdate, agent: Agent, unreached: Sequence[Unreached]) -> None:
-    """An agent, or a worker of it while its generation formed, did not reach these hosts."""
-    found: dict[str, str] = {}
-    for each in unreached:
-        other = update.state.agents.get(each.agent)
-        if other is not None and other is not agent:
-            where = f" at {other.probes}" if other.probes else ""
-            found[other.id] = short(f"{agent.host} does not reach {other.host}{where}: {each.why}")
-    _learn(update, agent.id, found)
-
-
-def gave_no_answer(update: StateUpdate, agent: Agent) -> None:
-    """An agent was asked to probe others, and says nothing about them."""
-    silent = [Unreached(agent=other, why="its agent has not said whether it does") for other in agent.probing]
-    not_reached(update, agent, silent)
-    update.put_agent(update.state.agents[agent.id], probing=())
-
-
-def try_again(update: StateUpdate) -> None:
-    """Have hosts probed that did not reach each other for some time.
-
-    Where one answers no probes, only a generation can tell: it is tried where that stops nobody.
-    """
-    timeout_s = update.state.settings.failure_timeout_s
-    due = [link for link in update.state.links.gaps if link.at + timeout_s <= update.now]
-    update.linked |= {link.id for link in due}
-    if update.state.minted is None:
-        reach = Reach(update.state)
-        update.drop_links([link for link in due if not reach.is_uncertain(link.one, link.other)])
-
-
-def forget_agent(update: StateUpdate, agent: str) -> None:
-    """An agent has another address, or is gone."""
-    update.drop_links(update.state.links.of_agent(agent))
-
-
-# -- links
-
-
-def _learn(update: StateUpdate, one: str, found: Mapping[str, str]) -> None:
-    """The connections of an agent to others; of each the reason why there is none, or nothing."""
-    for other, why in found.items():
-        known = update.state.links.get(pair(one, other))
-        if why and (known is None or not known.why):
-            update.note("no connection", agents=[one, other], why=why)
-        elif known is not None and known.why and not why:
-            update.note("connected again", agents=[one, other])
-    update.put_links([Link(one, other, why, update.now) for other, why in found.items()])
-
-
-def _forget(update: StateUpdate, moved: Iterable[str]) -> None:
-    """Links of agents that are gone; and that members are connected goes without saying."""
-    now, gone = Reach(update.state), {}
-    for agent in moved:
-        for link in update.state.links.of_agent(agent):
-            ends = [now.standing(end) for end in (link.one, link.other)]
-            if not all(end.there for end in ends) or (not link.why and all(end.at_work for end in ends)):
-                gone[link.id] = link
-    update.drop_links([*gone.values()])
+def _trains(state: State, agent: str) -> bool:
+    return state.workers.at(agent, "member") > 0
 
 
 # -- probes
 
 
-class Reach:
-    """Who has to reach whom in a state. What it has found out of an agent it does not look up again."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._known: dict[str, Standing] = {}
-
-    def is_uncertain(self, one: str, other: str) -> bool:
-        """Whether both answer probes, and one at least has no members."""
-        first, second = self.standing(one), self.standing(other)
-        return first.answers and second.answers and not (first.at_work and second.at_work)
-
-    def misses(self, one: str, other: str) -> bool:
-        """Whether an agent's workers have to wait until it is known whether they reach those of another one."""
-        if not self.standing(other).takes_part or not self.is_uncertain(one, other):
-            return False
-        return pair(one, other) not in self._state.links
-
-    def standing(self, agent: str) -> "Standing":
-        """All of an agent that decides who is probed."""
-        if agent not in self._known:
-            self._known[agent] = _standing(self._state, agent)
-        return self._known[agent]
+def probe(update: StateUpdate, agents: Iterable[Agent]) -> None:
+    """Have hosts without members probe those that have some, unless they do already."""
+    state = update.state
+    waiting = [agent for agent in agents if agent.probes and not agent.leaving and not _trains(state, agent.id)]
+    if not waiting:
+        return
+    hosts = [host for host in state.agents.marked("probed") if _trains(state, host.id) and not host.left_out]
+    targets = [Target(agent=host.id, host=host.host, address=host.probes) for host in hosts]
+    for agent in waiting:
+        if asked := tuple(target for target in targets if target.agent not in agent.probing):
+            probing = (*agent.probing, *(target.agent for target in asked))
+            update.put_agent(agent, probing=probing, tried_at=update.now)
+            update.tell_agent(agent.id, Probe(targets=asked))
 
 
-class Standing(NamedTuple):
-    """An agent, as far as it decides who is probed.
+def doubt(update: StateUpdate, name: str) -> None:
+    """Have a host probe once more, unless it has lately: its connections may have changed since."""
+    agent = update.state.agents[name]
+    if agent.tried_at < update.now - FRESH_S:
+        probe(update, [agent])
 
-    Attributes:
-        answers: whether it answers probes, and was not asked to leave.
-        at_work: whether it has members.
-        takes_part: whether it has members or candidates.
-        there: whether it is known, and has not left.
-        connected: whether it is.
-        probes: the address at which it answers.
+
+def probed(update: StateUpdate, agent: Agent, reply: Probed) -> None:
+    """What an agent says about those that it was asked to probe."""
+    asked = {*agent.probing}
+    reached = [other for other in reply.reached if other in asked]
+    unreached = [other for other in reply.unreached if other.agent in asked]
+    answered = {*reached, *(other.agent for other in unreached)}
+    probing = tuple(other for other in agent.probing if other not in answered)
+    update.put_agent(agent, probing=probing, tried_at=update.now)
+    _learn(update, agent.id, dict.fromkeys(reached, ""))
+    not_reached(update, agent, unreached)
+
+
+def gave_no_answer(update: StateUpdate, name: str) -> None:
+    """An agent was asked to probe others, and says nothing about them."""
+    agent = update.state.agents[name]
+    silent = [Unreached(agent=other, why="its agent has not said whether it does") for other in agent.probing]
+    probed(update, agent, Probed(unreached=tuple(silent)))
+
+
+def try_again(update: StateUpdate) -> None:
+    """Have hosts probe again that were left out some time ago.
+
+    Where neither of two hosts has members, only a generation can tell whether they reach each other by now.
     """
-
-    answers: bool
-    at_work: bool
-    takes_part: bool
-    there: bool
-    connected: bool
-    probes: str
+    state, last = update.state, update.now - update.state.settings.failure_timeout_s
+    out = state.agents.marked("out")
+    due = dict.fromkeys(agent.id for agent in out if not agent.probing and agent.tried_at <= last)
+    _forget(update, lambda ends: any(end in due for end in ends) and not any(_trains(state, end) for end in ends))
+    probe(update, update.state.agents.of_ids(due))
 
 
-def _standing(state: State, agent: str) -> Standing:
-    at_work, row = state.workers.at(agent, "member") > 0, state.agents.get(agent)
-    takes_part = at_work or state.workers.at(agent, "candidate") > 0
-    if row is None:
-        return Standing(False, at_work, takes_part, False, False, "")
-    answers = bool(row.probes) and not row.leaving
-    return Standing(answers, at_work, takes_part, not row.left, row.signs.connected, row.probes)
+# -- what is known
 
 
-def _probe(update: StateUpdate, moved: Sequence[str], linked: Set[str], then: State) -> None:
-    """Have pairs of hosts probed, each by the agent that came later, and count what is not known of each.
-
-    Args:
-        update: the state now.
-        moved: agents that have changed since then.
-        linked: connections that have changed since then, or are to be looked at.
-        then: the state for which this was last done.
-    """
-    now, was, agents = Reach(update.state), Reach(then), update.state.agents
-    around = {row.id for state in (then, update.state) for row in state.agents.marked("probed")} if moved else set()
-    pairs = {pair(one, other) for one in moved for other in around if one != other} | linked
-    missing: dict[str, int] = {}
-    wanted: dict[str, list[Agent]] = {}
-    for name in pairs:
-        ends = name.split(" ")
-        for one, other in (ends, ends[::-1]):
-            if more := now.misses(one, other) - was.misses(one, other):
-                missing[one] = missing.get(one, 0) + more
-        if now.is_uncertain(*ends):
-            earlier, later = sorted((agents[end] for end in ends), key=AgentTable.place)
-            if _is_due(update, earlier, later):
-                wanted.setdefault(later.id, []).append(earlier)
-    for name, count in missing.items():
-        if count and name in agents:
-            update.put_agent(agents[name], missing=agents[name].missing + count)
-    for name, others in wanted.items():
-        _ask(update, update.state.agents[name], sorted(others, key=AgentTable.place))
+def not_reached(update: StateUpdate, agent: Agent, unreached: Sequence[Unreached]) -> None:
+    """An agent, or a worker of it while its generation formed, did not reach these hosts."""
+    reasons: dict[str, str] = {}
+    for host in unreached:
+        other = update.state.agents.get(host.agent)
+        if other is not None and other.id != agent.id:
+            where = f" at {other.probes}" if other.probes else ""
+            reasons[other.id] = short(f"{agent.host} does not reach {other.host}{where}: {host.why}")
+    _learn(update, agent.id, reasons)
 
 
-def _is_due(update: StateUpdate, earlier: Agent, later: Agent) -> bool:
-    if earlier.id in later.probing or not earlier.signs.connected or not later.signs.connected:
-        return False
-    link, settings = update.state.links.get(pair(earlier.id, later.id)), update.state.settings
-    return link is None or bool(link.why and link.at + settings.failure_timeout_s <= update.now)
+def _learn(update: StateUpdate, name: str, reasons: Mapping[str, str]) -> None:
+    """Of each other agent, why an agent does not reach it, or nothing if it does. The later of the two keeps it."""
+    for other, why in reasons.items():
+        earlier, later = sorted(update.state.agents.of_ids([name, other]), key=lambda agent: agent.number)
+        known = later.unreached.get(earlier.id, "")
+        if why and not known:
+            update.note("no connection", agents=[name, other], why=why)
+        elif known and not why:
+            update.note("connected again", agents=[name, other])
+        if why or known:
+            rest = {host: reason for host, reason in later.unreached.items() if host != earlier.id}
+            update.put_agent(later, unreached={**rest, earlier.id: why} if why else rest)
 
 
-def _ask(update: StateUpdate, agent: Agent, others: Sequence[Agent]) -> None:
-    targets = tuple(Target(agent=other.id, host=other.host, address=other.probes) for other in others)
-    update.put_agent(agent, probing=(*agent.probing, *(other.id for other in others)), probing_since=update.now)
-    update.tell_agent(agent.id, Probe(targets=targets))
+def forget_agent(update: StateUpdate, name: str) -> None:
+    """An agent has another address, or is gone."""
+    _forget(update, lambda ends: name in ends)
+    for agent in update.state.agents.values():
+        probing = () if agent.id == name else tuple(other for other in agent.probing if other != name)
+        if probing != agent.probing:
+            update.put_agent(agent, probing=probing)
+
+
+def _forget(update: StateUpdate, is_void: Callable[[tuple[str, str]], bool]) -> None:
+    for agent in update.state.agents.marked("cut"):
+        rest = {other: why for other, why in agent.unreached.items() if not is_void((agent.id, other))}
+        if len(rest) < len(agent.unreached):
+            update.put_agent(agent, unreached=rest)
 
 
 # -- who is left out
 
 
 def _leave_out(update: StateUpdate) -> None:
-    gaps = update.state.links.gaps
-    if not gaps and not update.state.agents.count("out"):
+    agents = update.state.agents
+    if not agents.count("cut") and not agents.count("out"):
         return
+    gaps = {(agent.id, other): why for agent in agents.marked("cut") for other, why in agent.unreached.items()}
     out = _left_out(update.state, gaps)
-    for agent in update.state.agents.values():
-        why = _reason(update.state, agent, gaps, out) if agent.id in out else ""
+    for agent in agents.values():
+        why = agent.left_out or _reason(agent.id, gaps, out) if agent.id in out else ""
         if bool(why) != bool(agent.left_out):
-            update.put_agent(agent, left_out=why)
-            update.note("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
-            advice = ADVICE.format(seconds=update.state.settings.failure_timeout_s)
-            update.tell_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
+            _tell(update, agent, why)
         for worker in update.state.workers.of_agent(agent.id) if why else ():
             if worker.phase in CANDIDATE:
                 update.exclude(worker, why)
 
 
-def _reason(state: State, agent: Agent, gaps: Sequence[Link], out: frozenset[str]) -> str:
-    if agent.left_out:
-        return agent.left_out
-    mine = [link for link in gaps if agent.id in (link.one, link.other)]
-    telling = [link for link in mine if not {link.one, link.other} <= out] or mine
-    return telling[0].why
+def _tell(update: StateUpdate, agent: Agent, why: str) -> None:
+    """A host is left out for this reason, or not left out any more."""
+    update.put_agent(agent, left_out=why, tried_at=update.now if why else agent.tried_at)
+    if not why:
+        doubt(update, agent.id)  # it may have been left out for one that is gone
+    update.note("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
+    advice = ADVICE.format(seconds=update.state.settings.failure_timeout_s)
+    update.tell_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
 
 
-def _left_out(state: State, gaps: Sequence[Link]) -> frozenset[str]:
-    """The agents without which all others reach each other: one by one, whoever is named by most of them.
+def _reason(agent: str, gaps: Mapping[tuple[str, str], str], out: frozenset[str]) -> str:
+    """Why it does not reach a host that stays."""
+    return next(why for ends, why in gaps.items() if agent in ends and not out.issuperset(ends))
 
-    Whoever has no weights goes first. Of those that are named alike stays the one with more workers that hold the
-    weights, then the source's host, the one with more workers on the way, with more room, and that came first. Before
-    the first generation the room counts most. Whoever was named only by others that go stays after all.
+
+def _left_out(state: State, gaps: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """The agents without which all others reach each other.
+
+    One by one they go: those without the weights before any that has them, then whoever is named by most gaps, then
+    whoever came last. Whoever was named only by others that go stays after all.
     """
-    source = "" if state.minted is None else state.minted.roster[state.minted.source].agent
-    holding, working = _counted(state)
-    places = {name: place for place, name in enumerate(state.agents)}
-
-    def cost(name: str) -> list[int]:
-        counts = [holding.get(name, 0), int(name == source), working.get(name, 0), state.agents[name].room]
-        return [*(counts if state.minted is not None else counts[::-1]), -places[name]]
-
-    pairs = left = {(link.one, link.other) for link in gaps}
+    holding, left = _holding(state), {*gaps}
+    others: dict[str, set[str]] = {}
+    for ends in left:
+        for name, other in (ends, ends[::-1]):
+            others.setdefault(name, set()).add(other)
     out: list[str] = []
     while left:
         named = Counter(chain.from_iterable(left))
-        out.append(min(named, key=lambda name: (name in holding, -named[name], cost(name))))
-        left = {both for both in left if out[-1] not in both}
+        out.append(max(named, key=lambda name: (name not in holding, named[name], state.agents[name].number)))
+        left = {ends for ends in left if out[-1] not in ends}
     for name in out[::-1]:
-        if {*chain.from_iterable(both for both in pairs if name in both)} <= {*out}:
+        if others[name] <= {*out}:
             out.remove(name)
     return frozenset(out)
 
 
-def _counted(state: State) -> tuple[dict[str, int], dict[str, int]]:
-    """Of each agent, how many workers hold the weights, and how many take part or are about to."""
+def _holding(state: State) -> set[str]:
+    """The agents whose workers hold the weights, or are to make them."""
     fresh = set() if state.minted is None else {seat.worker for seat in state.minted.roster if seat.joins}
-    holding: dict[str, int] = {}
-    working: dict[str, int] = {}
-    for worker in state.workers.values():
-        if worker.phase in MEMBER and (worker.id not in fresh or state.has_formed(worker)):
-            holding[worker.agent] = holding.get(worker.agent, 0) + 1
-        if worker.phase in (*CANDIDATE, *MEMBER):
-            working[worker.agent] = working.get(worker.agent, 0) + 1
-    return holding, working
+    return {member.agent for member in state.members if member.id not in fresh or state.has_formed(member)}

@@ -1,5 +1,6 @@
-"""What the coordinator knows of each worker, agent and connection."""
+"""What the coordinator knows of each worker and agent."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
@@ -136,8 +137,8 @@ class Agent:
         turned_away: the end of the last of them, if no other is started in its place; else empty.
         probes: the address at which it answers probes; empty if it does not.
         probing: the agents that it was asked to probe, and has said nothing about.
-        probing_since: the time at which it was last asked to probe.
-        missing: the number of other agents with workers whose hosts its own is not known to reach or not to reach.
+        tried_at: the time at which it was last asked to probe, has answered, or was left out.
+        unreached: agents that came earlier whose hosts and its own do not reach each other, each with the reason.
         left_out: why no worker of it takes part; empty if they can.
         leaving: whether it was asked to leave.
         left: whether it was told that it has.
@@ -156,15 +157,10 @@ class Agent:
     left: bool = False
     probes: str = ""
     probing: tuple[str, ...] = ()
-    probing_since: float = 0.0
-    missing: int = 0
+    tried_at: float = 0.0
+    unreached: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
     signs: AgentSigns = AgentSigns()
-
-    @property
-    def untried(self) -> bool:
-        """Whether it is not yet known whether its host reaches those of all workers."""
-        return self.missing > 0
 
     @property
     def room(self) -> int:
@@ -175,33 +171,6 @@ class Agent:
     def places(self) -> int:
         """How many workers may run there now."""
         return 0 if self.left_out else self.room
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """The connection between two hosts, as far as it is known.
-
-    Attributes:
-        one: the id of an agent.
-        other: the id of the other agent.
-        why: the reason for which there is no connection, for people; empty if there is one.
-        at: the time at which this was found out.
-    """
-
-    one: str
-    other: str
-    why: str = ""
-    at: float = 0.0
-
-    @property
-    def id(self) -> str:
-        """The same in both directions."""
-        return pair(self.one, self.other)
-
-
-def pair(one: str, other: str) -> str:
-    """The id of the connection between two hosts."""
-    return f"{one} {other}" if one < other else f"{other} {one}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state.layered_map import LayeredMap
 from unisono.membership.state.roster import MintedGeneration
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Excluded, Worker
-from unisono.membership.state.tables import AgentTable, LinkTable, WorkerTable
+from unisono.membership.state.tables import AgentTable, WorkerTable
 
 if TYPE_CHECKING:
     Times = LayeredMap[float]
@@ -56,7 +56,6 @@ class State:
         formed: whether all its members have worked in it.
         seconds: the seconds that forming it took on its slowest member, by part.
         unformed: the number of generations in a row, without joiners, that did not form though nobody was lost.
-        links: the known connections between hosts, except working ones between hosts of members.
         excluded: workers that were excluded last, the newest at the end.
         wanted: the number of workers that somebody asked for; None for as many as there is room for.
         shards: the job's number of shards; 0 until a worker has said it.
@@ -93,7 +92,6 @@ class State:
     formed: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
     unformed: int = 0
-    links: LinkTable = field(default_factory=LinkTable)
     excluded: tuple[Excluded, ...] = ()
     wanted: int | None = None
     shards: int = 0
@@ -125,8 +123,10 @@ class State:
 
     @property
     def staying(self) -> int:
-        """The number of members and candidates who were not asked to leave."""
-        return self.workers.number((*MEMBER, *CANDIDATE), leaving=False)
+        """The number of members and candidates who were not asked to leave, and whose hosts are not left out."""
+        out = [worker for agent in self.agents.marked("out") for worker in self.workers.of_agent(agent.id)]
+        going = [worker for worker in out if worker.phase in (*MEMBER, *CANDIDATE) and not worker.leaving]
+        return self.workers.number((*MEMBER, *CANDIDATE), leaving=False) - len(going)
 
     @property
     def limits(self) -> tuple[int, int]:

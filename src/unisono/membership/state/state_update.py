@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 from unisono.membership.agent_messages import End, ToAgent, TurnedAway
 from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
 from unisono.membership.state.deadline import agent_deadline, is_past
 from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
-from unisono.membership.state.rows import MEMBER, PART, Agent, Excluded, Link, Worker, changed
+from unisono.membership.state.rows import MEMBER, PART, Agent, Excluded, Worker, changed
 from unisono.membership.state.state import State
-from unisono.membership.state.tables import LinkTable, WorkerTable
+from unisono.membership.state.tables import WorkerTable
 
 QUICK_S = 5.0
 """Seconds: a worker that fails sooner after its start makes the next one wait."""
@@ -36,8 +35,6 @@ class StateUpdate:
         actions: the actions that follow, in order.
         heard: the ids of workers whose pulse has changed.
         moved: the ids of agents that have changed, or whose workers are in another part of the table or have formed.
-        linked: the ids of connections that have changed, or are to be looked at.
-        reached: the state for which hosts were last kept in reach of each other.
     """
 
     def __init__(self, state: State, now: float) -> None:
@@ -47,10 +44,8 @@ class StateUpdate:
         self.actions: list[Action] = []
         self.heard: set[str] = set()
         self.moved: set[str] = set()
-        self.linked: set[str] = set()
-        self.reached = state
         self._spoken: dict[str, float] = {}
-        self._rows: dict[str, set[str]] = {"workers": set(), "agents": set(), "links": set()}
+        self._rows: dict[str, set[str]] = {"workers": set(), "agents": set()}
 
     # -- the state
 
@@ -134,21 +129,6 @@ class StateUpdate:
         self.moved.add(agent.id)
         self._rows["agents"].add(agent.id)
         self.set(agents=self.state.agents.drop(agent))
-
-    def put_links(self, links: Sequence[Link]) -> None:
-        """Know of connections."""
-        self._link(links, reduce(LinkTable.put, links, self.state.links))
-
-    def drop_links(self, links: Sequence[Link]) -> None:
-        """Know nothing of connections any more."""
-        self._link(links, reduce(LinkTable.drop, links, self.state.links))
-
-    def _link(self, changed: Sequence[Link], links: LinkTable) -> None:
-        if changed:
-            names = {link.id for link in changed}
-            self.linked |= names
-            self._rows["links"] |= names
-            self.set(links=links)
 
     def finish(self) -> tuple[State, tuple[Action, ...]]:
         """The state, and the actions."""

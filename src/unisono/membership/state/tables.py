@@ -1,10 +1,10 @@
-"""The workers, the agents and the connections, each with its index."""
+"""The workers and the agents, each with its index."""
 
 from collections.abc import Hashable
 from functools import cache, lru_cache
 from itertools import product
 
-from unisono.membership.state.rows import MEMBER, PART, Agent, Link, Phase, Worker
+from unisono.membership.state.rows import MEMBER, PART, Agent, Phase, Worker
 from unisono.membership.state.table import Table
 
 
@@ -61,42 +61,12 @@ def _stands(phases: tuple[Phase, ...], leaving: bool | None, connected: bool | N
     return tuple(product(phases, leavings, connecteds))
 
 
-class LinkTable(Table[Link]):
-    """The known connections between hosts, the oldest first.
-
-    Marks: ``("of", agent)`` for both agents · ``"gap"`` of those that cannot be made.
-    """
-
-    __slots__ = ()
-    ROW = Link
-
-    @classmethod
-    def marks(cls, row: Link) -> tuple[Hashable, ...]:
-        """As in the description of this class."""
-        ends = (("of", row.one), ("of", row.other))
-        return (*ends, "gap") if row.why else ends
-
-    @classmethod
-    def place(cls, row: Link) -> tuple[float, str]:
-        """By age."""
-        return row.at, row.id
-
-    def of_agent(self, agent: str) -> list[Link]:
-        """The connections of an agent."""
-        return self.marked(("of", agent))
-
-    @property
-    def gaps(self) -> list[Link]:
-        """Those that cannot be made."""
-        return self.marked("gap")
-
-
 class AgentTable(Table[Agent]):
     """The agents, in the order in which they came. Their weight is the number of workers that may run now.
 
     Marks: ``"leaving"`` of those that were asked to, and have not left · ``"free"`` of those that can start another
     worker now · ``"stays"`` of those that were not asked to leave · ``"probed"`` of those of them that answer probes ·
-    ``"out"`` of those that are left out.
+    ``"out"`` of those that are left out · ``"cut"`` of those that do not reach some that came earlier.
     """
 
     __slots__ = ()
@@ -105,10 +75,10 @@ class AgentTable(Table[Agent]):
     @classmethod
     def marks(cls, row: Agent) -> tuple[Hashable, ...]:
         """As in the description of this class."""
-        free = row.places > row.started and row.signs.connected and not row.untried
+        free = row.places > row.started and row.signs.connected and not row.probing
         going = "leaving" if row.leaving and not row.left else "left" if row.leaving else "stays"
         probed = going == "stays" and bool(row.probes)
-        flags = (("free", free), ("probed", probed), ("out", bool(row.left_out)))
+        flags = (("free", free), ("probed", probed), ("out", bool(row.left_out)), ("cut", bool(row.unreached)))
         return (going, *(mark for mark, holds in flags if holds))
 
     @classmethod

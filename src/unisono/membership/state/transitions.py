@@ -19,7 +19,7 @@ from unisono.membership.state.deadline import excused, hangs, next_tick
 from unisono.membership.state.event import Action, Event, Forget, Restarted, Tick
 from unisono.membership.state.events import hear
 from unisono.membership.state.layered_map import LayeredMap
-from unisono.membership.state.reach import keep_in_reach
+from unisono.membership.state.reach import forget_agent, keep_in_reach
 from unisono.membership.state.roster import MintedGeneration, Seat
 from unisono.membership.state.rows import CANDIDATE, MEMBER, Signs, Worker, changed
 from unisono.membership.state.state import State
@@ -141,7 +141,7 @@ def _regroup(update: StateUpdate) -> None:
 def _ready(state: State) -> list[Worker]:
     """Candidates that can be taken in, first come, first served."""
     ready = state.workers.those(("ready",), connected=True)
-    return sorted((worker for worker in ready if not state.agents[worker.agent].untried), key=lambda one: one.turn)
+    return sorted((worker for worker in ready if not state.agents[worker.agent].probing), key=lambda one: one.turn)
 
 
 def _preempt(update: StateUpdate, holders: list[Worker]) -> None:
@@ -293,5 +293,6 @@ def _close(update: StateUpdate) -> None:
     for agent in agents.marked("leaving"):
         if not agent.started:
             update.put_agent(agent, left=True)
+            forget_agent(update, agent.id)
             update.tell_agent(agent.id, JobOver(preempted=True, reason="this agent was asked to leave"))
             update.note("agent left", agent=agent.id, host=agent.host)
