@@ -81,8 +81,9 @@ unit-and-procs: $(READY) slurm ssh prometheus browser
 
 # Python compiles what is imported. Processes that import the same at the same time would each compile it. While pip installs
 # what the documentation needs, the package cannot be imported for a moment.
-compiled: $(READY) $(DOCS_READY)  ## have Python compile all that the tests import
+compiled: $(READY) $(DOCS_READY)  ## have Python compile all that the tests import, and g++ the simulated accelerator
 	@echo "==> compiling what tests import"
+	@$(BIN)/python tests/simulated_accelerator.py
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null
 
 # The tests of Slurm jobs make a cluster of their own. Where systemd runs, installing would start Slurm's services as well.

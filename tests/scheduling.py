@@ -15,6 +15,7 @@ TOGETHER = {
     "test_checkpoint_crash.py": "the run whose disk is never full",
     "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
     "test_examples.py": "three steps of all examples",
+    "test_extending.py": "the package of the page",
     "test_evaluated_streams.py": "the serial runs",
     "test_finer_batches.py": "the serial run",
     "test_hosts.py": "the two hosts",

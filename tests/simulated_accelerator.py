@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -74,3 +75,8 @@ def environment(folder: Path, log: Path | None = None, *, devices: int = 1, nccl
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     seen = {} if log is None else {"FAKEGPU_LOG": str(log)}
     return {**os.environ, **seen, "PYTHONPATH": path, "FAKEGPU_DEVICES": str(devices), "FAKEGPU_NCCL": str(int(nccl))}
+
+
+if __name__ == "__main__":
+    with suppress(NoCompiler):
+        built()

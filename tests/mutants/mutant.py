@@ -17,7 +17,7 @@ class Mutant:
 
     Attributes:
         breaks: what goes wrong with it, in one sentence.
-        file: below ``src/unisono``.
+        file: below ``src/unisono``, or ``src`` for the lab.
         old: text that is there once.
         new: what stands there instead.
         tests: files of tests of which one fails with it, the quickest first.
@@ -31,7 +31,7 @@ class Mutant:
 
     def path(self, root: Path) -> Path:
         """The file in a copy of the repository."""
-        return root / "src" / "unisono" / self.file
+        return root / "src" / ("" if self.file.startswith("unisono_lab/") else "unisono") / self.file
 
     def found(self, root: Path) -> int:
         """How often its text is there."""

@@ -152,6 +152,11 @@ class ParameterServer(Strategy):
         return self.synchronous
 
     @property
+    def central_servers(self) -> int | None:
+        """If synchronous."""
+        return self.servers if self.synchronous else None
+
+    @property
     def round_steps(self) -> int:
         """Of the asynchronous form: as given."""
         return 1 if self.synchronous else self.round_every

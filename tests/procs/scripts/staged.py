@@ -76,9 +76,9 @@ class Residual(nn.Module):
 
 
 def residual() -> nn.Module:
-    stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
-    layers = (nn.Sequential(nn.ReLU(inplace=True), Residual(4)) for _ in range(3))
-    model = nn.Sequential(stem, *layers, nn.Flatten(), nn.Linear(64, CLASSES))
+    stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+    layers = (nn.Sequential(nn.ReLU(inplace=True), Residual(8)) for _ in range(3))
+    model = nn.Sequential(stem, *layers, nn.Flatten(), nn.Linear(128, CLASSES))
     for parameter in model.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.to(memory_format=torch.channels_last)

@@ -37,7 +37,8 @@ from unisono.received import is_same_user
 LOADED = {
     "torch": (FORK_SERVER,),
     "commands": (
-        *(f"unisono.cli.{name}" for name in ("app", "run", "join", "status", "verify", "study", "batch_size")),
+        *(f"unisono.cli.{name}" for name in ("app", "run", "join", "status", "verify")),
+        *(f"unisono_lab.commands.{name}" for name in ("study", "batch_size")),
         "unisono.launch.elastic.agent",
         COORDINATOR,
     ),
