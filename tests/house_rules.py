@@ -23,7 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("adapt", "sync", "checkpoint", "data", "reduce", "membership", "loggers"),
     ("plan",),
     ("job",),
-    ("jsonl", "arguments", "named", "device_words", "finite"),
+    ("jsonl", "arguments", "named", "variables", "device_words", "finite"),
     ("device",),
     ("received", "host", "words", "spans", "telemetry"),
     ("errors", "failpoints"),

@@ -55,6 +55,7 @@ from unisono.train.run import Run
 from unisono.train.state.checkpoints import Checkpoints, agreed_folder
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
+from unisono.variables import unknown_variables
 
 
 class HostProcess:
@@ -230,6 +231,8 @@ def init(
         what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all(), spans)
     run = Run(assemble(config, what))
     process.note_run(run)
+    for words in unknown_variables(process.variables.all()) if run.is_main else ():
+        print(f"unisono: {words}", file=sys.stderr, flush=True)  # noqa: T201  a setting that has no effect
     return _begun(run, config)
 
 
