@@ -2,8 +2,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from unisono.cli import app as cli
 from unisono.errors import CheckpointError, JobError
@@ -186,9 +188,64 @@ def test_a_word_for_tuning_that_says_neither_yes_nor_no_is_a_usage_error(
 def test_an_error_on_purpose_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    def fails() -> None:
+    def fails(words: list[str], **how: Any) -> None:
         raise error
 
     monkeypatch.setattr(cli, "application", lambda words: fails)
     assert unisono() == code
     assert capsys.readouterr().err == f"unisono: error: {error}\n"
+
+
+# --- help
+
+
+def test_the_help_of_run_has_the_ten_options_that_people_use_first_and_names_the_groups_of_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert unisono("run", "--help") == 0
+    text = capsys.readouterr().out
+    assert len(re.findall(r"^  (?:-\w, )?--", text.partition("Options:")[2], re.MULTILINE)) == 11  # ten, and --help
+    assert "unisono run --help-all shows the others: " in text
+    assert max(map(len, text.splitlines())) <= 80
+
+    assert unisono("run", "--help-all") == 0
+    whole = capsys.readouterr().out
+    shown = set(re.findall(r"--[a-z][a-z-]+", whole))
+    assert "…" not in re.sub("NAME,…|NAME=N,…|NAME=VALUE,…", "", whole)  # no name is cut
+    assert {"--shards", "--failure-timeout-s", "--no-tuning", "--resources-per-worker", "--coordinator"} <= shown
+    assert "[env var: UNISONO_SHARDS]" in " ".join(whole.split())
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_every_option_of_a_command_is_in_its_whole_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono(command, "--help-all") == 0
+    text = capsys.readouterr().out
+    group: Any = typer.main.get_command(cli.application([command]))
+    options = [option for option in group.commands[command].params if option.param_type_name == "option"]
+    assert [option.name for option in options if not option.hidden and option.opts[-1] not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("run",), "unisono: error: Missing argument 'SCRIPT'. (unisono run --help shows what there is)"),
+        (("run", "--sharts", "4", "train.py"), "unisono: error: No such option: --sharts"),
+        (("replay",), "unisono: error: Missing argument 'RUN'. (unisono replay --help shows what there is)"),
+        (("nothing",), "unisono: error: No such command 'nothing'. (unisono --help shows what there is)"),
+        (("resize", "many"), "unisono: error: Invalid value for 'N': "),
+    ],
+)
+def test_what_is_wrong_with_the_words_of_a_command_is_one_line(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert unisono(*words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert told.err.startswith(line)
+
+
+def test_without_words_all_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert unisono() == 2
+    assert "Commands:" in capsys.readouterr().err

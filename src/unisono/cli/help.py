@@ -54,7 +54,7 @@ def call(app: typer.Typer, words: Sequence[str]) -> int:
         the exit code.
     """
     try:
-        result = app(list(words), standalone_mode=False)
+        result = app(list(words), prog_name="unisono", standalone_mode=False)
     except Exception as error:  # the class of such errors differs between versions of Typer
         if not hasattr(error, "format_message"):
             raise
