@@ -21,9 +21,9 @@ from unisono_lab.analysis.results import Cell, Results
 from unisono_lab.analysis.timed_steps import timed_steps
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
-from unisono_lab.report.drawing import Drawing, drawn, inline, page
+from unisono_lab.report.drawing import Drawing, drawn, inline
 from unisono_lab.report.pdf import pdf
-from unisono_lab.report.report import require_reports, write_report
+from unisono_lab.report.report import page, require_reports, write_report
 from unisono_lab.report.threats import correctness, threats
 from unisono_lab.report.verdict import advice, explanations, overheads, verdict
 

@@ -149,6 +149,11 @@ class Curve:
         return [row for row in self.rows if row.oversubscribed]
 
     @property
+    def alone(self) -> Row | None:
+        """The row of one worker, if it says something about scaling."""
+        return self.usable[0] if self.usable and self.usable[0].workers == 1 else None
+
+    @property
     def best_fit(self) -> Fit | None:
         """The one to predict with: the better explanation, of those that have fewer unknowns than there are figures."""
         known = [fit for fit in self.fits if fit.covariance is not None] or self.fits[:1]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from unisono_lab.analysis.analysis import Analysis
 from unisono_lab.analysis.estimate import shown
 from unisono_lab.analysis.results import Mode
-from unisono_lab.report.charts import Chart
+from unisono_lab.report.drawing import Chart
 from unisono_lab.report.figure_tables import (
     batch_table,
     fit_table,
@@ -20,7 +20,7 @@ from unisono_lab.report.figure_tables import (
 )
 from unisono_lab.report.threats import correctness, threats
 from unisono_lab.report.verdict import advice, explanations, named, overheads, verdict
-from unisono_lab.report.written_table import Field, WrittenTable
+from unisono_lab.report.written_table import WrittenTable
 
 # Words that a report uses, for who reads one for the first time.
 
@@ -148,7 +148,7 @@ def _figures(analysis: Analysis, mode: Mode) -> Section:
         "baseline": "",
     }
     intervals = "Medians; below them the 95 % interval (bootstrap over the runs)."
-    table = speed_table(analysis, analysis.of(mode))
+    table = speed_table(analysis.of(mode))
     title = f"Figures: {mode} scaling"
     return Section(title, [Block("prose", [f"{about[mode]} {intervals}"]), Block("table", table=table)])
 
@@ -237,8 +237,8 @@ def _environment(analysis: Analysis) -> Section:
 
 
 def _pairs(head: str, about: Mapping[str, Any]) -> WrittenTable:
-    rows = [[Field(name), Field(_said(value))] for name, value in about.items() if value not in (None, "", [], {})]
-    return WrittenTable([head, ""], rows, text_columns=2)
+    rows = [[name, _said(value)] for name, value in about.items() if value not in (None, "", [], {})]
+    return WrittenTable.of([head, ""], rows, text_columns=2)
 
 
 def _said(value: Any) -> str:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from unisono_lab.analysis.estimate import NOTHING, counted, duration, number, percent
-from unisono_lab.report.charts import Chart
 from unisono_lab.report.document import Block, Document, Section
+from unisono_lab.report.drawing import Chart
 from unisono_lab.report.written_table import Field, WrittenTable
 from unisono_lab.simulation.answers import Expectation, Likelihood, enough
 from unisono_lab.simulation.commands import commands, left_out
@@ -112,8 +112,8 @@ def _margin(one: Margin, wish: Goal) -> str:
 
 
 def _answers(found: Simulation) -> WrittenTable:
-    rows = [[Field(one.name), *_fields(one.answer, found.wish)] for one in found.variants]
-    return WrittenTable(["policies", *_head(found.wish)], rows, text_columns=1)
+    rows = [[one.name, *_fields(one.answer, found.wish)] for one in found.variants]
+    return WrittenTable.of(["policies", *_head(found.wish)], rows, text_columns=1)
 
 
 def _head(wish: Goal) -> list[str]:
@@ -122,80 +122,62 @@ def _head(wish: Goal) -> list[str]:
     return ["time p50", "time p95", "cost p50", "cost p95", *limits, "workers lost"]
 
 
-def _fields(one: Expectation, wish: Goal) -> list[Field]:
+def _fields(one: Expectation, wish: Goal) -> list[Field | str]:
     chances = (one.in_time if wish.deadline_s is not None else None, one.in_budget)
-    return [
-        Field(_long(one.seconds.p50)),
-        Field(_long(one.seconds.p95)),
-        Field(number(one.cost.p50)),
-        Field(number(one.cost.p95)),
-        *(Field(percent(each.share), f"{percent(each.low)} … {percent(each.high)}") for each in chances if each),
-        Field(number(one.losses)),
-    ]
+    spread = [_long(one.seconds.p50), _long(one.seconds.p95), number(one.cost.p50), number(one.cost.p95)]
+    likely = [Field(percent(each.share), f"{percent(each.low)} … {percent(each.high)}") for each in chances if each]
+    return [*spread, *likely, number(one.losses)]
 
 
 def _lost(found: Simulation) -> WrittenTable:
     parts = list(found.variants[0].answer.lost)
-    rows = [[Field(one.name), *(Field(_long(one.answer.lost[part])) for part in parts)] for one in found.variants]
-    return WrittenTable(["policies", *parts], rows, text_columns=1, note="Means over all seeds.")
+    rows = [[one.name, *(_long(one.answer.lost[part]) for part in parts)] for one in found.variants]
+    return WrittenTable.of(["policies", *parts], rows, text_columns=1, note="Means over all seeds.")
 
 
 def _candidates(found: Simulation) -> list[Section]:
     if not found.candidates:
         return []
     rows = [
-        [
-            Field(one.hosts),
-            Field(one.policies),
-            Field(str(one.scenario.job.checkpoint_every or "none")),
-            *_fields(one.answer, found.wish),
-        ]
+        [one.hosts, one.policies, str(one.scenario.job.checkpoint_every or "none"), *_fields(one.answer, found.wish)]
         for one in found.candidates
     ]
-    table = WrittenTable(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
+    table = WrittenTable.of(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
     best = commands(found.candidates[0].scenario)
     said = [line for one in best for line in (f"# on {one.hosts}", one.words)]
     return [Section("Figures: the best candidates", [Block("table", table=table), Block("code", said)])]
 
 
 def _rates(found: Simulation) -> WrittenTable:
+    first = found.rates[0].samples_per_s
     rows = [
         [
-            Field(str(rate.workers)),
-            Field(number(rate.samples_per_s)),
-            Field(number(rate.samples_per_s / found.rates[0].samples_per_s)),
-            Field("extrapolated" if rate.extrapolated else "measured"),
+            str(rate.workers),
+            number(rate.samples_per_s),
+            number(rate.samples_per_s / first),
+            "extrapolated" if rate.extrapolated else "measured",
         ]
         for rate in found.rates
     ]
-    return WrittenTable(["workers", "samples/s", "speedup", "from"], rows)
+    return WrittenTable.of(["workers", "samples/s", "speedup", "from"], rows)
 
 
 def _sources(found: Simulation) -> WrittenTable:
-    figures = found.scenario.figures()
-    rows = [
-        [Field(name), Field(found.scenario.sources.get(name, "default")), Field(number(value))]
-        for name, value in figures.items()
-    ]
-    return WrittenTable(
-        ["figure", "from", "value"], rows, text_columns=2, note="Seconds, but for gamma, jitter, and shares."
-    )
+    sources = found.scenario.sources
+    rows = [[name, sources.get(name, "default"), number(value)] for name, value in found.scenario.figures().items()]
+    note = "Seconds, but for gamma, jitter, and shares."
+    return WrittenTable.of(["figure", "from", "value"], rows, text_columns=2, note=note)
 
 
 def _guesses(found: Simulation) -> list[Section]:
     rows = [
-        [
-            Field(one.name),
-            Field(f"{number(one.value)} × {number(one.factor)}"),
-            Field(_change(one.seconds)),
-            Field(_change(one.cost)),
-        ]
+        [one.name, f"{number(one.value)} × {number(one.factor)}", _change(one.seconds), _change(one.cost)]
         for one in found.guesses
     ]
     if not rows:
         return []
     note = "Figures that nobody measured, at half and at double their values; those that matter by 0.5 % or more."
-    table = WrittenTable(["figure", "value", "time", "cost"], rows, text_columns=2, note=note)
+    table = WrittenTable.of(["figure", "value", "time", "cost"], rows, text_columns=2, note=note)
     return [Section("Figures: what guesses matter", [Block("table", table=table)])]
 
 

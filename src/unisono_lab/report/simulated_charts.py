@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unisono_lab.analysis.estimate import number
-from unisono_lab.report.charts import HEIGHT, SERIES, SHAPES, WIDTH, Chart, explain, from_zero, style
+from unisono_lab.report.drawing import FAINT, INK, SERIES, Chart, canvas, doubling, explain, from_zero, mark
 from unisono_lab.simulation.ledger import SimulatedOutcome
 from unisono_lab.simulation.search import Candidate, frontier
 from unisono_lab.simulation.simulation import Simulation
-from unisono_lab.timeline.picture import FAINT, INK
 
 HOUR_S = 3600.0
 
@@ -26,13 +26,9 @@ def simulated_charts(found: Simulation) -> list[Chart]:
     """Time and cost of all seeds, a job over time, throughputs, and the candidates if there are any."""
     said = f" An {_beyond(found)}." if found.is_extrapolation else ""
     made = [_spread(found), _course(found), _rates(found), *([_frontier(found)] if found.candidates else [])]
-    return [Chart(one.name, one.title, one.words + said, _marked(one.figure, found)) for one in made]
-
-
-def _marked(figure: Any, found: Simulation) -> Any:
-    if found.is_extrapolation:
-        figure.supxlabel(_beyond(found), x=0.995, ha="right", fontsize="x-small", color=SERIES[1])
-    return figure
+    for one in made if said else ():
+        one.figure.supxlabel(_beyond(found), x=0.995, ha="right", fontsize="x-small", color=SERIES[1])
+    return [replace(one, words=one.words + said) for one in made]
 
 
 def _beyond(found: Simulation) -> str:
@@ -40,23 +36,12 @@ def _beyond(found: Simulation) -> str:
     return f"extrapolation beyond {most} workers" if most else "extrapolation: nothing was measured"
 
 
-def _canvas(across: str, up: str) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-    axis = figure.subplots()
-    style(axis)
-    axis.set_xlabel(across)
-    axis.set_ylabel(up)
-    return figure, axis
-
-
 def _spread(found: Simulation) -> Chart:
-    figure, axis = _canvas("hours", "cost")
+    figure, axis = canvas("hours", "cost")
     for place, variant in enumerate(found.variants):
         done = [each for each in variant.outcomes if each.done]
-        look = {"color": SERIES[place % len(SERIES)], "marker": SHAPES[place % len(SHAPES)], "alpha": 0.75}
-        axis.scatter([each.seconds / HOUR_S for each in done], [each.cost for each in done], label=variant.name, **look)
+        points = ([each.seconds / HOUR_S for each in done], [each.cost for each in done])
+        axis.scatter(*points, label=variant.name, alpha=0.75, **mark(place))
     deadline_h = None if found.wish.deadline_s is None else found.wish.deadline_s / HOUR_S
     several = [each for variant in found.variants for each in variant.outcomes if each.done]
     _limit(axis.axvline, axis.set_xlim, [each.seconds / HOUR_S for each in several], ("deadline", deadline_h, ":"))
@@ -88,7 +73,7 @@ def _limit(
 def _course(found: Simulation) -> Chart:
     """Of the seed in the middle."""
     outcome = _middle(found)
-    figure, axis = _canvas("hours", "workers")
+    figure, axis = canvas("hours", "workers")
     hours = [mark.seconds / HOUR_S for mark in outcome.marks]
     axis.step(hours, [mark.workers for mark in outcome.marks], where="post", color=SERIES[0], label="workers")
     from_zero(axis)
@@ -109,10 +94,9 @@ def _middle(found: Simulation) -> SimulatedOutcome:
 
 
 def _rates(found: Simulation) -> Chart:
-    figure, axis = _canvas("workers", "samples / s")
+    figure, axis = canvas("workers", "samples / s")
     workers = [rate.workers for rate in found.rates]
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    doubling(axis, "x")
     axis.plot(workers, [rate.samples_per_s for rate in found.rates], marker="o", color=SERIES[0], label="predicted")
     first = found.rates[0].samples_per_s
     axis.plot(workers, [first * size for size in workers], color=INK, linestyle=":", linewidth=1, label="ideal")
@@ -128,7 +112,7 @@ def _rates(found: Simulation) -> Chart:
 
 
 def _frontier(found: Simulation) -> Chart:
-    figure, axis = _canvas("hours, median", "cost, median")
+    figure, axis = canvas("hours, median", "cost, median")
     done = [one for one in found.tried if math.isfinite(one.answer.seconds.p50)]
     axis.scatter(*_places(done), color=FAINT, label="tried")
     best = frontier(done)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """The text of one cell of a table.
 
     Attributes:
@@ -35,11 +35,23 @@ class WrittenTable:
     text_columns: int = 0
     note: str = ""
 
+    @classmethod
+    def of(
+        cls, head: Sequence[str], rows: Sequence[Sequence[Field | str]], text_columns: int = 0, note: str = ""
+    ) -> WrittenTable:
+        """A table in which a field without an interval is its text alone."""
+        whole = [[field if isinstance(field, Field) else Field(field) for field in row] for row in rows]
+        return cls(head, whole, text_columns, note)
+
+    def with_columns(self, places: Sequence[int]) -> WrittenTable:
+        """Some of its columns."""
+        rows = [[row[place] for place in places] for row in self.rows]
+        words = sum(place < self.text_columns for place in places)
+        return WrittenTable([self.head[place] for place in places], rows, words, self.note)
+
     def without_empty_columns(self, nothing: str) -> WrittenTable:
         """The same without columns in which nothing stands."""
         kept = [
             place for place in range(len(self.head)) if any(row[place].text not in ("", nothing) for row in self.rows)
         ]
-        words = sum(place < self.text_columns for place in kept)
-        rows = [[row[place] for place in kept] for row in self.rows]
-        return WrittenTable([self.head[place] for place in kept], rows, words, self.note)
+        return self.with_columns(kept)
