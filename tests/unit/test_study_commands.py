@@ -12,8 +12,7 @@ from studies import MadeUp
 from unisono.errors import JobError
 from unisono_lab.analysis.analysis import Wanted
 from unisono_lab.commands.study_report import compare, report_from
-from unisono_lab.measure.cell_runner import CellRunner, commands, plain_workers
-from unisono_lab.measure.engines import BySlurm, OnThisHost
+from unisono_lab.measure.engines import BySlurm, CellRunner, OnThisHost, commands, plain_workers
 from unisono_lab.measure.measurement import Measurement
 
 pytestmark = pytest.mark.unit
@@ -123,6 +122,6 @@ def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypat
 
 def test_what_is_no_python_is_installed_too() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono"]}  # all of it
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono", "src/unisono_lab"]}
     assert files("unisono_lab.report").joinpath("report.html").is_file()
     assert files("unisono.launch.slurm").joinpath("batch_script.sh.j2").is_file()

@@ -10,46 +10,100 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
 from unisono.cli.options import Module, Resources, Shards, Threads, Tuned, grouped, read_workers
+from unisono.cli.tables import bare_table, show_table
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.settings import Script
-from unisono_lab.commands.study_options import (
-    STUDIES,
-    Baseline,
-    Efficiency,
-    Epochs,
-    From,
-    KeepGoing,
-    Label,
-    Out,
-    Predict,
-    Price,
-    Repeats,
-    ScalingMode,
-    ScriptArgs,
-    Seed,
-    Stages,
-    Steps,
-    StudyCommand,
-    StudyOn,
-    StudyScript,
-    Waiting,
-    Warmup,
-    Workers,
-)
-from unisono_lab.commands.study_stages import study_stages
 
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
     from unisono_lab.measure.engines import StudyEngine
     from unisono_lab.measure.measurement import Measurement
+
+
+class StudyCommand(TyperCommand):
+    """A command whose script has options of its own, behind ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say where an option belongs that is none of the study's."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":
+                error.message += ' (what is meant for the script stands behind "--")'  # type: ignore[attr-defined]
+            raise
+
+
+STUDIES = Path("studies")
+"""Where studies are, unless somebody says otherwise; a search for the largest batch lies beside its script's."""
+
+StudyScript = Annotated[
+    str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
+]
+ScriptArgs = Annotated[list[str] | None, typer.Argument(help="The arguments of the script.", metavar="-- ARGS")]
+Workers = Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")]
+ScalingMode = Annotated[
+    Literal["strong", "weak", "both"],
+    typer.Option(help="Strong keeps the global batch; weak multiplies batch and learning rate by the workers."),
+]
+Repeats = Annotated[
+    int, typer.Option(help="The number of runs of each kind; all runs are interleaved in random order.")
+]
+Steps = Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")]
+Epochs = Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")]
+Warmup = Annotated[int, typer.Option(help="The number of first steps of each run that are not measured.")]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        metavar="DEVICES",
+        help="Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of workers.",
+    ),
+]
+StudyOn = Annotated[
+    Literal["ray", "slurm"] | None,
+    typer.Option("--on", help="Start the workers on the nodes of a Ray cluster, or as tasks of Slurm (srun)."),
+]
+Baseline = Annotated[
+    str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
+]
+Out = Annotated[
+    Path | None, typer.Option(help="The study's folder; a folder with measurements is continued.", show_default=False)
+]
+Label = Annotated[
+    str | None, typer.Option(help="The name of this measurement in reports and comparisons.", show_default=False)
+]
+Price = Annotated[
+    float | None, typer.Option(help="The price of one worker for an hour, to recommend the cheapest number of workers.")
+]
+Waiting = Annotated[float, typer.Option(help="The price of waiting for an hour, in the currency of --price.")]
+Efficiency = Annotated[float, typer.Option(help="The least efficiency, up to 1, of the recommended number of workers.")]
+Predict = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,…", help="Numbers of workers to predict; by default two and four times the largest measured one."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="The seed of the random order of runs.")]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Go on even if the first run of each kind fails for the same reason.")
+]
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Measure nothing: write a report from this CSV file, results.json or study folder.",
+    ),
+]
 
 COMPARE = "compare"
 """In the place of a script: studies follow. A script of this name is started as ``./compare``."""
@@ -134,7 +188,7 @@ def study(
     wanted = partial(wanted_of, predict=predict, threshold=efficiency, price=price, waiting=waiting)
     if script is None or measured is not None or (script == COMPARE and not module):
         return _from_figures(measured, [Path(each) for each in args or ()] if script else None, out, wanted)
-    from unisono_lab.measure.cell_runner import plain_workers
+    from unisono_lab.measure.engines import plain_workers
     from unisono_lab.measure.measurement import Measurement
 
     launched = Script(script, tuple(args or ()), is_module=module)
@@ -200,8 +254,8 @@ def start(
     from unisono_lab.analysis.study_folder import StudyFolder
     from unisono_lab.commands.study_progress import StudyProgress
     from unisono_lab.commands.study_report import report
-    from unisono_lab.measure.cell_runner import CellRunner, results_of
-    from unisono_lab.measure.measuring import Interrupted, measure
+    from unisono_lab.measure.engines import CellRunner, results_of
+    from unisono_lab.measure.measuring import measure
 
     measurement.check()
     folder, err = StudyFolder(path), Console(stderr=True, highlight=False, emoji=False)
@@ -223,11 +277,8 @@ def start(
             try:
                 with StudyProgress(len(cells), done) as progress:
                     measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
-            except (Interrupted, KeyboardInterrupt) as interrupted:
-                number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
-                words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
-                err.print(Text(words), soft_wrap=True)
-                return FIRST_SIGNAL + number
+            except KeyboardInterrupt as interrupted:
+                return say_ended(interrupted, "start it again to go on with what is missing", err)
             command = shlex.join(["unisono", *sys.argv[1:]])
             report(results_of(runner, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:
@@ -237,3 +288,56 @@ def start(
         words = f"unisono: all failed for the same reason, so the other {len(measured.left_out)} runs were left out"
         err.print(Text(f"{words} (--keep-going runs them)", "red"), soft_wrap=True)
     return 1 if measured.missing else 0
+
+
+def say_ended(interrupted: KeyboardInterrupt, words: str, err: Console) -> int:
+    """Say which signal has ended what was measured.
+
+    Returns:
+        the exit code.
+    """
+    number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
+    err.print(Text(f"unisono: ended by {number.name}: {words}"), soft_wrap=True)
+    return FIRST_SIGNAL + number
+
+
+# ``unisono study --stages``: which schedule is the fastest for a model in stages.
+
+
+def study_stages(script: Script, devices: int, place: Path, **options: Any) -> int:
+    """Measure all schedules, print them as a table, and name the best.
+
+    Args:
+        script: the script, which calls ``run.pipeline``.
+        devices: the number of devices that hold the stages.
+        place: the study's folder, which must be new.
+        options: those of ``ScheduleStudy``; None for its default.
+
+    Returns:
+        the exit code: 0 if there are figures of every schedule, 1 if not.
+
+    Raises:
+        JobError: it cannot be measured, or the folder has something in it.
+    """
+    from unisono_lab.measure.schedules import ScheduleStudy, measure_schedules, table_of  # which load torch
+
+    wanted = ScheduleStudy(script, devices, **{name: value for name, value in options.items() if value is not None})
+    wanted.check()
+    if place.exists() and any(place.iterdir()):
+        raise JobError(f"{place} has something in it already: name another folder with --out")
+    err, out = Console(stderr=True, highlight=False, emoji=False), Console(highlight=False, emoji=False)
+    cores = usable_cores()
+    if wanted.devices * (wanted.threads or 1) > cores:
+        words = f"unisono: {wanted.devices} devices are too many for {cores} cores, unless they are GPUs: they wait for"
+        err.print(Text(f"{words} cores, and not for each other", "red"), soft_wrap=True)
+    figures = measure_schedules(wanted, place, lambda words: err.print(Text(f"unisono: {words}"), soft_wrap=True))
+    head, *rows = table_of(figures)
+    show_table(bare_table(head, rows), out)
+    for one in figures:
+        if one.trouble:
+            out.print(Text(f"{one.schedule}: {one.trouble}", "red"), soft_wrap=True)
+    best = figures[0]
+    if best.step_s:
+        words = f'take run.pipeline(…, schedule="{best.schedule}"): {1000 * median(best.step_s):.1f} ms a step'
+        out.print(Text(f"{words}. It changes no bit; more shards, which do, make the idle share smaller", "bold"))
+    return int(any(one.trouble for one in figures))

@@ -11,11 +11,10 @@ from unisono.errors import JobError
 from unisono_lab.analysis.analysis import Wanted, analyzed
 from unisono_lab.analysis.batch_curve import BatchCurve
 from unisono_lab.analysis.results import Results
-from unisono_lab.analysis.timed_steps import TimedStep
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
 from unisono_lab.report.drawing import Chart, Drawing, drawn, inline
-from unisono_lab.report.step_picture import step_charts
+from unisono_lab.report.step_picture import TimedStep, step_charts
 
 HTML_NAME, PDF_NAME = "report.html", "report.pdf"
 
