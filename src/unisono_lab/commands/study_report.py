@@ -136,32 +136,6 @@ def _words(written: WrittenTable, place: int) -> set[str]:
 # Reports of figures that are there already, and of several studies beside each other.
 
 
-def wanted_of(
-    title: str, predict: str | None = None, threshold: float = 0.8, price: float | None = None, waiting: float = 0.0
-) -> Wanted:
-    """The reader's choices, from the options of the command line.
-
-    Args:
-        title: the title of the report.
-        predict: numbers of workers, ``8,16``; None for twice and four times as many as were measured.
-        threshold: the efficiency asked for, 0 … 1.
-        price: the price of a worker's hour; None to leave costs out.
-        waiting: the price of one hour of waiting, in the same currency.
-
-    Raises:
-        JobError: one of them makes no sense.
-    """
-    from unisono_lab.analysis.analysis import Prices, Wanted
-
-    if not 0 < threshold <= 1:
-        raise JobError(f"--efficiency {threshold}: above 0 and at most 1, such as 0.8")
-    for name, value in (("--price", price or 0.0), ("--waiting", waiting)):
-        if not 0 <= value < float("inf"):
-            raise JobError(f"{name} {value}: a number from 0")
-    prices = Prices(price or 0.0, waiting) if price is not None or waiting else None
-    return Wanted(title=title, predict=_numbers(predict), threshold=threshold, prices=prices)
-
-
 def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
     """Report on figures that are there already: a CSV file, a results.json, or a study's folder.
 
@@ -223,16 +197,6 @@ def _require_no_study(folder: Path, sources: Sequence[Path]) -> None:
     taken = {(folder / name).resolve() for name in ("", CSV_NAME, JSON_NAME)}
     if (folder / SETTINGS_NAME).exists() or any(source.resolve() in taken for source in sources):
         raise JobError(f"the report would take the place of the results in {folder}: name another folder with --out")
-
-
-def _numbers(text: str | None) -> list[int]:
-    try:
-        found = sorted({int(part) for part in (text or "").split(",") if part.strip()})
-    except ValueError:
-        found = [0]
-    if found and found[0] < 1:
-        raise JobError(f"--predict {text}: numbers of workers with commas between them, such as 8,16")
-    return found
 
 
 def name_of(source: Path) -> str:
