@@ -16,8 +16,7 @@ from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 from unisono_lab.commands.batch_size import read_mib
-from unisono_lab.measure.batch_search import BatchSearch
-from unisono_lab.measure.batch_searching import BatchRunner, searched
+from unisono_lab.measure.batch_search import BatchRunner, BatchSearch, searched
 
 PROGRAM = Path(__file__).parent / "programs" / "convolutions.py"
 LARGE = "65536"
@@ -66,7 +65,7 @@ def compared(workers: int, limit: str, steps: int, folder: Path) -> str:
     runner = BatchRunner(settings, steps, folder / "failed")
     with Launcher(share=True) as launcher:
         whole = searched(BatchSearch(workers), lambda batch: runner.attempt(batch, launcher, folder), _tell)
-        found = whole.found.largest
+        found = whole.largest
         if found is None:
             return f"{workers} workers: no batch fits"
         unit = max(SHARDS // workers, 1)
@@ -74,7 +73,7 @@ def compared(workers: int, limit: str, steps: int, folder: Path) -> str:
         to_scan = range(begin, int(ABOVE * found), stride)
         scan = Scan({batch: _fits(runner, batch, launcher, folder) for batch in to_scan})
     return (
-        f"{workers} worker{'s' if workers > 1 else ''}: found {found} in {len(whole.trials)} trials; in a scan of "
+        f"{workers} worker{'s' if workers > 1 else ''}: found {found} in {len(whole.rows)} trials; in a scan of "
         f"{len(scan.fits)} every batch fitted up to {scan.all_fit}, and the last that did was {scan.last}"
     )
 

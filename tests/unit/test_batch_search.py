@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.batch_scan import Scan
 from unisono.errors import JobError
-from unisono_lab.analysis.batch_curve import Tried, read_batch_curve
-from unisono_lab.measure.batch_search import RESOLUTION, BatchSearch
-from unisono_lab.measure.batch_searching import Searched, failing_trial, finished_trial, searched
+from unisono_lab.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
+from unisono_lab.measure.batch_search import RESOLUTION, BatchSearch, failing_trial, finished_trial, searched
 
 pytestmark = pytest.mark.unit
 
@@ -56,13 +55,13 @@ class Machine:
             return Tried(batch, fits=False, shards=self.shards)
         return Tried(batch, True, speed, needed, self.shards, self.data)
 
-    def search(self, wanted: BatchSearch) -> Searched:
+    def search(self, wanted: BatchSearch) -> BatchCurve:
         return searched(wanted, self.attempt, lambda tried: None)
 
 
 @given(room=st.integers(1, 10**6), first=st.integers(1, 5000))
 def test_where_memory_is_monotone_the_largest_is_known_to_its_resolution(room: int, first: int) -> None:
-    found = Machine(room).search(BatchSearch(first=first)).found
+    found = Machine(room).search(BatchSearch(first=first))
     assert found.largest is not None
     assert found.largest <= room <= found.largest * (1 + RESOLUTION) + 1
     assert found.bound == "memory"
@@ -72,8 +71,8 @@ def test_where_memory_is_monotone_the_largest_is_known_to_its_resolution(room: i
 def test_batches_between_two_are_multiples_of_the_shards(room: int, shards: int, workers: int) -> None:
     machine = Machine(room, shards=shards)
     whole = machine.search(BatchSearch(workers))
-    assert whole.found.largest is not None
-    assert whole.found.largest <= room < whole.found.largest * (1 + RESOLUTION) + shards + 1
+    assert whole.largest is not None
+    assert whole.largest <= room < whole.largest * (1 + RESOLUTION) + shards + 1
     assert all(batch * workers % shards == 0 for batch in machine.asked[1:])  # of the first nothing is known
 
 
@@ -82,7 +81,7 @@ def test_near_a_noisy_limit_the_search_ends_and_its_answers_were_tried(
     room: int, noise: float, seed: int, margin: float
 ) -> None:
     whole = Machine(room, noise=noise, seed=seed).search(BatchSearch(margin=margin))
-    found, trials = whole.found, whole.trials
+    found, trials = whole, {one.batch: one for one in whole.rows}
     assert found.largest is not None
     assert found.with_margin is not None
     assert room * (1 - 2 * noise) * (1 - RESOLUTION) - 2 <= found.largest <= room * (1 + 2 * noise)
@@ -98,18 +97,18 @@ def test_nothing_that_was_timed_and_leaves_the_margin_is_faster_than_the_best(
     room: int, fastest: int, margin: float
 ) -> None:
     whole = Machine(room, fastest=fastest).search(BatchSearch(margin=margin))
-    best, limit = whole.found.best, whole.found.with_margin
+    best, limit = whole.best, whole.with_margin
     assert best is not None
     assert limit is not None
     assert best <= limit
-    rates = {batch: one.samples_per_s or 0 for batch, one in whole.trials.items()}
+    rates = {row.batch: row.samples_per_s or 0 for row in whole.rows}
     assert rates[best] == max(rate for batch, rate in rates.items() if batch <= limit)
     if 16 <= fastest <= limit:  # between two powers of two the peak is not looked for
         assert 1000 / rates[best] <= 1.5
 
 
 def test_the_best_is_often_smaller_than_the_largest() -> None:
-    found = Machine(5000, fastest=250).search(BatchSearch()).found
+    found = Machine(5000, fastest=250).search(BatchSearch())
     assert found.best == 256
     assert found.largest is not None
     assert 4900 <= found.largest <= 5000
@@ -118,7 +117,7 @@ def test_the_best_is_often_smaller_than_the_largest() -> None:
 @given(room=st.integers(1, 10**5), data=st.integers(8, 10**5), workers=st.integers(1, 8))
 def test_more_than_an_epoch_has_is_tried_at_most_once(room: int, data: int, workers: int) -> None:
     machine = Machine(room, data=data)
-    found = machine.search(BatchSearch(workers)).found
+    found = machine.search(BatchSearch(workers))
     assert sum(batch * workers > data for batch in machine.asked if batch <= room) <= 1
     if data // workers <= room and found.bound == "data":
         assert found.largest == found.with_margin == data // workers
@@ -126,7 +125,7 @@ def test_more_than_an_epoch_has_is_tried_at_most_once(room: int, data: int, work
 
 def test_the_bound_is_the_one_that_was_met() -> None:
     def bound(data: int, most: int | None, room: int = 10**6) -> str:
-        return Machine(room, data=data).search(BatchSearch(most=most)).found.bound
+        return Machine(room, data=data).search(BatchSearch(most=most)).bound
 
     assert bound(1000, None) == "data"
     assert bound(1000, 1000) == "most"
@@ -137,16 +136,16 @@ def test_the_bound_is_the_one_that_was_met() -> None:
 
 def test_where_nothing_fits_the_smallest_was_tried() -> None:
     machine = Machine(0)
-    assert machine.search(BatchSearch()).found.largest is None
+    assert machine.search(BatchSearch()).largest is None
     assert machine.asked == [16, 8, 4, 2, 1]
     machine = Machine(0, shards=8)
-    assert machine.search(BatchSearch(2)).found.largest is None
+    assert machine.search(BatchSearch(2)).largest is None
     assert machine.asked[-1] == 4  # every shard needs a sample
 
 
 def test_a_report_reads_what_a_search_has_kept(tmp_path: Path) -> None:
     search = BatchSearch(2, margin=0.2)
-    curve = Machine(3000).search(search).curve(search, 500.0, "unisono batch-size train.py")
+    curve = searched(search, Machine(3000).attempt, lambda tried: None, 500.0, "unisono batch-size train.py")
     (tmp_path / "batch-size.json").write_text(json.dumps(curve.model_dump(mode="json")))
     assert read_batch_curve(tmp_path) == curve
 
@@ -156,7 +155,7 @@ def test_what_needed_a_little_more_than_the_limit_is_told_to_have_needed_more(ru
         workers = [{"device": "cpu", "peak_memory_mib": 329.9 + batch / 1000}]
         return finished_trial(run_folder([1.0], result={"workers": workers}), batch, None, 330.0)
 
-    rows = searched(BatchSearch(), attempt, lambda tried: None).curve(BatchSearch(), 330.0, "").rows
+    rows = searched(BatchSearch(), attempt, lambda tried: None, 330.0).rows
     assert {row.fits for row in rows} == {True, False}
     assert all(((row.peak_mib or 0.0) > 330.0) != row.fits for row in rows)
 
@@ -213,8 +212,8 @@ def test_the_data_end_where_they_do_and_not_where_an_epoch_of_whole_batches_does
         return finished_trial(run_folder([1.0, 1.0], batch, result), batch, None)
 
     whole = searched(BatchSearch(first=512), attempt, lambda tried: None)
-    assert (whole.found.largest, whole.found.bound) == (1796, "data")  # four shards, with 449 samples each
-    assert list(whole.trials) == [512, 1024, 1796]
+    assert (whole.largest, whole.bound) == (1796, "data")  # four shards, with 449 samples each
+    assert [row.batch for row in whole.rows] == [512, 1024, 1796]
 
 
 def test_a_worker_that_grew_beyond_its_limit_when_nobody_looked_did_not_fit(run_folder: Callable[..., Path]) -> None:

@@ -1,5 +1,6 @@
 """The options of ``unisono batch-size``, and what it prints."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,9 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono_lab.analysis.batch_curve import Tried
-from unisono_lab.commands.batch_size import LEAST_STEPS, batch_size, read_mib
-from unisono_lab.commands.batch_size_report import answer, file_of
-from unisono_lab.measure.batch_search import BatchSearch, Found
-from unisono_lab.measure.batch_searching import Searched, failure_words
+from unisono_lab.analysis.batch_curve import BatchCurve, Tried
+from unisono_lab.commands.batch_size import LEAST_STEPS, answer, batch_size, file_of, read_mib
+from unisono_lab.measure.batch_search import Found, failure_words
 
 pytestmark = pytest.mark.unit
 
@@ -69,8 +68,9 @@ def test_by_default_the_figures_lie_where_a_study_of_the_script_finds_them(
 
 
 def said(found: Found, *trials: Tried, workers: int = 1) -> str:
-    whole = Searched(found, {one.batch: one for one in trials})
-    return "\n".join(answer(whole, whole.curve(BatchSearch(workers), 500.0, "")))
+    rows = tuple(sorted(trials, key=lambda one: one.batch))
+    curve = BatchCurve(rows=rows, **asdict(found), workers=workers, memory_limit_mib=500.0, margin=0.1)
+    return "\n".join(answer(curve))
 
 
 def test_the_answer_names_the_batch_to_write_into_the_script() -> None:

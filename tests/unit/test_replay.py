@@ -399,7 +399,7 @@ def test_the_picture_of_a_replay_is_one_too(
 
 def test_the_picture_shows_what_was_measured_and_where_something_was_decided(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    from unisono_lab.replay.plot import Picture, drawn
+    from unisono_lab.report.replay_picture import Picture, drawn
 
     record = Record.read(folder)
     figure = drawn(Picture(record, replay(record, [NoiseScalePolicy(512, every=2)])))

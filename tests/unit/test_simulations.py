@@ -17,7 +17,7 @@ from unisono.cli.app import application
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono_lab.commands.simulate import seconds_of
-from unisono_lab.report.simulated_charts import simulated_charts
+from unisono_lab.report.simulated import simulated_charts
 from unisono_lab.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono_lab.simulation.calibration import measured
 from unisono_lab.simulation.commands import commands, left_out

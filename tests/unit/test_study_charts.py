@@ -9,8 +9,8 @@ from studies import MadeUp
 from unisono_lab.analysis.analysis import Wanted, analyzed
 from unisono_lab.analysis.batch_curve import BatchCurve, Tried
 from unisono_lab.analysis.results import Results
-from unisono_lab.report.charts import SERIES, charts
-from unisono_lab.timeline.picture import INK
+from unisono_lab.report.charts import charts
+from unisono_lab.report.drawing import INK, SERIES
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,7 @@ from studies import MadeUp
 from unisono.errors import JobError
 from unisono_lab.analysis.analysis import Wanted
 from unisono_lab.commands.study_report import compare, report_from
-from unisono_lab.measure.cell_runner import CellRunner, commands, plain_workers
-from unisono_lab.measure.engines import BySlurm, OnThisHost
+from unisono_lab.measure.engines import BySlurm, CellRunner, OnThisHost, commands, plain_workers
 from unisono_lab.measure.measurement import Measurement
 
 pytestmark = pytest.mark.unit

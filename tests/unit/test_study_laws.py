@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from studies import MadeUp
-from unisono_lab.analysis.analysis import StepModel, Wanted, analyzed
+from unisono_lab.analysis.analysis import Prices, StepModel, Wanted, analyzed, recommended
 from unisono_lab.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
-from unisono_lab.analysis.recommendation import Prices, recommended
 from unisono_lab.analysis.results import Cell, Results
 from unisono_lab.analysis.summary import Row, summarized
 

@@ -13,19 +13,17 @@ import pytest
 from studies import MadeUp
 from unisono.cli import app as cli
 from unisono.errors import JobError
-from unisono_lab.analysis.analysis import Analysis, Wanted, analyzed
+from unisono_lab.analysis.analysis import Analysis, Prices, Wanted, analyzed
 from unisono_lab.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
 from unisono_lab.analysis.estimate import NOTHING, duration, number, percent, shown
-from unisono_lab.analysis.recommendation import Prices
 from unisono_lab.analysis.results import Cell, Results
-from unisono_lab.analysis.timed_steps import timed_steps
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
-from unisono_lab.report.drawing import Drawing, drawn, inline, page
+from unisono_lab.report.drawing import Drawing, drawn, inline
 from unisono_lab.report.pdf import pdf
-from unisono_lab.report.report import require_reports, write_report
-from unisono_lab.report.threats import correctness, threats
-from unisono_lab.report.verdict import advice, explanations, overheads, verdict
+from unisono_lab.report.report import page, require_reports, write_report
+from unisono_lab.report.step_picture import timed_steps
+from unisono_lab.report.verdict import advice, correctness, explanations, overheads, threats, verdict
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ import pytest
 from studies import MadeUp
 from unisono_lab.analysis.analysis import Wanted, analyzed
 from unisono_lab.analysis.results import Cell, Mode, Results
-from unisono_lab.report.threats import threats
+from unisono_lab.report.verdict import threats
 
 pytestmark = pytest.mark.unit
 

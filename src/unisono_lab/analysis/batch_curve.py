@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,6 +17,8 @@ FAILED_NAME = "batch-size.failed"
 
 Above0 = Annotated[float, Field(gt=0)]
 From0 = Annotated[float, Field(ge=0)]
+
+Bound = Literal["memory", "data", "most"]
 
 NotKept = Field(exclude=True)
 """What the search goes by, and no report."""
@@ -53,6 +55,7 @@ class BatchCurve(BaseModel):
         largest: batch that fits; None if none did.
         best: batch with the highest throughput, among those that leave the margin.
         with_margin: the largest that leaves the margin.
+        bound: the reason why the largest is not larger.
         workers: the number of workers.
         memory_limit_mib: the memory limit of each worker.
         margin: share of the largest batch by which the other two stay below it.
@@ -65,6 +68,7 @@ class BatchCurve(BaseModel):
     largest: int | None = None
     best: int | None = None
     with_margin: int | None = None
+    bound: Annotated[Bound, NotKept] = "memory"
     workers: int = 1
     memory_limit_mib: float | None = None
     margin: float | None = None

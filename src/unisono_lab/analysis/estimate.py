@@ -33,11 +33,6 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
-    def __format__(self, digits: str) -> str:
-        if self.low is None or self.high is None or self.low == self.high:
-            return format(self.value, digits)
-        return f"{self.value:{digits}} ({self.low:{digits}} … {self.high:{digits}})"
-
     @property
     def spread(self) -> float | None:
         """The interval's width as a share of the figure."""

@@ -132,21 +132,14 @@ class Summary:
     Attributes:
         rows: the rows of strong or of weak scaling, by label and workers.
         baselines: the plain loops, by label; each with the threads of one worker or of more, fewest first.
-        failed: runs that did not succeed.
     """
 
     rows: Mapping[Mode, Sequence[Row]]
     baselines: Mapping[str, Sequence[Row]]
-    failed: Sequence[Cell]
 
     def plain(self, label: str) -> Sequence[Row]:
         """The plain loops to compare with: of this label, or of none."""
         return self.baselines.get(label) or self.baselines.get("") or ()
-
-    @property
-    def labels(self) -> list[str]:
-        """Of what was measured, in its order."""
-        return list(dict.fromkeys(row.label for rows in self.rows.values() for row in rows))
 
     def of(self, mode: Mode, label: str) -> list[Row]:
         """The rows of one curve, fewest workers first."""
@@ -176,8 +169,7 @@ def summarized(results: Results) -> Summary:
         found = sorted(workers for one, other, workers in groups if (one, other) == (mode, label))
         return [_row(groups[mode, label, workers], samples[label]) for workers in found]
 
-    failed = [cell for cell in results.cells if not cell.succeeded]
-    summary = Summary({}, {label: found for label in labels if (found := curve("baseline", label))}, failed)
+    summary = Summary({}, {label: found for label in labels if (found := curve("baseline", label))})
     rows = {
         mode: [row for label in labels for row in _related(curve(mode, label), summary.plain(label))]
         for mode in SCALING

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from unisono.errors import JobError
-from unisono_lab.analysis.results import CSV_NAME, JSON_NAME, Cell, Results
+from unisono_lab.analysis.results import CSV_NAME, FORMULAS, JSON_NAME, Cell, Results
 from unisono_lab.analysis.study_folder import SETTINGS_NAME
 
 ALIASES: Mapping[str, str] = {
@@ -223,3 +223,63 @@ def _with_modes(cells: Sequence[Cell], table: _Table) -> list[Cell]:
         cell.model_copy(update={"mode": "weak"}) if cell.label in weak and len(workers[cell.label]) > 1 else cell
         for cell in cells
     ]
+
+
+# Several studies as one: two models, two machines, two versions.
+
+
+def side_by_side(studies: Sequence[tuple[str, Results]]) -> Results:
+    """All cells of several studies, each under a label that tells which study it is from.
+
+    A study's own label stays if no other study has it; if another has, the study's name stands before it. A study
+    without a label is called by its name.
+
+    Args:
+        studies: each with its name.
+    """
+    named = list(zip(_names([name for name, _ in studies]), (results for _, results in studies), strict=True))
+    counts = Counter(
+        label or name for name, results in named for label in dict.fromkeys(cell.label for cell in results.cells)
+    )
+    found = []
+    for name, results in named:
+        labels = {cell.label: _label(name, cell.label, counts) for cell in results.cells}
+        # A study of one label is known by it, so that a setting of it is found by the label.
+        found.append((next(iter(labels.values())) if len(labels) == 1 else name, labels, results))
+    renamed = (
+        cell.model_copy(update={"label": labels[cell.label]}) for _, labels, results in found for cell in results.cells
+    )
+    return Results(
+        cells=tuple(renamed),
+        environment=_merged({name: results.environment for name, _, results in found}),
+        commands=tuple(dict.fromkeys(command for _, _, results in found for command in results.commands)),
+        settings=_merged({name: results.settings for name, _, results in found}),
+        notes=tuple(f"{name}: {note}" for name, _, results in found for note in results.notes),
+    )
+
+
+def _names(names: Sequence[str]) -> list[str]:
+    """Each once, and none that begins as a formula: ``study``, ``study (2)``."""
+    seen: Counter[str] = Counter()
+    found = []
+    for each in names:
+        name = each.lstrip("".join(FORMULAS)) or "study"
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return found
+
+
+def _label(name: str, label: str, counts: Counter[str]) -> str:
+    if not label:
+        return name
+    return label if counts[label] == 1 else f"{name}: {label}"
+
+
+def _merged(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What all have in common once, the rest by study."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for about in parts.values() for key in about):
+        values = {name: about.get(key) for name, about in parts.items()}
+        alike = all(value == next(iter(values.values())) for value in values.values())
+        found[key] = next(iter(values.values())) if alike else values
+    return found

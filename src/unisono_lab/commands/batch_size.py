@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.options import ScriptName, WorkerOptions, grouped
-from unisono.errors import FIRST_SIGNAL, JobError
+from unisono.cli.tables import bare_table, show_table
+from unisono.errors import JobError
 from unisono.host.cgroup import read_limits
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
-from unisono_lab.commands.study_options import ScriptArgs, StudyCommand
+from unisono_lab.analysis.estimate import counted, number, percent
+from unisono_lab.commands.study import STUDIES, ScriptArgs, StudyCommand, say_ended
 
 if TYPE_CHECKING:
     from unisono_lab.analysis.batch_curve import Tried
-    from unisono_lab.measure.batch_search import BatchSearch
-    from unisono_lab.measure.batch_searching import BatchRunner
+    from unisono_lab.measure.batch_search import BatchRunner, BatchSearch
+if TYPE_CHECKING:
+    from unisono_lab.analysis.batch_curve import BatchCurve, Tried
 
 ROOM_SHARE = 0.9
 """Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
@@ -85,10 +89,8 @@ def batch_size(
     does or the script fails.
     """
     from unisono_lab.analysis.batch_curve import FAILED_NAME
-    from unisono_lab.commands.batch_size_report import file_of
-    from unisono_lab.measure.batch_search import BatchSearch
-    from unisono_lab.measure.batch_searching import BatchRunner
-    from unisono_lab.measure.cell_runner import TRIAL_GRACE_S
+    from unisono_lab.measure.batch_search import BatchRunner, BatchSearch
+    from unisono_lab.measure.engines import TRIAL_GRACE_S
 
     search = BatchSearch(workers, first, most, margin)
     search.check()
@@ -133,9 +135,7 @@ def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
         JobError: the file cannot be written, or the script takes no steps.
         LaunchError: the script failed, and not for its memory.
     """
-    from unisono_lab.commands.batch_size_report import line, report
-    from unisono_lab.measure.batch_searching import searched
-    from unisono_lab.measure.measuring import Interrupted
+    from unisono_lab.measure.batch_search import searched
 
     settings = runner.settings
     err = Console(stderr=True, highlight=False, emoji=False)
@@ -145,11 +145,107 @@ def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
 
     try:
         with tempfile.TemporaryDirectory(prefix="unisono-batch-size-") as folder, Launcher(share=True) as launcher:
-            whole = searched(search, lambda batch: runner.attempt(batch, launcher, Path(folder)), tell)
-    except (Interrupted, KeyboardInterrupt) as interrupted:
-        number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
-        err.print(Text(f"unisono: ended by {signal.Signals(number).name}: nothing is kept"), soft_wrap=True)
-        return FIRST_SIGNAL + number
-    command = shlex.join(["unisono", *sys.argv[1:]])
-    report(whole, whole.curve(search, settings.memory_limit_mib, command), path)
-    return 1 if whole.found.largest is None else 0
+            command = shlex.join(["unisono", *sys.argv[1:]])
+            attempt = partial(runner.attempt, launcher=launcher, folder=Path(folder))
+            curve = searched(search, attempt, tell, settings.memory_limit_mib, command)
+    except KeyboardInterrupt as interrupted:
+        return say_ended(interrupted, "nothing is kept", err)
+    report(curve, path)
+    return 1 if curve.largest is None else 0
+
+
+# The output of ``unisono batch-size``, and the file that it writes.
+
+ENDS = {
+    "memory": "more do not fit into memory",
+    "data": "the data set has no more for a step",
+    "most": "more were not to be tried",
+}
+
+
+def file_of(wanted: Path | None, stem: str) -> Path:
+    """Where the figures go: by default into the folder of the script's study.
+
+    Raises:
+        JobError: it cannot be written.
+    """
+    from unisono_lab.analysis.batch_curve import NAME
+
+    path = wanted or STUDIES / stem / NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()  # nobody waits for an answer that cannot be kept
+        if path.stat().st_size == 0:
+            path.unlink()
+    except OSError as error:
+        raise JobError(f"{path} cannot be written: {error}; name another file with --json") from error
+    return path
+
+
+def line(tried: Tried) -> str:
+    """What came of a trial, in a line."""
+    if not tried.fits:
+        return f"batch {tried.batch}: does not fit: {tried.words}"
+    memory = "" if tried.peak_mib is None else f", {number(tried.peak_mib)} MiB"
+    speed = "" if tried.samples_per_s is None else f", {number(tried.samples_per_s)} samples/s"
+    return f"batch {tried.batch}: fits{memory}{speed}"
+
+
+def report(curve: BatchCurve, path: Path) -> None:
+    """Print the answer and what was tried, and write both into a file.
+
+    Args:
+        curve: the search's results.
+        path: the file to write.
+
+    Raises:
+        JobError: it cannot be written.
+    """
+    from unisono.checkpoint.folder import write_json
+
+    out = Console(highlight=False, emoji=False)
+    out.print()
+    show_table(_table(curve), out)
+    out.print()
+    for words in answer(curve):
+        out.print(Text(words, "bold"), soft_wrap=True)
+    try:
+        write_json(path, curve.model_dump(mode="json"))
+    except OSError as error:
+        raise JobError(f"{path} cannot be written: {error}; name another file with --json") from error
+    out.print(Text(f"figures: {path}", "dim"), soft_wrap=True)
+
+
+def answer(curve: BatchCurve) -> list[str]:
+    """The answer in sentences."""
+    limit = "" if curve.memory_limit_mib is None else f" (limit: {curve.memory_limit_mib:.0f} MiB of the host's memory)"
+    if curve.largest is None:
+        smallest = min(curve.rows, key=lambda row: row.batch)
+        return [f"no batch fits, not even {_batch(smallest.batch, curve.workers)}{limit}: {smallest.words}"]
+    ends = ENDS[curve.bound] + (limit if curve.bound == "memory" else "")
+    said = [f"largest batch that fits: {_batch(curve.largest, curve.workers)}; {ends}"]
+    if curve.with_margin is not None and curve.with_margin != curve.largest:
+        said.append(f"with a margin of {percent(curve.margin)}: {_batch(curve.with_margin, curve.workers)}")
+    if curve.best is None:
+        return [*said, "no trial was long enough to be timed: the script takes too few steps"]
+    rate = next(row.samples_per_s for row in curve.rows if row.batch == curve.best)
+    return [
+        *said,
+        f"best throughput: {_batch(curve.best, curve.workers)}, {number(rate)} samples/s",
+        f"so take unisono.init(batch_size={curve.best * curve.workers}) with {counted(curve.workers, 'worker')}",
+    ]
+
+
+def _batch(batch: int, workers: int) -> str:
+    return f"{batch}" if workers == 1 else f"{batch} per worker, {batch * workers} in all"
+
+
+def _table(curve: BatchCurve) -> Table:
+    marks = (("largest", curve.largest), ("with margin", curve.with_margin), ("best throughput", curve.best))
+    head = ("batch per worker" if curve.workers > 1 else "batch", "samples/s", "peak MiB", "fits", "")
+    rows = []
+    for one in curve.rows:
+        names = [name for name, batch in marks if batch == one.batch]
+        fields = [str(one.batch), number(one.samples_per_s), number(one.peak_mib), "yes" if one.fits else "no"]
+        rows.append([*fields, ", ".join(names)])
+    return bare_table(head, rows, left=(4,))

@@ -61,7 +61,8 @@ def report(run: Path, policies: Sequence[str], plot: Path | None, *, everything:
         JobError: the folder cannot be read, there is no such policy, or the picture cannot be drawn.
     """
     if plot is not None:
-        from unisono_lab.replay.plot import draw, require_drawable
+        from unisono_lab.report.drawing import require_drawable, save
+        from unisono_lab.report.replay_picture import Picture, drawn
 
         require_drawable(plot)
     record = Record.read(run)
@@ -74,7 +75,7 @@ def report(run: Path, policies: Sequence[str], plot: Path | None, *, everything:
     else:
         _show_comparison(record, replayed, out, everything=everything, as_json=as_json)
     if plot is not None:
-        draw(record, plot, replayed)
+        save(drawn(Picture(record, replayed)), plot)
         typer.echo(f"written: {plot}", err=as_json)
 
 

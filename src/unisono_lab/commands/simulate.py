@@ -131,8 +131,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _report(found: object, title: str, out: Path | None, quiet: bool) -> None:
     from unisono_lab.commands.study_report import show
     from unisono_lab.report.report import HTML_NAME, write_document
-    from unisono_lab.report.simulated import simulated_document
-    from unisono_lab.report.simulated_charts import simulated_charts
+    from unisono_lab.report.simulated import simulated_charts, simulated_document
     from unisono_lab.simulation.simulation import Simulation
 
     assert isinstance(found, Simulation)

@@ -8,48 +8,44 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from unisono.cli.options import Module, Resources, Shards, Threads, Tuned, grouped, read_workers
+from unisono.cli.help import HelpfulCommand
+from unisono.cli.options import Resources, WorkerOptions, grouped, read_workers
+from unisono.cli.tables import bare_table, show_table
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.settings import Script
-from unisono_lab.commands.study_options import (
-    STUDIES,
-    Baseline,
-    Efficiency,
-    Epochs,
-    From,
-    KeepGoing,
-    Label,
-    Out,
-    Predict,
-    Price,
-    Repeats,
-    ScalingMode,
-    ScriptArgs,
-    Seed,
-    Stages,
-    Steps,
-    StudyCommand,
-    StudyOn,
-    StudyScript,
-    Waiting,
-    Warmup,
-    Workers,
-)
-from unisono_lab.commands.study_stages import study_stages
 
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
     from unisono_lab.measure.engines import StudyEngine
     from unisono_lab.measure.measurement import Measurement
+
+
+class StudyCommand(HelpfulCommand):
+    """A command whose script has options of its own, behind ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Say where an option belongs that is none of the study's."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":
+                error.message += ' (what is meant for the script stands behind "--")'  # type: ignore[attr-defined]
+            raise
+
+
+STUDIES = Path("studies")
+"""Where studies are, unless somebody says otherwise; a search for the largest batch lies beside its script's."""
+
+ScriptArgs = Annotated[list[str] | None, typer.Argument(help="The arguments of the script.", metavar="-- ARGS")]
 
 COMPARE = "compare"
 """In the place of a script: studies follow. A script of this name is started as ``./compare``."""
@@ -59,7 +55,10 @@ COMPARE = "compare"
 class StudyPlace:
     """The options that say where the workers of a study are started."""
 
-    engine: StudyOn = None
+    engine: Annotated[
+        Literal["ray", "slurm"] | None,
+        typer.Option("--on", help="Start the workers on the nodes of a Ray cluster, or as tasks of Slurm (srun)."),
+    ] = None
     resources: Resources = None
 
     def engine_for(self, baseline: str | None) -> StudyEngine:
@@ -86,6 +85,106 @@ class StudyPlace:
         return made
 
 
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """The options that say what a report is to tell."""
+
+    price: Annotated[
+        float | None,
+        typer.Option(help="The price of one worker for an hour, to recommend the cheapest number of workers."),
+    ] = None
+    waiting: Annotated[float, typer.Option(help="The price of waiting for an hour, in the currency of --price.")] = 0.0
+    efficiency: Annotated[
+        float, typer.Option(help="The least efficiency, up to 1, of the recommended number of workers.")
+    ] = 0.8
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Numbers of workers to predict; by default two and four times the largest measured one.",
+        ),
+    ] = None
+
+    def wanted(self, title: str) -> Wanted:
+        """The reader's choices, for a report with this title.
+
+        Raises:
+            JobError: one of them makes no sense.
+        """
+        from unisono_lab.analysis.analysis import Prices, Wanted
+
+        if not 0 < self.efficiency <= 1:
+            raise JobError(f"--efficiency {self.efficiency}: above 0 and at most 1, such as 0.8")
+        for name, value in (("--price", self.price or 0.0), ("--waiting", self.waiting)):
+            if not 0 <= value < float("inf"):
+                raise JobError(f"{name} {value}: a number from 0")
+        has_prices = self.price is not None or self.waiting
+        prices = Prices(self.price or 0.0, self.waiting) if has_prices else None
+        return Wanted(title=title, predict=self._predicted(), threshold=self.efficiency, prices=prices)
+
+    def _predicted(self) -> list[int]:
+        try:
+            found = sorted({int(part) for part in (self.predict or "").split(",") if part.strip()})
+        except ValueError:
+            found = [0]
+        if found and found[0] < 1:
+            raise JobError(f"--predict {self.predict}: numbers of workers with commas between them, such as 8,16")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options that say what is to be measured."""
+
+    workers: Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")] = "1,2"
+    mode: Annotated[
+        Literal["strong", "weak", "both"],
+        typer.Option(help="Strong keeps the global batch; weak multiplies batch and learning rate by the workers."),
+    ] = "strong"
+    repeats: Annotated[
+        int, typer.Option(help="The number of runs of each kind; all runs are interleaved in random order.")
+    ] = 5
+    steps: Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")] = None
+    epochs: Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")] = None
+    warmup: Annotated[int, typer.Option(help="The number of first steps of each run that are not measured.")] = 5
+    baseline: Annotated[
+        str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
+    ] = None
+    label: Annotated[
+        str | None, typer.Option(help="The name of this measurement in reports and comparisons.", show_default=False)
+    ] = None
+    seed: Annotated[int, typer.Option(help="The seed of the random order of runs.")] = 0
+
+    def measurement(self, launched: Script, job: WorkerOptions) -> Measurement:
+        """What is to be measured of a script.
+
+        Raises:
+            JobError: a script cannot be read, or an option makes no sense.
+        """
+        from unisono_lab.measure.engines import plain_workers
+        from unisono_lab.measure.measurement import Measurement
+
+        plain, workers = tuple(shlex.split(self.baseline or "")), read_workers(self.workers)
+        for argv in filter(None, (launched.argv, plain)):
+            Script.from_argv(argv).require_readable()
+        return Measurement(
+            script=tuple(launched.argv),
+            workers=workers,
+            modes=("strong", "weak") if self.mode == "both" else (self.mode,),
+            repeats=self.repeats,
+            steps=self.steps,
+            epochs=self.epochs,
+            baseline=plain,
+            baseline_workers=plain_workers(workers, job.threads or 1, usable_cores()) if plain else (),
+            shards=job.shards,
+            threads=job.threads,
+            warmup_steps=self.warmup,
+            seed=self.seed,
+            label=self.label or launched.stem,
+            tuned=job.tuned,
+        )
+
+
 app = typer.Typer()
 
 
@@ -93,29 +192,37 @@ app = typer.Typer()
 @grouped
 def study(
     place: StudyPlace,
-    script: StudyScript = None,
+    script: Annotated[
+        str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
+    ] = None,
     args: ScriptArgs = None,
-    workers: Workers = "1,2",
-    mode: ScalingMode = "strong",
-    repeats: Repeats = 5,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    warmup: Warmup = 5,
-    baseline: Baseline = None,
-    out: Out = None,
-    label: Label = None,
-    price: Price = None,
-    waiting: Waiting = 0.0,
-    efficiency: Efficiency = 0.8,
-    predict: Predict = None,
-    seed: Seed = 0,
-    measured: From = None,
-    module: Module = False,
-    shards: Shards = None,
-    threads: Threads = None,
-    tuned: Tuned = True,
-    keep_going: KeepGoing = False,
-    stages: Stages = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The study's folder; a folder with measurements is continued.", show_default=False),
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Measure nothing: write a report from this CSV file, results.json or study folder.",
+        ),
+    ] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on even if the first run of each kind fails for the same reason.")
+    ] = False,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="DEVICES",
+            help="Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of "
+            "workers.",
+        ),
+    ] = None,
+    *,
+    runs: RunOptions,
+    report: ReportOptions,
+    job: WorkerOptions,
 ) -> None:
     """Measure a script with several numbers of workers, several times each, and report how it scales.
 
@@ -129,50 +236,29 @@ def study(
 
     What is measured is kept: started again, it measures only what is missing. Exit code 1 if figures are missing.
     """
-    from unisono_lab.commands.study_report import wanted_of
-
-    wanted = partial(wanted_of, predict=predict, threshold=efficiency, price=price, waiting=waiting)
-    if script is None or measured is not None or (script == COMPARE and not module):
-        return _from_figures(measured, [Path(each) for each in args or ()] if script else None, out, wanted)
-    from unisono_lab.measure.cell_runner import plain_workers
-    from unisono_lab.measure.measurement import Measurement
-
-    launched = Script(script, tuple(args or ()), is_module=module)
+    if script is None or measured is not None or (script == COMPARE and not job.module):
+        return _from_figures(measured, [Path(each) for each in args or ()] if script else None, out, report)
+    launched = Script(script, tuple(args or ()), is_module=job.module)
     if stages is not None:
-        own = {"repeats": repeats, "steps": steps, "warmup": warmup, "shards": shards, "threads": threads, "seed": seed}
-        where = out or STUDIES / f"{label or launched.stem}-stages"
-        raise typer.Exit(study_stages(launched, stages, where, tuned=tuned, **own))
-    plain = tuple(shlex.split(baseline or ""))
-    for argv in filter(None, (launched.argv, plain)):
-        Script.from_argv(argv).require_readable()
-    measurement = Measurement(
-        script=tuple(launched.argv),
-        workers=read_workers(workers),
-        modes=("strong", "weak") if mode == "both" else (mode,),
-        repeats=repeats,
-        steps=steps,
-        epochs=epochs,
-        baseline=plain,
-        baseline_workers=plain_workers(read_workers(workers), threads or 1, usable_cores()) if plain else (),
-        shards=shards,
-        threads=threads,
-        warmup_steps=warmup,
-        seed=seed,
-        label=label or launched.stem,
-        tuned=tuned,
-    )
-    where, report = out or STUDIES / measurement.label, wanted(f"Scaling study: {measurement.label}")
-    raise typer.Exit(start(measurement, place.engine_for(baseline), where, report, keeps_going=keep_going))
+        own = {name: getattr(runs, name) for name in ("repeats", "steps", "warmup", "seed")}
+        own |= {name: getattr(job, name) for name in ("shards", "threads", "tuned")}
+        where = out or STUDIES / f"{runs.label or launched.stem}-stages"
+        raise typer.Exit(study_stages(launched, stages, where, **own))
+    measurement = runs.measurement(launched, job)
+    where, wanted = out or STUDIES / measurement.label, report.wanted(f"Scaling study: {measurement.label}")
+    raise typer.Exit(start(measurement, place.engine_for(runs.baseline), where, wanted, keeps_going=keep_going))
 
 
-def _from_figures(measured: Path | None, studies: Sequence[Path] | None, out: Path | None, wanted: Any) -> None:
+def _from_figures(
+    measured: Path | None, studies: Sequence[Path] | None, out: Path | None, options: ReportOptions
+) -> None:
     """The report of what was measured before.
 
     Args:
         measured: the figures, or the study.
         studies: the studies to compare, if there are no figures.
         out: the folder of the report.
-        wanted: a function that makes of a title what the report should say.
+        options: what the report should say.
 
     Raises:
         JobError: there is neither.
@@ -180,10 +266,10 @@ def _from_figures(measured: Path | None, studies: Sequence[Path] | None, out: Pa
     from unisono_lab.commands.study_report import compare, name_of, report_from
 
     if measured is not None:
-        return report_from(measured, out, wanted(f"Scaling study: {name_of(measured)}"))
+        return report_from(measured, out, options.wanted(f"Scaling study: {name_of(measured)}"))
     if studies is None:
         raise JobError("name the script to measure: unisono study train.py --workers 1,2")
-    return compare(studies, out, wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
+    return compare(studies, out, options.wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
 
 
 def start(
@@ -200,8 +286,8 @@ def start(
     from unisono_lab.analysis.study_folder import StudyFolder
     from unisono_lab.commands.study_progress import StudyProgress
     from unisono_lab.commands.study_report import report
-    from unisono_lab.measure.cell_runner import CellRunner, results_of
-    from unisono_lab.measure.measuring import Interrupted, measure
+    from unisono_lab.measure.engines import CellRunner, results_of
+    from unisono_lab.measure.measuring import measure
 
     measurement.check()
     folder, err = StudyFolder(path), Console(stderr=True, highlight=False, emoji=False)
@@ -223,11 +309,8 @@ def start(
             try:
                 with StudyProgress(len(cells), done) as progress:
                     measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
-            except (Interrupted, KeyboardInterrupt) as interrupted:
-                number = interrupted.signal if isinstance(interrupted, Interrupted) else signal.SIGINT
-                words = f"unisono: ended by {signal.Signals(number).name}: start it again to go on with what is missing"
-                err.print(Text(words), soft_wrap=True)
-                return FIRST_SIGNAL + number
+            except KeyboardInterrupt as interrupted:
+                return say_ended(interrupted, "start it again to go on with what is missing", err)
             command = shlex.join(["unisono", *sys.argv[1:]])
             report(results_of(runner, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:
@@ -237,3 +320,56 @@ def start(
         words = f"unisono: all failed for the same reason, so the other {len(measured.left_out)} runs were left out"
         err.print(Text(f"{words} (--keep-going runs them)", "red"), soft_wrap=True)
     return 1 if measured.missing else 0
+
+
+def say_ended(interrupted: KeyboardInterrupt, words: str, err: Console) -> int:
+    """Say which signal has ended what was measured.
+
+    Returns:
+        the exit code.
+    """
+    number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
+    err.print(Text(f"unisono: ended by {number.name}: {words}"), soft_wrap=True)
+    return FIRST_SIGNAL + number
+
+
+# ``unisono study --stages``: which schedule is the fastest for a model in stages.
+
+
+def study_stages(script: Script, devices: int, place: Path, **options: Any) -> int:
+    """Measure all schedules, print them as a table, and name the best.
+
+    Args:
+        script: the script, which calls ``run.pipeline``.
+        devices: the number of devices that hold the stages.
+        place: the study's folder, which must be new.
+        options: those of ``ScheduleStudy``; None for its default.
+
+    Returns:
+        the exit code: 0 if there are figures of every schedule, 1 if not.
+
+    Raises:
+        JobError: it cannot be measured, or the folder has something in it.
+    """
+    from unisono_lab.measure.schedules import ScheduleStudy, measure_schedules, table_of  # which load torch
+
+    wanted = ScheduleStudy(script, devices, **{name: value for name, value in options.items() if value is not None})
+    wanted.check()
+    if place.exists() and any(place.iterdir()):
+        raise JobError(f"{place} has something in it already: name another folder with --out")
+    err, out = Console(stderr=True, highlight=False, emoji=False), Console(highlight=False, emoji=False)
+    cores = usable_cores()
+    if wanted.devices * (wanted.threads or 1) > cores:
+        words = f"unisono: {wanted.devices} devices are too many for {cores} cores, unless they are GPUs: they wait for"
+        err.print(Text(f"{words} cores, and not for each other", "red"), soft_wrap=True)
+    figures = measure_schedules(wanted, place, lambda words: err.print(Text(f"unisono: {words}"), soft_wrap=True))
+    head, *rows = table_of(figures)
+    show_table(bare_table(head, rows), out)
+    for one in figures:
+        if one.trouble:
+            out.print(Text(f"{one.schedule}: {one.trouble}", "red"), soft_wrap=True)
+    best = figures[0]
+    if best.step_s:
+        words = f'take run.pipeline(…, schedule="{best.schedule}"): {1000 * median(best.step_s):.1f} ms a step'
+        out.print(Text(f"{words}. It changes no bit; more shards, which do, make the idle share smaller", "bold"))
+    return int(any(one.trouble for one in figures))

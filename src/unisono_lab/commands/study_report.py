@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.tables import show_table, width_of
+from unisono.cli.tables import bare_table, show_table, width_of
 from unisono.errors import JobError
-from unisono_lab.report.written_table import WrittenTable
+from unisono_lab.report.figure_tables import Field, WrittenTable
 
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
@@ -48,9 +48,9 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
     """
     from unisono_lab.analysis.analysis import analyzed
     from unisono_lab.analysis.results import CSV_NAME
-    from unisono_lab.analysis.timed_steps import timed_steps
     from unisono_lab.report.document import document
     from unisono_lab.report.report import HTML_NAME, require_reports, write_report
+    from unisono_lab.report.step_picture import timed_steps
 
     out = Console(highlight=False, emoji=False)
     batches = _batches(results, sources or [folder])
@@ -107,9 +107,7 @@ def _fitting(written: WrittenTable, title: str, out: Console) -> Table:
     """Without columns that one can do without, if the terminal is narrow."""
     left = written
     for name in ("", *LEAST):
-        keep = [place for place, head in enumerate(left.head) if head != name]
-        rows = [[row[place] for place in keep] for row in left.rows]
-        left = WrittenTable([left.head[place] for place in keep], rows, left.text_columns)
+        left = left.with_columns([place for place, head in enumerate(left.head) if head != name])
         table = _table(left, title)
         if not out.is_terminal or width_of(table, out) <= out.width:
             break
@@ -118,18 +116,17 @@ def _fitting(written: WrittenTable, title: str, out: Console) -> Table:
 
 def _table(written: WrittenTable, title: str) -> Table:
     """With the intervals of the most important columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", title=title, title_justify="left")
     places = [place for place, name in enumerate(written.head) if name not in HIDDEN or len(_words(written, place)) > 1]
-    for place in places:
-        head = written.head[place].replace(" ", "\n")
-        table.add_column(head, justify="left" if place < written.text_columns else "right", no_wrap=True)
-    for row in written.rows:
-        fields = [Text(row[place].text) for place in places]
-        for text, place in zip(fields, places, strict=True):
-            if row[place].below and written.head[place] in WITH_INTERVALS:
-                text.append(f"\n{row[place].below}", "dim")
-        table.add_row(*fields)
+    chosen = written.with_columns(places)
+    rows = [[_printed(field, name) for field, name in zip(row, chosen.head, strict=True)] for row in chosen.rows]
+    table = bare_table([name.replace(" ", "\n") for name in chosen.head], rows, range(chosen.text_columns))
+    table.title, table.title_justify = title, "left"
     return table
+
+
+def _printed(field: Field, name: str) -> Text:
+    has_interval = field.below and name in WITH_INTERVALS
+    return Text.assemble(field.text, (f"\n{field.below}", "dim")) if has_interval else Text(field.text)
 
 
 def _words(written: WrittenTable, place: int) -> set[str]:
@@ -137,33 +134,6 @@ def _words(written: WrittenTable, place: int) -> set[str]:
 
 
 # Reports of figures that are there already, and of several studies beside each other.
-
-
-def wanted_of(
-    title: str, predict: str | None = None, threshold: float = 0.8, price: float | None = None, waiting: float = 0.0
-) -> Wanted:
-    """The reader's choices, from the options of the command line.
-
-    Args:
-        title: the title of the report.
-        predict: numbers of workers, ``8,16``; None for twice and four times as many as were measured.
-        threshold: the efficiency asked for, 0 … 1.
-        price: the price of a worker's hour; None to leave costs out.
-        waiting: the price of one hour of waiting, in the same currency.
-
-    Raises:
-        JobError: one of them makes no sense.
-    """
-    from unisono_lab.analysis.analysis import Wanted
-    from unisono_lab.analysis.recommendation import Prices
-
-    if not 0 < threshold <= 1:
-        raise JobError(f"--efficiency {threshold}: above 0 and at most 1, such as 0.8")
-    for name, value in (("--price", price or 0.0), ("--waiting", waiting)):
-        if not 0 <= value < float("inf"):
-            raise JobError(f"{name} {value}: a number from 0")
-    prices = Prices(price or 0.0, waiting) if price is not None or waiting else None
-    return Wanted(title=title, predict=_numbers(predict), threshold=threshold, prices=prices)
 
 
 def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
@@ -201,8 +171,7 @@ def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
     Raises:
         JobError: there are fewer than two, they cannot be read, or the report cannot be written.
     """
-    from unisono_lab.analysis.side_by_side import side_by_side
-    from unisono_lab.analysis.table import read_results
+    from unisono_lab.analysis.table import read_results, side_by_side
 
     if len(sources) < 2:
         raise JobError("unisono study compare A B: name two studies, each a folder, a results.json or a CSV file")
@@ -228,16 +197,6 @@ def _require_no_study(folder: Path, sources: Sequence[Path]) -> None:
     taken = {(folder / name).resolve() for name in ("", CSV_NAME, JSON_NAME)}
     if (folder / SETTINGS_NAME).exists() or any(source.resolve() in taken for source in sources):
         raise JobError(f"the report would take the place of the results in {folder}: name another folder with --out")
-
-
-def _numbers(text: str | None) -> list[int]:
-    try:
-        found = sorted({int(part) for part in (text or "").split(",") if part.strip()})
-    except ValueError:
-        found = [0]
-    if found and found[0] < 1:
-        raise JobError(f"--predict {text}: numbers of workers with commas between them, such as 8,16")
-    return found
 
 
 def name_of(source: Path) -> str:

@@ -12,9 +12,10 @@ from rich.table import Table
 from unisono.cli.completion import run_folders
 from unisono.cli.tables import show_table
 from unisono.jsonl import to_json
+from unisono_lab.report.drawing import require_drawable, save
+from unisono_lab.report.step_picture import step_figure
 from unisono_lab.timeline.chrome import chrome_trace, write
 from unisono_lab.timeline.explanation import NAMES, Explanation, explained, parts_of
-from unisono_lab.timeline.picture import draw
 from unisono_lab.timeline.recorded import StepTimelines, read
 
 TRACE = "timeline.json"
@@ -45,8 +46,6 @@ def timeline(
     Writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and says what takes the time of the median step.
     """
     if plot is not None:
-        from unisono_lab.replay.plot import require_drawable  # loads torch
-
         require_drawable(plot)
     timelines = read(runs)
     for words in timelines.left_out:
@@ -55,7 +54,7 @@ def timeline(
     path = out or runs[0] / TRACE
     write(chrome_trace(timelines), path)
     if plot is not None:
-        draw(timelines, found, plot)
+        save(step_figure(timelines, found), plot)
     if as_json:
         typer.echo(to_json(_values(timelines, found)), nl=False)
     else:

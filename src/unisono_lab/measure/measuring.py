@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -61,16 +61,8 @@ class Missing:
     reason: str = ""
 
 
-class Interrupted(Exception):
-    """Somebody wants the study to end; what is measured by now is kept.
-
-    Attributes:
-        signal: its number.
-    """
-
-    def __init__(self, signal: int) -> None:
-        super().__init__(signal)
-        self.signal = signal
+class Interrupted(KeyboardInterrupt):
+    """Somebody wants the study to end, by the signal of this number; what is measured by now is kept."""
 
 
 class ProgressReporter(Protocol):
@@ -265,19 +257,6 @@ def _read(place: Path, cell: PlannedCell, measurement: Measurement) -> MeasuredR
 
 
 def _figures(run: MeasuredRun, trained: int, cores: int) -> dict[str, Any]:
-    times = run.times
-    parts = {} if times is None else {name: max(getattr(times, name), 0.0) for name in times.__slots__}
-    return {
-        "batch_size": run.batch_size,
-        "learning_rate": run.learning_rate,
-        "epoch": run.epoch,
-        "samples": run.samples,
-        "seconds": run.seconds,
-        "epoch_s": run.epoch_s,
-        **parts,
-        "peak_memory_mib": run.peak_memory_mib,
-        "loss": run.loss_at(trained),
-        "accuracy": run.accuracy,
-        "digest": run.digest,
-        "oversubscribed": run.is_oversubscribed(cores),
-    }
+    parts = {} if run.times is None else {name: max(value, 0.0) for name, value in asdict(run.times).items()}
+    alike = {name: getattr(run, name) for name in Cell.model_fields if hasattr(run, name)}
+    return {**alike, **parts, "loss": run.loss_at(trained), "oversubscribed": run.is_oversubscribed(cores)}

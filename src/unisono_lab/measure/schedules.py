@@ -9,14 +9,12 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from unisono.errors import JobError, LaunchError
+from unisono.errors import JobError
 from unisono.jsonl import read_lines
-from unisono.launch.ending.result import in_a_line, open_folder
-from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono.train.model.stages import LOOPED, SCHEDULES
+from unisono_lab.measure.engines import OnThisHost
 
 
 def ideal_bubble(schedule: str, devices: int, shards: int, blocks: int) -> float:
@@ -143,18 +141,14 @@ def measure_schedules(
             if schedule in trouble:
                 continue
             tell(f"{schedule}, run {repeat + 1} of {study.repeats}")
-            folder = open_folder(place / f"{schedule}-{repeat}", study.script.stem)
-            try:
-                outcome = launch(study.settings(schedule), folder, SilentTerminal())
-            except LaunchError as error:
-                trouble[schedule] = str(error)
-                continue
-            if outcome.interrupted:
+            folder = place / f"{schedule}-{repeat}"
+            end = OnThisHost().run(study.settings(schedule), folder)
+            if end.interrupted:
                 raise KeyboardInterrupt
-            if outcome.exit_code:
-                trouble[schedule] = in_a_line(outcome, folder)[0]
-                continue
-            found[schedule].append(_Run.of(folder.path, study.warmup))
+            if end.exit_code:
+                trouble[schedule] = end.words
+            else:
+                found[schedule].append(_Run.of(folder, study.warmup))
     figures = [_figures(schedule, runs, trouble.get(schedule, "")) for schedule, runs in found.items()]
     return sorted(figures, key=lambda one: (bool(one.trouble), median(one.step_s) if one.step_s else 0.0))
 

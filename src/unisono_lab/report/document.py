@@ -9,8 +9,9 @@ from typing import Any, Literal
 from unisono_lab.analysis.analysis import Analysis
 from unisono_lab.analysis.estimate import shown
 from unisono_lab.analysis.results import Mode
-from unisono_lab.report.charts import Chart
+from unisono_lab.report.drawing import Chart
 from unisono_lab.report.figure_tables import (
+    WrittenTable,
     batch_table,
     fit_table,
     part_table,
@@ -18,9 +19,7 @@ from unisono_lab.report.figure_tables import (
     speed_table,
     trained_table,
 )
-from unisono_lab.report.threats import correctness, threats
-from unisono_lab.report.verdict import advice, explanations, named, overheads, verdict
-from unisono_lab.report.written_table import Field, WrittenTable
+from unisono_lab.report.verdict import advice, correctness, explanations, named, overheads, threats, verdict
 
 # Words that a report uses, for who reads one for the first time.
 
@@ -119,16 +118,21 @@ class Document:
 
 def document(analysis: Analysis, pictures: Sequence[Chart]) -> Document:
     """What the report of a study says."""
+    results = analysis.results
+    breakdowns = [chart for chart in pictures if chart.name.startswith("breakdown")]
+    reasons = _prose(*explanations(analysis), *overheads(analysis))
+    trained = _prose(*(named(analysis, curve, correctness(curve)) for curve in analysis.curves))
+    facts = [_table(_pairs("machine and software", results.environment)), _table(_pairs("setting", results.settings))]
     sections = [
         *(_figures(analysis, mode) for mode in analysis.modes),
-        *(_pictures(analysis, mode, pictures) for mode in analysis.modes),
-        _reasons(analysis, pictures),
+        *(_plots(mode, pictures) for mode in analysis.modes),
+        Section("Why it is not linear", [reasons, _pictures(breakdowns), _table(part_table(analysis))]),
         _steps(pictures),
         _models(analysis),
         _batches(analysis, pictures),
-        _correctness(analysis),
-        _environment(analysis),
-        _commands(analysis),
+        Section("Correctness", [trained, _table(trained_table(analysis))]),
+        Section("Environment and settings", facts),
+        Section("Commands", [Block("code", results.commands)]),
         Section("Threats to validity", [Block("bullets", threats(analysis))]),
         Section("Glossary", [Block("terms", terms=TERMS)]),
     ]
@@ -140,6 +144,18 @@ def _says_something(block: Block) -> bool:
     return bool(block.texts or block.pictures or block.terms or (block.table and block.table.rows))
 
 
+def _prose(*texts: str) -> Block:
+    return Block("prose", texts)
+
+
+def _table(table: WrittenTable) -> Block:
+    return Block("table", table=table)
+
+
+def _pictures(chosen: Sequence[Chart]) -> Block:
+    return Block("pictures", pictures=chosen)
+
+
 def _figures(analysis: Analysis, mode: Mode) -> Section:
     about = {
         "strong": "Strong scaling: the global batch stays, and each worker computes a smaller part of it.",
@@ -147,27 +163,13 @@ def _figures(analysis: Analysis, mode: Mode) -> Section:
         "with the workers. Speedups are those of the throughput.",
         "baseline": "",
     }
-    intervals = "Medians; below them the 95 % interval (bootstrap over the runs)."
-    table = speed_table(analysis, analysis.of(mode))
-    title = f"Figures: {mode} scaling"
-    return Section(title, [Block("prose", [f"{about[mode]} {intervals}"]), Block("table", table=table)])
+    words = f"{about[mode]} Medians; below them the 95 % interval (bootstrap over the runs)."
+    return Section(f"Figures: {mode} scaling", [_prose(words), _table(speed_table(analysis.of(mode)))])
 
 
-def _pictures(analysis: Analysis, mode: Mode, pictures: Sequence[Chart]) -> Section:
+def _plots(mode: Mode, pictures: Sequence[Chart]) -> Section:
     chosen = [chart for chart in pictures if chart.name.endswith(mode) and not chart.name.startswith("breakdown")]
-    return Section(f"Plots: {mode} scaling", [Block("pictures", pictures=chosen)])
-
-
-def _reasons(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
-    chosen = [chart for chart in pictures if chart.name.startswith("breakdown")]
-    return Section(
-        "Why it is not linear",
-        [
-            Block("prose", [*explanations(analysis), *overheads(analysis)]),
-            Block("pictures", pictures=chosen),
-            Block("table", table=part_table(analysis)),
-        ],
-    )
+    return Section(f"Plots: {mode} scaling", [_pictures(chosen)])
 
 
 def _steps(pictures: Sequence[Chart]) -> Section:
@@ -177,7 +179,7 @@ def _steps(pictures: Sequence[Chart]) -> Section:
         "wait for what before it. unisono timeline shows all steps of a run, whose folder is in the study's cells."
     ]
     said = [f"{chart.title}: {chart.words}" for chart in chosen]
-    blocks = [Block("prose", about if chosen else []), Block("pictures", pictures=chosen), Block("prose", said)]
+    blocks = [_prose(*about if chosen else []), _pictures(chosen), _prose(*said)]
     return Section("One step, worker by worker", blocks)
 
 
@@ -191,54 +193,27 @@ def _models(analysis: Analysis) -> Section:
         "Predictions, not measurements: what the models expect of numbers of workers that were not tried, had there "
         "been processors enough."
     )
-    return Section(
-        "Models and predictions",
-        [
-            Block("prose", [about] if fits.rows else []),
-            Block("table", table=fits),
-            Block("prose", [guesses] if fits.rows else []),
-            Block("table", table=prediction_table(analysis)),
-        ],
-    )
+    said = [_prose(words) if fits.rows else _prose() for words in (about, guesses)]
+    blocks = [said[0], _table(fits), said[1], _table(prediction_table(analysis))]
+    return Section("Models and predictions", blocks)
 
 
 def _batches(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
     said = []
     for label, curve in analysis.batches.items():
         name = f"{shown(label)}: " if label else ""
+        best = "" if curve.best in (None, curve.largest) else f"; throughput is best with {curve.best}"
         if curve.largest is None:
             said.append(f"{name}no batch that was tried fits into memory.")
-        elif curve.best is None or curve.best == curve.largest:
-            said.append(f"{name}the largest batch that fits has {curve.largest} samples per worker.")
         else:
-            said.append(
-                f"{name}the largest batch that fits has {curve.largest} samples per worker; throughput is best with "
-                f"{curve.best}."
-            )
+            said.append(f"{name}the largest batch that fits has {curve.largest} samples per worker{best}.")
     chosen = [chart for chart in pictures if chart.name == "batch-size"]
-    blocks = [Block("prose", said), Block("pictures", pictures=chosen), Block("table", table=batch_table(analysis))]
-    return Section("Batch size", blocks)
-
-
-def _correctness(analysis: Analysis) -> Section:
-    said = [named(analysis, curve, correctness(curve)) for curve in analysis.curves]
-    return Section("Correctness", [Block("prose", said), Block("table", table=trained_table(analysis))])
-
-
-def _environment(analysis: Analysis) -> Section:
-    results = analysis.results
-    return Section(
-        "Environment and settings",
-        [
-            Block("table", table=_pairs("machine and software", results.environment)),
-            Block("table", table=_pairs("setting", results.settings)),
-        ],
-    )
+    return Section("Batch size", [_prose(*said), _pictures(chosen), _table(batch_table(analysis))])
 
 
 def _pairs(head: str, about: Mapping[str, Any]) -> WrittenTable:
-    rows = [[Field(name), Field(_said(value))] for name, value in about.items() if value not in (None, "", [], {})]
-    return WrittenTable([head, ""], rows, text_columns=2)
+    rows = [[name, _said(value)] for name, value in about.items() if value not in (None, "", [], {})]
+    return WrittenTable.of([head, ""], rows, text_columns=2)
 
 
 def _said(value: Any) -> str:
@@ -249,7 +224,3 @@ def _said(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _commands(analysis: Analysis) -> Section:
-    return Section("Commands", [Block("code", analysis.results.commands)])

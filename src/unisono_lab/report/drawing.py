@@ -1,31 +1,64 @@
-"""Charts in files, and as a part of a page."""
+"""What all pictures have in common: colours, axes, legends, and how they get into files and pages."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from unisono_lab.report.charts import PAPER, PART_COLOURS, SERIES, Chart
-from unisono_lab.report.document import Document
-from unisono_lab.timeline.picture import FAINT, INK
+from unisono.errors import JobError
 
-DPI = 190
+INK, FAINT, PAPER = "#1f2328", "#d3d8de", "#ffffff"
 
-COLOURS = tuple(dict.fromkeys([*SERIES, *PART_COLOURS.values()]))
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
+"""After Okabe and Ito, whose colours people with any kind of colour vision can tell apart; shapes differ, too."""
+
+BLUE, RED, GREEN, PINK, _, SKY = SERIES
+ORANGE = "#e69f00"
+
+SHAPES = ("o", "s", "^", "D", "v", "P")
+
+WIDTH, HEIGHT = 4.9, 3.3
+"""Inches."""
+
+ROOM = 1.06
+"""Of an axis that begins at 0: its end, as a multiple of what lies on it."""
+
+DPI, FILE_DPI = 190, 130
+"""Of a report's pictures, and of those that somebody names a file for."""
 
 VARIABLES: Mapping[str, str] = {
     INK: "currentColor",
     FAINT: "var(--faint)",
     PAPER: "var(--paper)",
-    **{colour: f"var(--s{place})" for place, colour in enumerate(COLOURS)},
+    **{colour: f"var(--s{place})" for place, colour in enumerate((*SERIES, ORANGE))},
 }
 """Colours of a page that is light or dark; a picture in it takes them over."""
 
 IDENTITY = re.compile(r"(\bid=\"|(?:xlink:)?href=\"#|url\(#)")
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture.
+
+    Attributes:
+        name: the name of its files, without an ending.
+        title: the chart's title.
+        words: the same for who cannot see it, and how to read it.
+        figure: matplotlib's.
+    """
+
+    name: str
+    title: str
+    words: str
+    figure: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +75,99 @@ class Drawing:
     svg: bytes
     shape: tuple[float, float]
 
-    def save(self, folder: Path, name: str) -> None:
-        """Write both files.
 
-        Raises:
-            OSError: they cannot be written.
-        """
-        (folder / f"{name}.png").write_bytes(self.png)
-        (folder / f"{name}.svg").write_bytes(self.svg)
+def canvas(across: str, up: str, width: float = WIDTH, height: float = HEIGHT) -> tuple[Any, Any]:
+    """A figure with one axis, whose two directions have these names."""
+    figure, ((axis,),) = panels(1, 1, width, height)
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
+    return figure, axis
+
+
+def panels(rows: int, columns: int, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> tuple[Any, Any]:
+    """A figure with rows of axes, all of one look."""
+    from matplotlib.figure import Figure  # takes a second
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **more)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        for part in (*axis.spines.values(), axis.xaxis.label, axis.yaxis.label):
+            part.set_color(INK)
+        axis.tick_params(colors=INK, which="both")
+        axis.grid(axis="y", color=FAINT, linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.patch.set_visible(False)
+    return figure, axes
+
+
+def mark(place: int) -> dict[str, str]:
+    """The colour and the shape of what stands at a place among others."""
+    return {"color": SERIES[place % len(SERIES)], "marker": SHAPES[place % len(SHAPES)]}
+
+
+def from_zero(axis: Any) -> None:
+    """With room for the marks above the topmost point."""
+    axis.set_ylim(0, ROOM * axis.get_ylim()[1])
+
+
+def doubling(axis: Any, direction: str) -> None:
+    """Have each step of an axis double, in the direction x or y, and show plain numbers."""
+    getattr(axis, f"set_{direction}scale")("log", base=2)
+    plain_numbers(getattr(axis, f"{direction}axis"))
+
+
+def plain_numbers(scale: Any) -> None:
+    """Show 16 as 16, not as a power."""
+    scale.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def explain(figure: Any, axis: Any) -> None:
+    """A legend above the axes, each name once, what was measured first."""
+    handles, labels = axis.get_legend_handles_labels()
+    measured = {label for label, handle in zip(labels, handles, strict=True) if hasattr(handle, "has_yerr")}
+    first = dict(reversed(list(zip(labels, handles, strict=True))))
+    order = sorted(dict.fromkeys(labels), key=lambda label: label not in measured)
+    if order:
+        columns = 3 if max(map(len, order)) < 14 else 2
+        _legend(figure, {label: first[label] for label in order}, "outside upper left", columns)
+
+
+def explain_below(figure: Any, axes: Sequence[Any], columns: int) -> None:
+    """A legend below the axes, each name once."""
+    pairs = [pair for axis in axes for pair in zip(*reversed(axis.get_legend_handles_labels()), strict=True)]
+    _legend(figure, dict(pairs), "outside lower center", columns)
+
+
+def _legend(figure: Any, named: Mapping[str, Any], place: str, columns: int) -> None:
+    look = {"frameon": False, "fontsize": "small", "labelcolor": INK}
+    figure.legend(named.values(), named, loc=place, ncols=columns, **look)
+
+
+def require_drawable(path: Path) -> None:
+    """Make sure that a picture can be drawn into a file, before anything else is done.
+
+    Raises:
+        JobError: of this kind it cannot be, matplotlib is not installed, or there is no such folder.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise JobError(f"--plot {path}: end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if find_spec("matplotlib") is None:
+        raise JobError("--plot needs matplotlib, which is not installed: pip install '.[plot]' in a clone of Unisono")
+    if not path.absolute().parent.is_dir():
+        raise JobError(f"--plot {path}: there is no folder {path.absolute().parent}")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure into a file: PNG, SVG or PDF, by its name.
+
+    Raises:
+        JobError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=FILE_DPI, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+    except OSError as error:
+        raise JobError(f"--plot {path}: {error}") from error
 
 
 def drawn(chart: Chart) -> Drawing:
@@ -79,24 +197,3 @@ def inline(name: str, drawing: Drawing) -> str:
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     return text
-
-
-# A report as one HTML file that needs nothing else: no network, no script.
-
-FORK_SERVER = "report.html"
-
-
-def page(document: Document, drawings: Mapping[str, Drawing]) -> str:
-    """The report, light or dark as the reader's screen is. Whatever labels hold is text, never markup.
-
-    Args:
-        document: the document's content.
-        drawings: the drawings of its charts, by their names.
-    """
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    text = files(__package__).joinpath(FORK_SERVER).read_text(encoding="utf-8")
-    drawn = {name: Markup(inline(name, one)) for name, one in drawings.items()}  # noqa: S704 (matplotlib has escaped it)
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
-    return str(template.render(document=document, drawn=drawn))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from unisono.adapt.layout_trials import Layout
 from unisono_lab.analysis.analysis import Analysis, Curve
 from unisono_lab.analysis.estimate import NOTHING, Estimate, interval, listed, number, percent, shown
 from unisono_lab.analysis.laws import Fit
 from unisono_lab.analysis.summary import PARTS, Row
-from unisono_lab.report.written_table import Field, WrittenTable
 
 STEP_MODEL, STEP_TIME = "step model", "step time of Pollux"
 
@@ -20,93 +21,60 @@ CROWDED = "*"
 """Behind numbers of workers that shared cores."""
 
 
-def speed_table(analysis: Analysis, curves: Sequence[Curve]) -> WrittenTable:
+def speed_table(curves: Sequence[Curve]) -> WrittenTable:
     """Times, throughputs and what follows from them."""
     has_equal = any(row.over_equal for curve in curves for row in curve.rows if row.workers > 1)
-    head = [
-        "study",
-        "workers",
-        "runs",
-        "epoch, s",
-        "samples/s",
-        "speedup",
-        "efficiency",
-        "serial share",
-        EQUAL_PLAIN if has_equal else ONE_PLAIN,
-    ]
-    rows = []
+    over_plain = EQUAL_PLAIN if has_equal else ONE_PLAIN
+    head = ["study", "workers", "runs", "epoch, s", "samples/s", "speedup", "efficiency", "serial share", over_plain]
+    rows: list[list[Field | str]] = []
     for curve in curves:
-        rows += [_speeds(row, row.over_equal if has_equal else row.over_baseline) for row in curve.rows]
-        rows += [_plain_speeds(curve, row) for row in curve.plain]
+        named = [(_workers(row), row) for row in curve.rows]
+        named += [
+            (f"{PLAIN} {row.workers}", row) for row in curve.plain
+        ]  # one process, with threads as so many workers
+        for workers, row in named:
+            over = row.over_equal if has_equal else row.over_baseline
+            figures = [_field(row.epoch_s), _field(row.samples_per_s), _field(row.speedup)]
+            figures += [_share(row.efficiency), _share(row.serial_share), _field(over)]
+            rows.append([shown(curve.label), workers, str(len(row.rates)), *figures])
     notes = ["Serial share: Karp-Flatt, (1/S − 1/W) / (1 − 1/W)."]
     if any(curve.plain for curve in curves):
         notes.append(f"{PLAIN} W: the plain loop, one process with the threads of W workers.")
     if any(curve.crowded for curve in curves):
         notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
-    return WrittenTable(head, rows, 1, " ".join(notes)).without_empty_columns(NOTHING)
-
-
-def _speeds(row: Row, over_plain: Estimate | None) -> list[Field]:
-    return [
-        Field(shown(row.label)),
-        Field(_workers(row)),
-        Field(str(len(row.rates))),
-        _field(row.epoch_s),
-        _field(row.samples_per_s),
-        _field(row.speedup),
-        _share(row.efficiency),
-        _share(row.serial_share),
-        _field(over_plain),
-    ]
-
-
-def _plain_speeds(curve: Curve, row: Row) -> list[Field]:
-    """The plain loop's, which is one process, with threads as that many workers."""
-    figures = [_field(row.epoch_s), _field(row.samples_per_s)]
-    return [
-        Field(shown(curve.label)),
-        Field(f"{PLAIN} {row.workers}"),
-        Field(str(len(row.rates))),
-        *figures,
-        *[Field(NOTHING)] * 4,
-    ]
+    return WrittenTable.of(head, rows, 1, " ".join(notes)).without_empty_columns(NOTHING)
 
 
 def trained_table(analysis: Analysis) -> WrittenTable:
     """What was trained, and what came of it."""
-    head = ["study", "scaling", "workers", "batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"]
+    about = ["study", "scaling", "workers"]
+    head = [*about, "batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"]
     rows = []
-    for curve in analysis.curves:
-        for row in curve.rows:
-            digests = {digest[:12] for digest in row.digests}
-            said = listed(sorted(digests)) if len(digests) < 3 else f"{len(digests)} different ones"
-            figures = [
-                str(row.batch_size or NOTHING),
-                NOTHING if row.learning_rate is None else f"{row.learning_rate:g}",
-                number(row.peak_memory_mib),
-                NOTHING if row.loss is None else f"{row.loss:.4f}",
-                NOTHING if row.accuracy is None else f"{row.accuracy:.3f}",
-                said or NOTHING,
-            ]
-            about = [shown(row.label), row.mode, _workers(row)]
-            rows.append([Field(text) for text in (*about, *figures)])
-    table = WrittenTable(head, rows, 2).without_empty_columns(NOTHING)
-    told = {"batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"} & set(table.head)
-    return table if told else WrittenTable(head, [])
+    for row in _rows(analysis):
+        digests = {digest[:12] for digest in row.digests}
+        said = listed(sorted(digests)) if len(digests) < 3 else f"{len(digests)} different ones"
+        figures = [
+            str(row.batch_size or NOTHING),
+            NOTHING if row.learning_rate is None else f"{row.learning_rate:g}",
+            number(row.peak_memory_mib),
+            NOTHING if row.loss is None else f"{row.loss:.4f}",
+            NOTHING if row.accuracy is None else f"{row.accuracy:.3f}",
+        ]
+        rows.append([shown(row.label), row.mode, _workers(row), *figures, said or NOTHING])
+    table = WrittenTable.of(head, rows, 2).without_empty_columns(NOTHING)
+    return table if set(table.head) - set(about) else WrittenTable(head, [])
 
 
 def part_table(analysis: Analysis) -> WrittenTable:
     """Milliseconds of each part of a step."""
     head = ["study", "scaling", "workers", "step, ms", *(f"{name}, ms" for name in PARTS.values())]
     rows = []
-    for curve in analysis.curves:
-        for row in curve.rows:
-            parts = row.parts
-            if parts:
-                figures = [row.step_s, *(parts.get(part) for part in PARTS)]
-                written = [NOTHING if seconds is None else number(1000 * seconds) for seconds in figures]
-                rows.append([Field(text) for text in (shown(row.label), row.mode, _workers(row), *written)])
-    return WrittenTable(head, rows, 2).without_empty_columns(NOTHING)
+    for row in _rows(analysis):
+        if parts := row.parts:
+            figures = [row.step_s, *(parts.get(part) for part in PARTS)]
+            written = [NOTHING if seconds is None else number(1000 * seconds) for seconds in figures]
+            rows.append([shown(row.label), row.mode, _workers(row), *written])
+    return WrittenTable.of(head, rows, 2).without_empty_columns(NOTHING)
 
 
 def fit_table(analysis: Analysis) -> WrittenTable:
@@ -115,21 +83,17 @@ def fit_table(analysis: Analysis) -> WrittenTable:
     rows = [row for curve in analysis.curves for fit in curve.fits for row in _fit_rows(curve, fit)]
     sources = {fit.law.name: fit.law.source for curve in analysis.curves for fit in curve.fits}
     note = "; ".join(f"{name}: {source}" for name, source in sources.items())
-    return WrittenTable(head, rows, 5, f"Sources: {note}." if note else "").without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 5, f"Sources: {note}." if note else "").without_empty_columns(NOTHING)
 
 
-def _fit_rows(curve: Curve, fit: Fit) -> list[list[Field]]:
+def _fit_rows(curve: Curve, fit: Fit) -> Iterator[list[Field | str]]:
     """A row for each parameter; what holds for all of them stands in the first."""
     name = fit.law.name + (" (better fit)" if fit is curve.best_fit and len(curve.fits) > 1 else "")
     about = [shown(curve.label), curve.mode, name, fit.law.formula]
     last = [percent(fit.misfit), str(fit.figures)]
-    found = []
-    for place, (symbol, estimate) in enumerate(fit.parameters.items()):
-        is_first = place == 0
-        words = [*(about if is_first else [""] * len(about)), f"{symbol}, {fit.law.symbols[symbol]}"]
-        value = Field(_small(estimate.value), _ends(estimate))
-        found.append([*map(Field, words), value, *map(Field, last if is_first else [""] * len(last))])
-    return found
+    for symbol, estimate in fit.parameters.items():
+        yield [*about, f"{symbol}, {fit.law.symbols[symbol]}", Field(_small(estimate.value), _ends(estimate)), *last]
+        about, last = [""] * len(about), [""] * len(last)
 
 
 def prediction_table(analysis: Analysis) -> WrittenTable:
@@ -140,14 +104,14 @@ def prediction_table(analysis: Analysis) -> WrittenTable:
     for curve in analysis.curves:
         for workers in curve.predict if curve.fits else ():
             found = _predictions(analysis, curve, workers)
-            about = [Field(shown(curve.label)), Field(curve.mode), Field(f"{workers} (prediction)")]
-            rows.append([*about, *(found.get(name, Field(NOTHING)) for name in head[3:])])
+            figures = (found.get(name, NOTHING) for name in head[3:])
+            rows.append([shown(curve.label), curve.mode, f"{workers} (prediction)", *figures])
     note = (
         f"Speedups; below them samples/s. {STEP_MODEL}: from one worker's measured step, the bytes of the gradients, "
         f"and the measured latency and bandwidth; from nothing overlaps to everything does. {STEP_TIME}: fitted, as "
         f"policies use it; no further than there are shards."
     )
-    return WrittenTable(head, rows, 3, note).without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 3, note).without_empty_columns(NOTHING)
 
 
 def _predictions(analysis: Analysis, curve: Curve, workers: int) -> dict[str, Field]:
@@ -177,17 +141,15 @@ def batch_table(analysis: Analysis) -> WrittenTable:
     """Batches that were tried."""
     head = ["study", "batch per worker", "samples/s", "peak memory, MiB", "fits"]
     rows = [
-        [
-            Field(shown(label)),
-            Field(str(row.batch)),
-            Field(number(row.samples_per_s)),
-            Field(number(row.peak_mib)),
-            Field("yes" if row.fits else "no"),
-        ]
+        [shown(label), str(row.batch), number(row.samples_per_s), number(row.peak_mib), "yes" if row.fits else "no"]
         for label, curve in analysis.batches.items()
         for row in sorted(curve.rows, key=lambda row: row.batch)
     ]
-    return WrittenTable(head, rows, 1).without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 1).without_empty_columns(NOTHING)
+
+
+def _rows(analysis: Analysis) -> Iterator[Row]:
+    return (row for curve in analysis.curves for row in curve.rows)
 
 
 def _workers(row: Row) -> str:
@@ -215,3 +177,56 @@ def _ends(estimate: Estimate) -> str:
 
 def _range(ends: Sequence[float]) -> str:
     return f"{number(min(ends))} … {number(max(ends))}"
+
+
+# A table of words and figures, as a reader sees it.
+
+
+class Field(NamedTuple):
+    """The text of one cell of a table.
+
+    Attributes:
+        text: the figure.
+        below: its interval, in smaller letters.
+    """
+
+    text: str
+    below: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTable:
+    """Rows of fields.
+
+    Attributes:
+        head: the head of each column.
+        rows: the rows, with one field for each column.
+        text_columns: the number of columns of words, from the left; the others are figures.
+        note: the text below the table.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Field]]
+    text_columns: int = 0
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, head: Sequence[str], rows: Sequence[Sequence[Field | str]], text_columns: int = 0, note: str = ""
+    ) -> WrittenTable:
+        """A table in which a field without an interval is its text alone."""
+        whole = [[field if isinstance(field, Field) else Field(field) for field in row] for row in rows]
+        return cls(head, whole, text_columns, note)
+
+    def with_columns(self, places: Sequence[int]) -> WrittenTable:
+        """Some of its columns."""
+        rows = [[row[place] for place in places] for row in self.rows]
+        words = sum(place < self.text_columns for place in places)
+        return WrittenTable([self.head[place] for place in places], rows, words, self.note)
+
+    def without_empty_columns(self, nothing: str) -> WrittenTable:
+        """The same without columns in which nothing stands."""
+        kept = [
+            place for place in range(len(self.head)) if any(row[place].text not in ("", nothing) for row in self.rows)
+        ]
+        return self.with_columns(kept)

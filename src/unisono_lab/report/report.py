@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,12 +11,10 @@ from unisono.errors import JobError
 from unisono_lab.analysis.analysis import Wanted, analyzed
 from unisono_lab.analysis.batch_curve import BatchCurve
 from unisono_lab.analysis.results import Results
-from unisono_lab.analysis.timed_steps import TimedStep
-from unisono_lab.report.charts import Chart, charts
+from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
-from unisono_lab.report.drawing import drawn, page
-from unisono_lab.report.pdf import pdf
-from unisono_lab.report.step_charts import step_charts
+from unisono_lab.report.drawing import Chart, Drawing, drawn, inline
+from unisono_lab.report.step_picture import TimedStep, step_charts
 
 HTML_NAME, PDF_NAME = "report.html", "report.pdf"
 
@@ -76,16 +75,37 @@ def write_document(found: Document, pictures: Sequence[Chart], folder: Path) -> 
         JobError: something is not installed, or cannot be written.
     """
     require_reports()
+    from unisono_lab.report.pdf import pdf
+
     drawings = {chart.name: drawn(chart) for chart in pictures}
     plots = folder / "plots"
     try:
         plots.mkdir(parents=True, exist_ok=True)
         for name, drawing in drawings.items():
-            drawing.save(plots, name)
+            (plots / f"{name}.png").write_bytes(drawing.png)
+            (plots / f"{name}.svg").write_bytes(drawing.svg)
         _replace(folder / HTML_NAME, page(found, drawings).encode())
         _replace(folder / PDF_NAME, pdf(found, drawings))
     except OSError as error:
         raise JobError(f"the report cannot be written into {folder}: {error}") from error
+
+
+def page(document: Document, drawings: Mapping[str, Drawing]) -> str:
+    """The report as one HTML file that needs nothing else: no network, no script. Whatever labels hold is text.
+
+    It is light or dark as the reader's screen is.
+
+    Args:
+        document: the document's content.
+        drawings: the drawings of its charts, by their names.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    text = files(__package__).joinpath(HTML_NAME).read_text(encoding="utf-8")
+    drawn = {name: Markup(inline(name, one)) for name, one in drawings.items()}  # noqa: S704 (matplotlib has escaped it)
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
+    return str(template.render(document=document, drawn=drawn))
 
 
 def _replace(path: Path, data: bytes) -> None:

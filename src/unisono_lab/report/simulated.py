@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from unisono_lab.analysis.estimate import NOTHING, counted, duration, number, percent
-from unisono_lab.report.charts import Chart
 from unisono_lab.report.document import Block, Document, Section
-from unisono_lab.report.written_table import Field, WrittenTable
+from unisono_lab.report.drawing import FAINT, INK, SERIES, Chart, canvas, doubling, explain, from_zero, mark
+from unisono_lab.report.figure_tables import Field, WrittenTable
 from unisono_lab.simulation.answers import Expectation, Likelihood, enough
 from unisono_lab.simulation.commands import commands, left_out
-from unisono_lab.simulation.search import Candidate, Goal, Margin, margins
+from unisono_lab.simulation.ledger import SimulatedOutcome
+from unisono_lab.simulation.search import Candidate, Goal, Margin, frontier, margins
 from unisono_lab.simulation.simulation import Simulation
 
 ASSUMED: tuple[str, ...] = (
@@ -112,8 +115,8 @@ def _margin(one: Margin, wish: Goal) -> str:
 
 
 def _answers(found: Simulation) -> WrittenTable:
-    rows = [[Field(one.name), *_fields(one.answer, found.wish)] for one in found.variants]
-    return WrittenTable(["policies", *_head(found.wish)], rows, text_columns=1)
+    rows = [[one.name, *_fields(one.answer, found.wish)] for one in found.variants]
+    return WrittenTable.of(["policies", *_head(found.wish)], rows, text_columns=1)
 
 
 def _head(wish: Goal) -> list[str]:
@@ -122,80 +125,62 @@ def _head(wish: Goal) -> list[str]:
     return ["time p50", "time p95", "cost p50", "cost p95", *limits, "workers lost"]
 
 
-def _fields(one: Expectation, wish: Goal) -> list[Field]:
+def _fields(one: Expectation, wish: Goal) -> list[Field | str]:
     chances = (one.in_time if wish.deadline_s is not None else None, one.in_budget)
-    return [
-        Field(_long(one.seconds.p50)),
-        Field(_long(one.seconds.p95)),
-        Field(number(one.cost.p50)),
-        Field(number(one.cost.p95)),
-        *(Field(percent(each.share), f"{percent(each.low)} … {percent(each.high)}") for each in chances if each),
-        Field(number(one.losses)),
-    ]
+    spread = [_long(one.seconds.p50), _long(one.seconds.p95), number(one.cost.p50), number(one.cost.p95)]
+    likely = [Field(percent(each.share), f"{percent(each.low)} … {percent(each.high)}") for each in chances if each]
+    return [*spread, *likely, number(one.losses)]
 
 
 def _lost(found: Simulation) -> WrittenTable:
     parts = list(found.variants[0].answer.lost)
-    rows = [[Field(one.name), *(Field(_long(one.answer.lost[part])) for part in parts)] for one in found.variants]
-    return WrittenTable(["policies", *parts], rows, text_columns=1, note="Means over all seeds.")
+    rows = [[one.name, *(_long(one.answer.lost[part]) for part in parts)] for one in found.variants]
+    return WrittenTable.of(["policies", *parts], rows, text_columns=1, note="Means over all seeds.")
 
 
 def _candidates(found: Simulation) -> list[Section]:
     if not found.candidates:
         return []
     rows = [
-        [
-            Field(one.hosts),
-            Field(one.policies),
-            Field(str(one.scenario.job.checkpoint_every or "none")),
-            *_fields(one.answer, found.wish),
-        ]
+        [one.hosts, one.policies, str(one.scenario.job.checkpoint_every or "none"), *_fields(one.answer, found.wish)]
         for one in found.candidates
     ]
-    table = WrittenTable(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
+    table = WrittenTable.of(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
     best = commands(found.candidates[0].scenario)
     said = [line for one in best for line in (f"# on {one.hosts}", one.words)]
     return [Section("Figures: the best candidates", [Block("table", table=table), Block("code", said)])]
 
 
 def _rates(found: Simulation) -> WrittenTable:
+    first = found.rates[0].samples_per_s
     rows = [
         [
-            Field(str(rate.workers)),
-            Field(number(rate.samples_per_s)),
-            Field(number(rate.samples_per_s / found.rates[0].samples_per_s)),
-            Field("extrapolated" if rate.extrapolated else "measured"),
+            str(rate.workers),
+            number(rate.samples_per_s),
+            number(rate.samples_per_s / first),
+            "extrapolated" if rate.extrapolated else "measured",
         ]
         for rate in found.rates
     ]
-    return WrittenTable(["workers", "samples/s", "speedup", "from"], rows)
+    return WrittenTable.of(["workers", "samples/s", "speedup", "from"], rows)
 
 
 def _sources(found: Simulation) -> WrittenTable:
-    figures = found.scenario.figures()
-    rows = [
-        [Field(name), Field(found.scenario.sources.get(name, "default")), Field(number(value))]
-        for name, value in figures.items()
-    ]
-    return WrittenTable(
-        ["figure", "from", "value"], rows, text_columns=2, note="Seconds, but for gamma, jitter, and shares."
-    )
+    sources = found.scenario.sources
+    rows = [[name, sources.get(name, "default"), number(value)] for name, value in found.scenario.figures().items()]
+    note = "Seconds, but for gamma, jitter, and shares."
+    return WrittenTable.of(["figure", "from", "value"], rows, text_columns=2, note=note)
 
 
 def _guesses(found: Simulation) -> list[Section]:
     rows = [
-        [
-            Field(one.name),
-            Field(f"{number(one.value)} × {number(one.factor)}"),
-            Field(_change(one.seconds)),
-            Field(_change(one.cost)),
-        ]
+        [one.name, f"{number(one.value)} × {number(one.factor)}", _change(one.seconds), _change(one.cost)]
         for one in found.guesses
     ]
     if not rows:
         return []
     note = "Figures that nobody measured, at half and at double their values; those that matter by 0.5 % or more."
-    table = WrittenTable(["figure", "value", "time", "cost"], rows, text_columns=2, note=note)
+    table = WrittenTable.of(["figure", "value", "time", "cost"], rows, text_columns=2, note=note)
     return [Section("Figures: what guesses matter", [Block("table", table=table)])]
 
 
@@ -209,3 +194,136 @@ def _likely(one: Likelihood) -> str:
 
 def _long(seconds: float) -> str:
     return duration(seconds) if math.isfinite(seconds) else NOTHING
+
+
+# The pictures of a simulation.
+
+HOUR_S = 3600.0
+
+LEAST_SPAN = 0.1
+"""Of an axis: what it shows at least, as a share of the largest value."""
+
+LETTER = 0.022
+"""The width of a letter beside a mark, as a share of the axis."""
+
+
+def simulated_charts(found: Simulation) -> list[Chart]:
+    """Time and cost of all seeds, a job over time, throughputs, and the candidates if there are any."""
+    said = f" An {_beyond(found)}." if found.is_extrapolation else ""
+    made = [_spread(found), _course(found), _throughputs(found), *([_frontier(found)] if found.candidates else [])]
+    for one in made if said else ():
+        one.figure.supxlabel(_beyond(found), x=0.995, ha="right", fontsize="x-small", color=SERIES[1])
+    return [replace(one, words=one.words + said) for one in made]
+
+
+def _beyond(found: Simulation) -> str:
+    most = found.scenario.measured_to
+    return f"extrapolation beyond {most} workers" if most else "extrapolation: nothing was measured"
+
+
+def _spread(found: Simulation) -> Chart:
+    figure, axis = canvas("hours", "cost")
+    for place, variant in enumerate(found.variants):
+        done = [each for each in variant.outcomes if each.done]
+        points = ([each.seconds / HOUR_S for each in done], [each.cost for each in done])
+        axis.scatter(*points, label=variant.name, alpha=0.75, **mark(place))
+    deadline_h = None if found.wish.deadline_s is None else found.wish.deadline_s / HOUR_S
+    several = [each for variant in found.variants for each in variant.outcomes if each.done]
+    _limit(axis.axvline, axis.set_xlim, [each.seconds / HOUR_S for each in several], ("deadline", deadline_h, ":"))
+    _limit(axis.axhline, axis.set_ylim, [each.cost for each in several], ("budget", found.wish.budget, "--"))
+    explain(figure, axis)
+    words = "Each mark is a seed: the hours until the job was done, and what all hosts cost until then."
+    return Chart("time-and-cost", "Time and cost", words, figure)
+
+
+def _limit(
+    line: Callable[..., Any],
+    bounds: Callable[[float, float], Any],
+    values: Sequence[float],
+    limit: tuple[str, float | None, str],
+) -> None:
+    """Have an axis show all values, and a limit if it is near them; else the legend says where it is."""
+    name, at, look = limit
+    low, high = min(values), max(values)
+    near = max(high - low, LEAST_SPAN * high, 1e-9)
+    if at is not None and low - near <= at <= high + near:
+        line(at, color=INK, linestyle=look, label=name)
+        low, high = min(low, at), max(high, at)
+    elif at is not None:
+        line(math.nan, color=INK, linestyle=look, label=f"{name} {number(at)}: outside")
+    room = max(0.15 * (high - low), LEAST_SPAN * high / 2)
+    bounds(max(0.0, low - room), high + room)
+
+
+def _course(found: Simulation) -> Chart:
+    """Of the seed in the middle."""
+    outcome = _middle(found)
+    figure, axis = canvas("hours", "workers")
+    hours = [mark.seconds / HOUR_S for mark in outcome.marks]
+    axis.step(hours, [mark.workers for mark in outcome.marks], where="post", color=SERIES[0], label="workers")
+    from_zero(axis)
+    right = axis.twinx()
+    right.spines[["top"]].set_visible(False)
+    right.step(hours, [mark.price for mark in outcome.marks], where="post", color=SERIES[1], linewidth=1, label="price")
+    right.set_ylabel("price of a worker's hour", color=INK)
+    right.set_ylim(0, max(1e-9, 1.3 * max(mark.price for mark in outcome.marks)))
+    axis.plot([], [], color=SERIES[1], linewidth=1, label="price")
+    explain(figure, axis)
+    words = f"Workers, and the price of one, in the job of seed {outcome.seed}, whose time is the median."
+    return Chart("course", "One job over time", words, figure)
+
+
+def _middle(found: Simulation) -> SimulatedOutcome:
+    ordered = sorted(found.variants[0].outcomes, key=lambda each: each.seconds if each.done else math.inf)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _throughputs(found: Simulation) -> Chart:
+    figure, axis = canvas("workers", "samples / s")
+    workers = [rate.workers for rate in found.rates]
+    doubling(axis, "x")
+    axis.plot(workers, [rate.samples_per_s for rate in found.rates], marker="o", color=SERIES[0], label="predicted")
+    first = found.rates[0].samples_per_s
+    axis.plot(workers, [first * size for size in workers], color=INK, linestyle=":", linewidth=1, label="ideal")
+    measured_to = found.scenario.measured_to
+    if found.is_extrapolation and measured_to:
+        axis.axvspan(measured_to, workers[-1], color=FAINT, alpha=0.5, label="not measured")
+    from_zero(axis)
+    explain(figure, axis)
+    words = (
+        "Samples per second of so many workers when nothing goes wrong, by the fitted time of a step with its jitter."
+    )
+    return Chart("rates", "Throughput by workers", words, figure)
+
+
+def _frontier(found: Simulation) -> Chart:
+    figure, axis = canvas("hours, median", "cost, median")
+    done = [one for one in found.tried if math.isfinite(one.answer.seconds.p50)]
+    axis.scatter(*_places(done), color=FAINT, label="tried")
+    best = frontier(done)
+    axis.plot(*_places(best), color=SERIES[0], marker="o", linewidth=1, label="none is better in both")
+    label = "recommended" if found.wish.holds(found.candidates[0].answer) else "nearest to the limits"
+    axis.scatter(*_places(found.candidates[:1]), color=SERIES[1], marker="*", s=130, zorder=5, label=label)
+    _name(axis, [*found.candidates[:1], *best])
+    explain(figure, axis)
+    words = "Mixes of hosts by median time and cost, with few seeds. The line joins those that no other beats in both."
+    return Chart("candidates", "Cost against time", words, figure)
+
+
+def _name(axis: Any, several: Sequence[Candidate]) -> None:
+    """Write hosts beside their marks, towards the middle, but for those too near to one that is named already."""
+    (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
+    named: list[tuple[float, float, int]] = []
+    for one, hours, cost in zip(several, *_places(several), strict=True):
+        across, up, size = (hours - left) / (right - left), (cost - low) / (high - low), len(one.hosts)
+        near = any(abs(across - x) < LETTER * max(size, n) and abs(up - y) < 0.08 for x, y, n in named)
+        if near or not math.isfinite(hours):
+            continue
+        named.append((across, up, size))
+        is_left = across < 0.5
+        look = {"textcoords": "offset points", "fontsize": "x-small", "color": INK, "va": "bottom"}
+        axis.annotate(one.hosts, (hours, cost), (6 if is_left else -6, 5), ha="left" if is_left else "right", **look)
+
+
+def _places(several: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    return [one.answer.seconds.p50 / HOUR_S for one in several], [one.answer.cost.p50 for one in several]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from unisono_lab.analysis.analysis import Analysis, Curve
+from unisono_lab.analysis.analysis import Analysis, Curve, Prices
 from unisono_lab.analysis.estimate import Estimate, counted, duration, interval, listed, number, percent, shown
-from unisono_lab.analysis.recommendation import Prices
+from unisono_lab.analysis.results import Cell
+from unisono_lab.analysis.study_folder import Kind
 from unisono_lab.analysis.summary import PARTS, Row
 
 
@@ -19,14 +20,12 @@ def verdict(analysis: Analysis) -> list[str]:
 
 def advice(analysis: Analysis) -> list[str]:
     """For each curve: how many workers to take for time, for efficiency and for cost."""
-    found = ((curve, _advice(curve, analysis)) for curve in analysis.curves)
-    return [named(analysis, curve, words) for curve, words in found if words]
+    return [named(analysis, curve, words) for curve in analysis.curves if (words := _advice(curve, analysis))]
 
 
 def explanations(analysis: Analysis) -> list[str]:
     """For each curve: why it is not linear, as far as parts of steps were measured."""
-    found = ((curve, _why_not_linear(curve)) for curve in analysis.curves)
-    return [named(analysis, curve, words) for curve, words in found if words]
+    return [named(analysis, curve, words) for curve in analysis.curves if (words := _why_not_linear(curve))]
 
 
 def overheads(analysis: Analysis) -> list[str]:
@@ -149,9 +148,9 @@ def _price(prices: Prices) -> str:
 
 def _why_not_linear(curve: Curve) -> str:
     """Where the time of the largest number of workers went, that a perfect speedup would not have taken."""
-    if len(curve.usable) < 2 or curve.usable[0].workers != 1:
+    alone, most = curve.alone, curve.usable[-1] if curve.usable else None
+    if alone is None or most is None or most is alone:
         return ""
-    alone, most = curve.usable[0], curve.usable[-1]
     first, then = alone.parts, most.parts
     if not first or not then or not most.step_s or not alone.step_s:
         return ""
@@ -167,3 +166,169 @@ def _why_not_linear(curve: Curve) -> str:
         f"With {most.workers} workers a step takes {duration(most.step_s)}, {duration(total)} more than with perfect "
         f"scaling{said}."
     )
+
+
+# The doubts about a study's figures, as far as the figures themselves tell.
+
+# Whether all numbers of workers trained the same.
+
+ALIKE = 1e-5
+"""Relative difference of losses that rounding alone may make."""
+
+
+def correctness(curve: Curve) -> str:
+    """What digests and losses say, in a sentence or two."""
+    rows = [row for row in curve.rows if row.digests]
+    unsteady = [str(row.workers) for row in rows if len(row.digests) > 1]
+    if unsteady:
+        return (
+            f"Repeated runs with {listed(unsteady)} workers ended with different weights: the training is not "
+            f"deterministic (or the runs were not alike), so its losses are compared with care."
+        )
+    digests = {digest for row in rows for digest in row.digests}
+    if curve.mode == "strong" and len(digests) == 1 and len(rows) > 1:
+        workers = listed([str(row.workers) for row in rows])
+        more = "" if len(rows) == len(curve.rows) else " (the others told no digest)"
+        runs = sum(len(row.cells) for row in rows)
+        return (
+            f"All {runs} runs with {workers} workers ended with the same weights, bit for bit{more}: SHA-256 "
+            f"{next(iter(digests))[:16]}…"
+        )
+    if curve.mode == "strong" and len(digests) > 1:
+        return f"Different numbers of workers ended with different weights. {_losses(curve.rows)}"
+    return _losses(curve.rows, weak=curve.mode == "weak")
+
+
+def _losses(rows: Sequence[Row], *, weak: bool = False) -> str:
+    known = [row for row in rows if row.loss is not None]
+    if len(known) < 2:
+        return (
+            "Neither digests nor losses were recorded for two numbers of workers: nothing shows that all trained alike."
+        )
+    losses = [row.loss for row in known if row.loss is not None]
+    said = listed([f"{number(row.loss)} with {row.workers}" for row in known])
+    if weak:
+        return f"The batch grows with the workers, so the weights differ; losses after the same samples: {said}."
+    apart = (max(losses) - min(losses)) / max(abs(loss) for loss in losses) if any(losses) else 0.0
+    if apart <= ALIKE:
+        return f"Losses after the same samples are alike (within {apart:.1e} of each other): {said}."
+    return f"Losses after the same samples differ by up to {100 * apart:.2g} %: {said}."
+
+
+# What speaks against a study's figures, as far as the figures themselves tell.
+
+FEW = 5
+"""Repeats, at least, that intervals should rest on (Hoefler and Belli, SC 2015)."""
+
+NOISY = 0.1
+"""Width of an interval, as a share of its median, that is worth a word."""
+
+MISFIT = 0.1
+"""Deviation of a fit from a median that is worth a word."""
+
+
+def threats(analysis: Analysis) -> list[str]:
+    """In sentences, the gravest first; what holds for all curves is said once."""
+    said: dict[str, list[str]] = {}
+    for curve in analysis.curves:
+        for words in _of_curve(curve):
+            said.setdefault(words, []).append(name_of(analysis, curve))
+    named = [
+        words if len(names) == len(analysis.curves) else f"{'; '.join(names)}: {words}" for words, names in said.items()
+    ]
+    return [*_failed(analysis), *named, *_of_all(analysis), *analysis.results.notes]
+
+
+def _failed(analysis: Analysis) -> Iterator[str]:
+    runs = _runs(analysis.results.cells)
+    failed = [(kind, code) for (_, kind, _), code in runs.items() if code]
+    if failed:
+        which = "; ".join(sorted({f"{kind} (exit code {code})" for kind, code in failed}))
+        are = "is" if len(failed) == 1 else "are"
+        yield f"{len(failed)} of {counted(len(runs), 'run')} failed and {are} in no figure: {which}."
+
+
+def _runs(cells: Sequence[Cell]) -> dict[tuple[str, Kind, int], int]:
+    """The exit code of each run: its rows may be epochs, or one worker's in strong and in weak scaling."""
+    alone = {(cell.label, cell.repeat) for cell in cells if (cell.mode, cell.workers) == ("strong", 1)}
+    found: dict[tuple[str, Kind, int], int] = {}
+    for cell in cells:
+        is_shared = (cell.mode, cell.workers) == ("weak", 1) and (cell.label, cell.repeat) in alone
+        kind = Kind("strong" if is_shared else cell.mode, cell.workers)
+        found[cell.label, kind, cell.repeat] = cell.exit_code or found.get((cell.label, kind, cell.repeat), 0)
+    return found
+
+
+def _of_curve(curve: Curve) -> Iterator[str]:
+    rows = curve.rows
+    if curve.crowded:
+        workers = listed([str(row.workers) for row in curve.crowded])
+        yield (
+            f"Oversubscription: {workers} workers shared the machine's cores. Their times are shown, and left out of "
+            f"speedups, fits and advice."
+        )
+    if rows[0].workers != 1:
+        yield "One worker was not measured, so there is no speedup, and fits rest on more than one worker alone."
+    yield from _repeats(curve)
+    yield from _noise(curve)
+    yield from _settings(curve)
+    yield from _plain(curve)
+    if any(cell.epoch == 1 for row in rows for cell in row.cells):
+        yield "Some runs have a first epoch only, which counts: in it is what happens once, such as filling caches."
+    for fit in curve.fits:
+        if fit.misfit > MISFIT:
+            words = f"The fit of {fit.law.name} misses a median by {percent(fit.misfit)}"
+            yield f"{words}: do not trust its predictions further than that."
+    if curve.fits and len(curve.usable) < 4:
+        yield f"The fits rest on {len(curve.usable)} numbers of workers: what they predict beyond them is a guess."
+
+
+def _repeats(curve: Curve) -> Iterator[str]:
+    fewest = min(len(row.repeats) or 1 for row in curve.rows)
+    if all(not row.repeats and len(row.rates) > 1 for row in curve.rows):
+        yield "Each number of workers was run once: intervals are over epochs, and miss what differs between runs."
+    elif fewest == 1:
+        yield "Some figures rest on a single run and have no interval: nobody knows how far off another run would be."
+    elif fewest < FEW:
+        yield f"Intervals rest on {fewest} repeats: with fewer than {FEW} they are too narrow too often."
+
+
+def _noise(curve: Curve) -> Iterator[str]:
+    spreads = [(row.workers, row.samples_per_s.spread or 0.0) for row in curve.rows]
+    wide = [f"{percent(spread)} with {counted(workers, 'worker')}" for workers, spread in spreads if spread > NOISY]
+    said = listed(wide)
+    if said:
+        yield f"Noise: the interval of the throughput is as wide as {said}. Something else may have used the machine."
+
+
+def _settings(curve: Curve) -> Iterator[str]:
+    batches = {cell.batch_size for row in curve.rows for cell in row.cells if cell.batch_size}
+    shares = {cell.batch_size / row.workers for row in curve.rows for cell in row.cells if cell.batch_size}
+    if curve.mode == "strong" and len(batches) > 1:
+        said = listed([str(size) for size in sorted(batches)])
+        yield f"The global batch is not the same in all runs ({said}): this is not strong scaling."
+    if curve.mode == "weak" and len(shares) > 1:
+        yield "The batch per worker is not the same in all runs: this is not weak scaling."
+
+
+def _plain(curve: Curve) -> Iterator[str]:
+    if any(cell.epoch == 1 for row in curve.plain for cell in row.cells):
+        yield (
+            "The plain loop was timed over a first epoch, with all that happens once; of the workers' runs the first "
+            "steps are left out. Let it train two epochs at least."
+        )
+    if curve.mode == "weak" and any(row.over_equal for row in curve.rows if row.workers > 1):
+        yield (
+            "The plain loop has the batch of one worker, also where it has the threads of more: in weak scaling it "
+            "is compared with workers whose batch is larger."
+        )
+
+
+def _of_all(analysis: Analysis) -> Iterator[str]:
+    if not analysis.curves:
+        return
+    if not any(curve.plain for curve in analysis.curves):
+        yield "The plain single-process loop was not measured: speedups are against one worker of the same software."
+    if not analysis.results.environment:
+        yield "Nothing is known of the machine and its software: the figures were measured elsewhere."
+    yield "One machine at one time: another processor, network, model or batch has another curve."

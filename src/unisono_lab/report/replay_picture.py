@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from unisono.adapt.view import Decision
@@ -13,14 +11,7 @@ from unisono.errors import JobError
 from unisono_lab.replay.record import Record
 from unisono_lab.replay.replay import Replay
 from unisono_lab.replay.timeline import decisions_that_hold
-
-SUFFIXES = (".png", ".svg", ".pdf")
-
-BLUE, ORANGE, GREEN, RED, PINK, SKY, INK, FAINT = (
-    *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"),
-    *("#222222", "#dddddd"),
-)
-"""Okabe and Ito's colours, which people with any kind of colour vision can tell apart; shapes differ, too."""
+from unisono_lab.report.drawing import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, doubling, explain_below, panels
 
 MARKS: Mapping[str, tuple[str, str]] = {
     "set_batch_size": (BLUE, "s"),
@@ -97,62 +88,26 @@ class Picture:
         return found
 
 
-def require_drawable(path: Path) -> None:
-    """Make sure that a picture can be drawn into a file, before anything else is done.
-
-    Raises:
-        JobError: of this kind it cannot be, matplotlib is not installed, or there is no such folder.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise JobError(f"--plot {path}: end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if find_spec("matplotlib") is None:
-        raise JobError("--plot needs matplotlib, which is not installed: pip install '.[plot]' in a clone of Unisono")
-    if not path.absolute().parent.is_dir():
-        raise JobError(f"--plot {path}: there is no folder {path.absolute().parent}")
-
-
-def draw(record: Record, path: Path, replay: Replay | None = None) -> None:
-    """Draw a run into a file: PNG, SVG or PDF, by its name.
-
-    Args:
-        record: the run's record.
-        path: the file's path.
-        replay: drawn beside what the run did; None to leave it out.
-
-    Raises:
-        JobError: there is nothing to draw, or the file cannot be written.
-    """
-    picture = Picture(record, replay)
-    figure = drawn(picture)
-    try:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-    except OSError as error:
-        raise JobError(f"--plot {path}: {error}") from error
-
-
 def drawn(picture: Picture) -> Any:
     """The matplotlib figure."""
-    from matplotlib.figure import Figure
-
-    panels: list[Panel] = [_loss, _batch, _rate, _workers, _throughput]
+    kinds: list[Panel] = [_loss, _batch, _rate, _workers, _throughput]
     lanes = picture.lanes
-    heights = [*([0.15 + 0.42 * len(lanes)] if lanes else []), *([1.6] * len(panels))]
-    figure = Figure(figsize=(9, 1.2 + sum(heights)), layout="constrained")
-    axes = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
-    for axis, panel in zip(axes[-len(panels) :], panels, strict=True):
+    heights = [*([0.15 + 0.42 * len(lanes)] if lanes else []), *([1.6] * len(kinds))]
+    more = {"sharex": True, "gridspec_kw": {"height_ratios": heights}}
+    figure, rows = panels(len(heights), 1, 9, 1.2 + sum(heights), **more)
+    axes = rows[:, 0]
+    measured = axes[-len(kinds) :]
+    for axis, panel in zip(measured, kinds, strict=True):
         panel(axis, picture)
         _mark(axis, picture)
-        axis.grid(axis="y", color=FAINT, linewidth=0.6)
     for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.01)
     axes[-1].set_xlabel("steps")
-    figure.align_ylabels(axes[-len(panels) :])
+    figure.align_ylabels(measured)
     figure.suptitle(picture.name, fontsize="medium", color=INK)
     if lanes:
         _lanes(axes[0], lanes)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False)
+        explain_below(figure, axes[:1], 5)
     return figure
 
 
@@ -167,8 +122,7 @@ def _batch(axis: Any, picture: Picture) -> None:
     axis.plot(*picture.batches, color=BLUE, linewidth=1.4, drawstyle="steps-pre", label="batch size")
     if picture.replay is not None:
         axis.plot(*_settings(picture.replay, 1), **DASHED, label="batch size (replay)")
-    axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    doubling(axis, "y")
     axis.set_ylabel("samples")
     _explain(axis)
 
@@ -207,6 +161,7 @@ def _lanes(axis: Any, lanes: Mapping[str, Sequence[tuple[int, Decision]]]) -> No
     for row, name in enumerate(names):  # above its lane: names may be long
         axis.text(0, row - 0.3, name, transform=axis.get_yaxis_transform(), fontsize="small", color=INK)
     axis.set_yticks([])
+    axis.grid(visible=False)
     axis.spines["left"].set_visible(False)
     axis.set_ylim(len(names) - 0.6, -0.8)
 

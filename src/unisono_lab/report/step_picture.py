@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.errors import JobError
+from unisono_lab.analysis.estimate import counted
+from unisono_lab.analysis.results import Mode
+from unisono_lab.report.drawing import BLUE, FAINT, GREEN, INK, ORANGE, PINK, RED, SKY, Chart, canvas, explain_below
 from unisono_lab.timeline.critical_path import Lane, Part, Stretch
-from unisono_lab.timeline.explanation import NAMES, Explanation
-from unisono_lab.timeline.recorded import StepTimelines
-
-INK, FAINT = "#1f2328", "#d3d8de"
+from unisono_lab.timeline.explanation import NAMES, Explanation, explained
+from unisono_lab.timeline.recorded import StepTimelines, read
 
 COLOURS: Final[Mapping[Part, str]] = {
     "data": "#f0e442",
-    "forward": "#56b4e9",
-    "backward": "#0072b2",
+    "forward": SKY,
+    "backward": BLUE,
     "compute": "#999999",
-    "communication": "#d55e00",
-    "update": "#009e73",
-    "regroup": "#cc79a7",
+    "communication": RED,
+    "update": GREEN,
+    "regroup": PINK,
     "script": FAINT,
 }
 """Okabe and Ito's, which people with any kind of colour vision can tell apart."""
-
-HIDDEN = "#e69f00"
-"""Reductions beside the computation, on a bar of their own."""
 
 MAIN, BESIDE = 0.5, 0.18
 """Heights of the bars of a worker: of the thread that trains, and of the reducer's."""
@@ -40,26 +40,21 @@ WIDEST = 110
 """Characters of a line below the picture."""
 
 
-def draw(timelines: StepTimelines, explanation: Explanation, path: Path) -> None:
-    """Draw the median step into a file: PNG, SVG or PDF, by its name.
-
-    Raises:
-        JobError: the file cannot be written.
-    """
-    figure = drawn(timelines, explanation)
-    try:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
-    except OSError as error:
-        raise JobError(f"--plot {path}: {error}") from error
+def step_charts(steps: Sequence[TimedStep]) -> list[Chart]:
+    """What each worker did when, in the median step of each run on the most workers."""
+    found = []
+    for place, step in enumerate(steps, start=1):
+        label = f"{step.label}: " if step.label else ""
+        title = f"{label}one step of {counted(step.workers, 'worker')}, {step.mode} scaling"
+        words = " ".join(step.explanation.words)
+        found.append(Chart(f"step-{place}", title, words, step_figure(step.timelines, step.explanation)))
+    return found
 
 
-def drawn(timelines: StepTimelines, explanation: Explanation) -> Any:
-    """The matplotlib figure."""
-    from matplotlib.figure import Figure
-
+def step_figure(timelines: StepTimelines, explanation: Explanation) -> Any:
+    """The median step, as a matplotlib figure."""
     places = _lanes_of(explanation)
-    figure = Figure(figsize=(9, 2.0 + 0.55 * len(places)), layout="constrained")
-    axis = figure.subplots()
+    figure, axis = canvas("ms", "", 9, 2.0 + 0.55 * len(places))
     lanes = {place: Lane(place, explanation.workers[place]) for place in places}
     zero = min(lane.begun for lane in lanes.values())
     for row, lane in enumerate(lanes.values()):
@@ -67,18 +62,13 @@ def drawn(timelines: StepTimelines, explanation: Explanation) -> Any:
     _path(axis, explanation, {place: row for row, place in enumerate(places)}, zero)
     axis.set_yticks(range(len(places)), [_plain(timelines.workers[place].name) for place in places])
     axis.set_ylim(len(places) - 0.4, -0.6)
-    axis.set_xlabel("ms")
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.spines["left"].set_visible(False)
     axis.tick_params(left=False)
+    axis.grid(visible=False, axis="y")
     axis.grid(axis="x", color=FAINT, linewidth=0.6)
-    axis.set_axisbelow(True)
     words = "\n".join(textwrap.fill(_plain(each), WIDEST) for each in explanation.words)
     axis.set_title(words, loc="left", fontsize="small", color=INK)
-    handles, labels = axis.get_legend_handles_labels()
-    named = dict(zip(labels, handles, strict=True))
-    figure.legend(
-        named.values(), named, loc="outside lower center", ncols=4, frameon=False, fontsize="small", labelcolor=INK
-    )
+    explain_below(figure, [axis], 4)
     return figure
 
 
@@ -99,7 +89,7 @@ def _bars(axis: Any, lane: Lane, row: int, zero: int) -> None:
             axis.broken_barh(by_part[part], (row - MAIN / 2, MAIN), color=COLOURS[part], label=NAMES[part], linewidth=0)
     beside = [_bar(one.begun, one.ended, zero) for one in lane.step.spans if not one.on_main]
     if beside:
-        axis.broken_barh(beside, (row + MAIN / 2, BESIDE), color=HIDDEN, label="reductions beside it", linewidth=0)
+        axis.broken_barh(beside, (row + MAIN / 2, BESIDE), color=ORANGE, label="reductions beside it", linewidth=0)
 
 
 def _bar(begun: int, ended: int, zero: int) -> tuple[float, float]:
@@ -128,3 +118,47 @@ def _step_over(axis: Any, before: Stretch, after: Stretch, rows: Mapping[int, in
 def _plain(text: str) -> str:
     """Text that matplotlib takes as it is: no formulas."""
     return text.replace("$", r"\$")
+
+
+# The median step of a study's runs on the most workers, for its report.
+
+CELL = re.compile(r"(strong|weak)-([0-9]{1,6})-0")
+"""A cell's folder, of which the first repeat is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """What workers did when, in one cell of a study.
+
+    Attributes:
+        mode: the cell's mode.
+        workers: its number of workers.
+        timelines: all of its spans.
+        explanation: its median step.
+        label: the study's folder, where there are several.
+    """
+
+    mode: Mode
+    workers: int
+    timelines: StepTimelines
+    explanation: Explanation
+    label: str = ""
+
+
+def timed_steps(studies: Sequence[Path]) -> list[TimedStep]:
+    """Of each study and mode, the cell with the most workers; those without a timeline are left out."""
+    found = []
+    for study in studies:
+        cells: dict[Mode, int] = {}
+        for place in sorted((study / "cells").glob("*")):
+            if (name := CELL.fullmatch(place.name)) is not None:
+                mode: Mode = "weak" if name[1] == "weak" else "strong"
+                cells[mode] = max(cells.get(mode, 0), int(name[2]))
+        label = study.absolute().name if len(studies) > 1 else ""
+        for mode, workers in cells.items():
+            try:
+                timelines = read([study / "cells" / f"{mode}-{workers}-0" / "run"])
+                found.append(TimedStep(mode, workers, timelines, explained(timelines), label))
+            except JobError:  # an older version has measured it, or it took too few steps
+                continue
+    return found
