@@ -8,8 +8,8 @@ from typing import Any
 
 from unisono_lab.analysis.estimate import number
 from unisono_lab.report.charts import HEIGHT, SERIES, SHAPES, WIDTH, Chart, explain, from_zero, style
-from unisono_lab.simulation.ledger import SimulatedOutcome
 from unisono_lab.simulation.search import Candidate, frontier
+from unisono_lab.simulation.simulated_run import SimulatedOutcome
 from unisono_lab.simulation.simulation import Simulation
 from unisono_lab.timeline.picture import FAINT, INK
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from unisono_lab.simulation.ledger import SimulatedOutcome
+from unisono.adapt.view import BatchShape
 from unisono_lab.simulation.scenario import Scenario
+from unisono_lab.simulation.simulated_run import SimulatedOutcome
 from unisono_lab.simulation.step_clock import Crew, StepClock
 
 PAYS = 1.1
@@ -120,11 +121,11 @@ def rates(scenario: Scenario, most: int) -> list[WorkerRate]:
     """
     work = scenario.work
     sizes = [size for size in (2**power for power in range(most.bit_length())) if size <= most]
-    clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(0), scenario.network)
+    clock, shape = StepClock(scenario, np.random.default_rng(0)), BatchShape(work.batch_size, work.shards)
     found = []
     for workers in sorted({*sizes, most}):
         crew = Crew.of([(1.0, -(-work.shards // workers))] * workers)
-        step_s = float(np.mean(clock.draw(crew, work.batch_size, work.shards, 256)))
+        step_s = float(np.mean(clock.draw(crew, shape, 256)))
         found.append(WorkerRate(workers, work.batch_size / step_s, workers > scenario.measured_to))
     return found
 

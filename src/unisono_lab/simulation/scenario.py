@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError, Unreadable
 from unisono.received import open_file
-from unisono_lab.simulation.network import NamedNetwork
 
 LARGEST_FILE = 2**20
 """Bytes of a scenario's file."""
@@ -228,6 +227,23 @@ class _File(_Part):
     network: NetworkTable | None = None
     job: How = How()
     incidents: Annotated[tuple[Incident, ...], Field(max_length=10_000)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NamedNetwork:
+    """A network between workers, by which reductions are forecast.
+
+    Attributes:
+        latency_s: seconds of a message without contents.
+        bytes_per_s: what a worker sends and receives in a second while a reduction is under way.
+        gradient_bytes: bytes that are reduced in a step.
+        topology: the way of partial sums, a name in ``TOPOLOGIES``.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    gradient_bytes: float
+    topology: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from unisono.errors import JobError, UnisonoError
 from unisono.host.parent_death import end_with_parent
-from unisono_lab.simulation.ledger import SimulatedOutcome
 from unisono_lab.simulation.market import MarketTrace
 from unisono_lab.simulation.scenario import Scenario
-from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulated_run import SimulatedOutcome, simulate
 
 
 @dataclass(frozen=True, slots=True)

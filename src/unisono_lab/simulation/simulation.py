@@ -12,10 +12,10 @@ from unisono.errors import JobError
 from unisono.named import require_named
 from unisono_lab.simulation.answers import Expectation, WorkerRate, answer, rates
 from unisono_lab.simulation.commands import commands, left_out
-from unisono_lab.simulation.ledger import SimulatedOutcome
 from unisono_lab.simulation.scenario import Scenario
 from unisono_lab.simulation.search import Candidate, Goal, Simulate, margins, search
 from unisono_lab.simulation.seeds import KnownOutcomes
+from unisono_lab.simulation.simulated_run import SimulatedOutcome
 from unisono_lab.simulation.training import SPOT
 
 GUESS = 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import Decision, Timings, View
 from unisono.train.state.policy_state import Hook, PolicyState, observed
 from unisono_lab.simulation.scenario import Scenario
-from unisono_lab.simulation.step_clock import Array, Crew, StepClock
+from unisono_lab.simulation.step_clock import Array, Crew, Load, StepClock
 
 SPOT = "spot"
 """The policy that sees the simulated market, which none of the command line does."""
@@ -96,9 +96,7 @@ class SimulatedTraining:
 
     def shard_seconds(self, crew: Crew) -> list[float]:
         """Seconds of a shard, of each load of a crew; 0 of one without shards."""
-        shape, cut = self._policies.shape, self._cut(crew)
-        typical = self._clock.typical(cut, shape.samples, shape.shards)
-        return [busy_s / max(1, load.shards) for load, busy_s in zip(cut.loads, typical, strict=True)]
+        return [busy_s / max(1, load.shards) for load, busy_s in self._busy(crew)]
 
     @property
     def per_step(self) -> float:
@@ -106,15 +104,14 @@ class SimulatedTraining:
         batch = self._policies.batch_size
         return batch * (1.0 if self._noise is None else self._noise.efficiency(self._work.batch_size, batch))
 
-    def ahead(self, most: int = CHUNK) -> int:
+    def ahead(self) -> int:
         """How many steps can be drawn at once."""
         left = -(-(self._work.samples - self.now.samples) // self.per_step)
-        return max(1, min(self._stride if self.asks else most, int(left)))
+        return max(1, min(self._stride if self.asks else CHUNK, int(left)))
 
     def draw(self, crew: Crew, steps: int) -> tuple[Array, Array]:
         """Seconds of the next steps, and of the checkpoints in each."""
-        shape = self._policies.shape
-        seconds = self._clock.draw(self._cut(crew), shape.samples, shape.shards, steps)
+        seconds = self._clock.draw(self._cut(crew), self._policies.shape, steps)
         every_s = 0.0 if BY_STEP.intersection(self._scenario.job.policies) else self._scenario.job.ask_every_s
         self._stride = max(1, int(min(LONGEST_STRIDE, every_s / float(seconds[-1]))))
         numbers = np.arange(self.now.steps + 1, self.now.steps + steps + 1)
@@ -159,7 +156,7 @@ class SimulatedTraining:
 
     def ask(self, crew: Crew, seconds: float, generation: int, departures: int) -> list[Decision]:
         """What policies decide after a step, and take it into account."""
-        view = self._view(self._cut(crew), seconds, generation, departures)
+        view = self._view(crew, seconds, generation, departures)
         for policy in self._policies.policies:
             every = policy.observe_every
             if every and view.step // every > self._asked_at // every:
@@ -186,9 +183,13 @@ class SimulatedTraining:
         times = self._policies.shape.shards // self._work.shards
         return crew.finer(times) if times > 1 else crew
 
+    def _busy(self, crew: Crew) -> Iterable[tuple[Load, float]]:
+        """Each load of a crew, as policies have cut it, with the seconds that it computes."""
+        cut = self._cut(crew)
+        return zip(cut.loads, self._clock.typical(cut, self._policies.shape), strict=True)
+
     def _view(self, crew: Crew, seconds: float, generation: int, departures: int) -> View:
         shape, took = self._policies.shape, self._scenario.seconds
-        typical = self._clock.typical(crew, shape.samples, shape.shards)
         timings = [
             Timings(
                 shard_s=busy_s / load.shards,
@@ -199,7 +200,7 @@ class SimulatedTraining:
             )
             if load.shards
             else Timings(step_s=seconds)
-            for load, busy_s in zip(crew.loads, typical, strict=True)
+            for load, busy_s in self._busy(crew)
         ]
         return View(
             step=self.now.steps,
