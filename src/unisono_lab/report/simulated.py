@@ -125,10 +125,7 @@ def _head(wish: Goal) -> list[str]:
 def _fields(one: Expectation, wish: Goal) -> list[Field]:
     chances = (one.in_time if wish.deadline_s is not None else None, one.in_budget)
     return [
-        Field(_long(one.seconds.p50)),
-        Field(_long(one.seconds.p95)),
-        Field(number(one.cost.p50)),
-        Field(number(one.cost.p95)),
+        *_row(_long(one.seconds.p50), _long(one.seconds.p95), number(one.cost.p50), number(one.cost.p95)),
         *(Field(percent(each.share), f"{percent(each.low)} … {percent(each.high)}") for each in chances if each),
         Field(number(one.losses)),
     ]
@@ -136,7 +133,7 @@ def _fields(one: Expectation, wish: Goal) -> list[Field]:
 
 def _lost(found: Simulation) -> WrittenTable:
     parts = list(found.variants[0].answer.lost)
-    rows = [[Field(one.name), *(Field(_long(one.answer.lost[part])) for part in parts)] for one in found.variants]
+    rows = [_row(one.name, *(_long(one.answer.lost[part]) for part in parts)) for one in found.variants]
     return WrittenTable(["policies", *parts], rows, text_columns=1, note="Means over all seeds.")
 
 
@@ -144,12 +141,7 @@ def _candidates(found: Simulation) -> list[Section]:
     if not found.candidates:
         return []
     rows = [
-        [
-            Field(one.hosts),
-            Field(one.policies),
-            Field(str(one.scenario.job.checkpoint_every or "none")),
-            *_fields(one.answer, found.wish),
-        ]
+        [*_row(one.hosts, one.policies, one.scenario.job.checkpoint_every or "none"), *_fields(one.answer, found.wish)]
         for one in found.candidates
     ]
     table = WrittenTable(["hosts", "policies", "checkpoint every", *_head(found.wish)], rows, text_columns=2)
@@ -159,24 +151,22 @@ def _candidates(found: Simulation) -> list[Section]:
 
 
 def _rates(found: Simulation) -> WrittenTable:
+    first = found.rates[0].samples_per_s
     rows = [
-        [
-            Field(str(rate.workers)),
-            Field(number(rate.samples_per_s)),
-            Field(number(rate.samples_per_s / found.rates[0].samples_per_s)),
-            Field("extrapolated" if rate.extrapolated else "measured"),
-        ]
+        _row(
+            rate.workers,
+            number(rate.samples_per_s),
+            number(rate.samples_per_s / first),
+            "extrapolated" if rate.extrapolated else "measured",
+        )
         for rate in found.rates
     ]
     return WrittenTable(["workers", "samples/s", "speedup", "from"], rows)
 
 
 def _sources(found: Simulation) -> WrittenTable:
-    figures = found.scenario.figures()
-    rows = [
-        [Field(name), Field(found.scenario.sources.get(name, "default")), Field(number(value))]
-        for name, value in figures.items()
-    ]
+    sources = found.scenario.sources
+    rows = [_row(name, sources.get(name, "default"), number(value)) for name, value in found.scenario.figures().items()]
     return WrittenTable(
         ["figure", "from", "value"], rows, text_columns=2, note="Seconds, but for gamma, jitter, and shares."
     )
@@ -184,12 +174,7 @@ def _sources(found: Simulation) -> WrittenTable:
 
 def _guesses(found: Simulation) -> list[Section]:
     rows = [
-        [
-            Field(one.name),
-            Field(f"{number(one.value)} × {number(one.factor)}"),
-            Field(_change(one.seconds)),
-            Field(_change(one.cost)),
-        ]
+        _row(one.name, f"{number(one.value)} × {number(one.factor)}", _change(one.seconds), _change(one.cost))
         for one in found.guesses
     ]
     if not rows:
@@ -197,6 +182,10 @@ def _guesses(found: Simulation) -> list[Section]:
     note = "Figures that nobody measured, at half and at double their values; those that matter by 0.5 % or more."
     table = WrittenTable(["figure", "value", "time", "cost"], rows, text_columns=2, note=note)
     return [Section("Figures: what guesses matter", [Block("table", table=table)])]
+
+
+def _row(*values: object) -> list[Field]:
+    return [Field(str(value)) for value in values]
 
 
 def _change(factor: float) -> str:

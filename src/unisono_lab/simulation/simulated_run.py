@@ -88,12 +88,12 @@ def simulate(
     each_s = 1 / max(1e-300, sum(changes_per_s(kind, known.get(kind.name)) for kind in scenario.hosts))
     until_s, drawn_s = min(until_s, MOST_CHANGES * each_s), FEW_CHANGES * each_s
     with _few_collections():
-        while drawn_s < until_s:
-            found = (run := _SimulatedRun(scenario, seed, drawn_s, known)).play()
-            if run.is_over:
-                return found
+        while True:
+            drawn_s = min(drawn_s, until_s)
+            outcome = (run := _SimulatedRun(scenario, seed, drawn_s, known)).play()
+            if run.is_over or drawn_s == until_s:
+                return outcome
             drawn_s *= FURTHER
-        return _SimulatedRun(scenario, seed, until_s, known).play()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from unisono.adapt.named import NAMED
@@ -194,10 +194,7 @@ def as_json(found: Simulation) -> Mapping[str, object]:
         "extrapolation": found.is_extrapolation,
         "measured_to": found.scenario.measured_to,
         "variants": [{"policies": one.name, **_written(one.answer)} for one in found.variants],
-        "rates": [
-            {"workers": rate.workers, "samples_per_s": rate.samples_per_s, "extrapolated": rate.extrapolated}
-            for rate in found.rates
-        ],
+        "rates": [asdict(rate) for rate in found.rates],
         "figures": {
             name: {"value": value, "source": found.scenario.sources.get(name, "default")}
             for name, value in found.scenario.figures().items()
@@ -208,9 +205,7 @@ def as_json(found: Simulation) -> Mapping[str, object]:
         ],
         "candidates": [
             {
-                "hosts": one.hosts,
-                "checkpoint_every": one.scenario.job.checkpoint_every,
-                "policies": list(one.scenario.job.policies),
+                **_way(one),
                 "commands": [{"hosts": each.hosts, "command": each.words} for each in commands(one.scenario)],
                 "left_out": left_out(one.scenario),
                 "holds": found.wish.holds(one.answer),
@@ -219,32 +214,33 @@ def as_json(found: Simulation) -> Mapping[str, object]:
             for one in found.candidates
         ],
         "margins": [
-            {
-                "hosts": one.next.hosts,
-                "checkpoint_every": one.next.scenario.job.checkpoint_every,
-                "policies": list(one.next.scenario.job.policies),
-                "more": one.share if math.isfinite(one.share) else None,
-                "holds": one.holds,
-            }
+            {**_way(one.next), "more": _finite(one.share), "holds": one.holds}
             for one in margins(found.candidates, found.wish)
         ],
     }
 
 
-def _written(found: Expectation) -> dict[str, object]:
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
+def _way(one: Candidate) -> dict[str, object]:
+    job = one.scenario.job
+    return {"hosts": one.hosts, "checkpoint_every": job.checkpoint_every, "policies": list(job.policies)}
 
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _written(found: Expectation) -> dict[str, object]:
+    budget = found.in_budget
     return {
         "seeds": found.seeds,
-        "seconds_p50": finite(found.seconds.p50),
-        "seconds_p95": finite(found.seconds.p95),
+        "seconds_p50": _finite(found.seconds.p50),
+        "seconds_p95": _finite(found.seconds.p95),
         "cost_p50": found.cost.p50,
         "cost_p95": found.cost.p95,
         "in_time": found.in_time.share,
         "in_time_95": [found.in_time.low, found.in_time.high],
-        "in_budget": None if found.in_budget is None else found.in_budget.share,
-        "in_budget_95": None if found.in_budget is None else [found.in_budget.low, found.in_budget.high],
+        "in_budget": budget and budget.share,
+        "in_budget_95": budget and [budget.low, budget.high],
         "lost_s": dict(found.lost),
         "losses": found.losses,
     }
