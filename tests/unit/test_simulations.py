@@ -18,9 +18,7 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono_lab.commands.simulate import seconds_of
 from unisono_lab.report.simulated_charts import simulated_charts
-from unisono_lab.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono_lab.simulation.calibration import measured
-from unisono_lab.simulation.commands import commands, left_out
 from unisono_lab.simulation.scenario import (
     Durations,
     HostKind,
@@ -32,9 +30,25 @@ from unisono_lab.simulation.scenario import (
     Workload,
     read_scenario,
 )
-from unisono_lab.simulation.search import Candidate, Goal, Simulate, frontier, margins, mixes, search, worth_trying
+from unisono_lab.simulation.search import (
+    Candidate,
+    Expectation,
+    Goal,
+    Likelihood,
+    Simulate,
+    Spread,
+    answer,
+    enough,
+    frontier,
+    margins,
+    mixes,
+    rates,
+    search,
+    wilson,
+    worth_trying,
+)
 from unisono_lab.simulation.simulated_run import simulate
-from unisono_lab.simulation.simulation import Simulation, SimulationSettings, simulation
+from unisono_lab.simulation.simulation import Simulation, SimulationSettings, commands, left_out, simulation
 from unisono_lab.simulation.step_clock import reduction_s
 
 pytestmark = pytest.mark.unit

@@ -9,10 +9,8 @@ from unisono_lab.analysis.estimate import NOTHING, counted, duration, number, pe
 from unisono_lab.report.charts import Chart
 from unisono_lab.report.document import Block, Document, Section
 from unisono_lab.report.written_table import Field, WrittenTable
-from unisono_lab.simulation.answers import Expectation, Likelihood, enough
-from unisono_lab.simulation.commands import commands, left_out
-from unisono_lab.simulation.search import Candidate, Goal, Margin, margins
-from unisono_lab.simulation.simulation import Simulation
+from unisono_lab.simulation.search import Candidate, Expectation, Goal, Likelihood, Margin, enough, margins
+from unisono_lab.simulation.simulation import Simulation, commands, left_out
 
 ASSUMED: tuple[str, ...] = (
     "Decisions about membership are those of the real coordinator's state machine, and decisions about batches, sizes "
