@@ -278,6 +278,10 @@ class Scenario:
         there = sum(kind.count * kind.workers for kind in self.hosts)
         return min(there, self.work.shards, self.job.most or there)
 
+    def run_with(self, **job: object) -> Scenario:
+        """The same with other settings of the job."""
+        return replace(self, job=self.job.model_copy(update=job))
+
     def scaled(self, name: str, factor: float) -> Scenario:
         """The same with one of its figures multiplied, to see what a guess costs."""
         if name in LINK:

@@ -327,7 +327,7 @@ def _ways(scenario: Scenario, step_s: float, policies: Sequence[tuple[str, ...]]
     """The same hosts with other checkpoints and policies."""
     every = {scenario.job.checkpoint_every, *(max(1, round(seconds / step_s)) for seconds in INTERVALS_S)}
     return [
-        replace(scenario, job=scenario.job.model_copy(update={"checkpoint_every": steps, "policies": names}))
+        scenario.run_with(checkpoint_every=steps, policies=names)
         for steps, names in product(sorted(every), policies or worth_trying(scenario))
     ]
 

@@ -121,7 +121,7 @@ class _SimulatedRun(Course):
         self._since: dict[str, tuple[HostPrices, float]] = {}  # hosts that are paid
         self._rented = {kind.name: Counter[str]() for kind in scenario.hosts}  # hosts that are there, by zone
         self._marks: list[SizeChange] = []
-        self._starts = self._losses = self._generations = 0
+        self._losses = self._generations = 0
         self._coordination = self._started()
 
     @property
@@ -222,7 +222,6 @@ class _SimulatedRun(Course):
     # -- starts of the job
 
     def _started(self) -> Coordination:
-        self._starts += 1
         return Coordination(self._scenario, self, self._training, self._mark, self._wants)
 
     def _end_of_start(self) -> None:

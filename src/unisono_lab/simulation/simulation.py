@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 
 from unisono.adapt.named import NAMED
 from unisono.errors import JobError
@@ -149,7 +148,7 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
     chosen = asked.policies or [scenario.job.policies]
     for names in chosen:
         require_named(names, [*NAMED, SPOT], "policy", "--policies" if asked.policies else "job.policies")
-    scenarios = [_with(scenario, names) for names in chosen]
+    scenarios = [scenario.run_with(policies=names) for names in chosen]
     known = KnownOutcomes(asked.first_seed, until_s(scenario, asked.wish.deadline_s), asked.processes)
     found = known.of(scenarios, asked.seeds)
     variants = [
@@ -161,7 +160,10 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
             "the job is not done in any of the seeds: its hosts are there too seldom, or checkpoints too far apart "
             "(job.checkpoint_every); what has been trained is lost again and again"
         )
-    simulate = partial(_answers, asked, known)
+
+    def simulate(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
+        return [asked.answer(each) for each in known.of(scenarios, seeds)]
+
     speeds = rates(scenario, scenario.room)
     step_s = scenario.work.batch_size / speeds[-1].samples_per_s
     guesses = _guesses(scenario, simulate, min(GUESS_SEEDS, asked.seeds))
@@ -169,16 +171,6 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
         return Simulation(scenario, asked.wish, variants, speeds, guesses)
     best, tried = search(scenario, asked.wish, simulate, asked.seeds, step_s, asked.policies)
     return Simulation(scenario, asked.wish, variants, speeds, guesses, best, tried)
-
-
-def _with(scenario: Scenario, policies: tuple[str, ...]) -> Scenario:
-    return replace(scenario, job=scenario.job.model_copy(update={"policies": policies}))
-
-
-def _answers(
-    asked: SimulationSettings, known: KnownOutcomes, scenarios: Sequence[Scenario], seeds: int
-) -> list[Expectation]:
-    return [asked.answer(each) for each in known.of(scenarios, seeds)]
 
 
 def _guesses(scenario: Scenario, simulate: Simulate, seeds: int) -> list[Guess]:
