@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono_lab.page.curve_table import number
-from unisono_lab.page.curves import PARTS, Curves, shard_seconds
+from unisono_lab.page.curves import PARTS, Curves, number, shard_seconds
 from unisono_lab.page.finer import Stretches
 from unisono_lab.page.follow import NewLines
 from unisono_lab.page.story import LONGEST_TEXT, ShownWorker, Story
