@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -54,7 +54,6 @@ class Host:
         zone: the zone that it is in.
         prices: the price of its hour.
         noticed: whether it was told that it is going to be taken away.
-        workers: the ids of its workers.
     """
 
     agent: str
@@ -62,7 +61,6 @@ class Host:
     zone: str
     prices: HostPrices
     noticed: bool = False
-    workers: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -138,11 +136,6 @@ class Coordination:
         self._vanished: set[str] = set()  # workers and agents that nobody has given up yet
         self._told_at = 0.0
 
-    @property
-    def over(self) -> JobOver | None:
-        """How it has ended; None while it has not."""
-        return self.state.over
-
     # -- hosts
 
     def join(self, host: Host) -> None:
@@ -162,21 +155,21 @@ class Coordination:
         """A host is gone, and with it all that ran there. Nobody is told; connections fall silent."""
         if self._hosts.pop(host.agent, None) is None:
             return
-        self._vanished |= {host.agent, *host.workers} & {*self.state.agents, *self.state.workers}
-        for name in host.workers:
-            self._where.pop(name, None)
+        lost = {name for name, there in self._where.items() if there is host}
+        self._where = {name: there for name, there in self._where.items() if there is not host}
+        self._vanished |= {host.agent, *lost} & {*self.state.agents, *self.state.workers}
         current = self._generation
-        if current is not None and not current.over and host.workers & set(current.workers):
+        if current is not None and not current.over and lost & set(current.workers):
             if current.frozen_at is None:
                 current.frozen_at = self._course.now
             self._course.turn("regroup")
         silence_s = 2 * min(PING_S, self._scenario.job.failure_timeout_s / 4)
-        self._course.later(silence_s, partial(self._fall_silent, host))
+        self._course.later(silence_s, partial(self._fall_silent, host.agent, lost))
 
     def befall(self, incident: Incident) -> None:
         """Something happens to the job."""
         current = self._generation
-        if incident.resize is not None and self.over is None:
+        if incident.resize is not None and self.state.over is None:
             self._tell(machine.Resized(incident.resize))
         if incident.kill is None or current is None or current.over or incident.kill >= len(current.workers):
             return
@@ -185,11 +178,11 @@ class Coordination:
             current.frozen_at = self._course.now
             self._gone(host.agent, name, -9)
 
-    def _fall_silent(self, host: Host) -> None:
-        if self.over is not None:
+    def _fall_silent(self, agent: str, workers: Collection[str]) -> None:
+        if self.state.over is not None:
             return
-        cut = [machine.Disconnected(worker=name) for name in sorted(host.workers & self._vanished)]
-        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=host.agent)]))
+        cut = [machine.Disconnected(worker=name) for name in sorted(self._vanished.intersection(workers))]
+        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=agent)]))
         self._watch()
 
     def _watch(self) -> None:
@@ -200,7 +193,7 @@ class Coordination:
             self._course.at(max(deadline, self._course.now + MESSAGE_S), self._tick)
 
     def _tick(self) -> None:
-        if self.over is not None:
+        if self.state.over is not None:
             return
         if self._course.now > self._told_at + self._scenario.job.failure_timeout_s / 2:
             self._told_at = self._course.now
@@ -257,8 +250,7 @@ class Coordination:
         shards, names = self._scenario.work.shards, []
         for agent, name in self._starting.pop(moment):
             host = self._hosts.get(agent)
-            if host is not None and name in self.state.workers and self.over is None:
-                host.workers.add(name)
+            if host is not None and name in self.state.workers and self.state.over is None:
                 self._where[name] = host
                 names.append(name)
         hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
@@ -280,10 +272,9 @@ class Coordination:
 
     def _gone(self, agent: str, name: str, code: int) -> None:
         """The process of a worker has ended."""
-        if agent not in self._hosts or self.over is not None:
+        if agent not in self._hosts or self.state.over is not None:
             return
         self._where.pop(name, None)
-        self._hosts[agent].workers.discard(name)
         self._tell(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
         self._may_rest(agent)
 
@@ -440,7 +431,7 @@ class Coordination:
     def _arrive(self, generation: SimulatedGeneration) -> None:
         """All that are left wait for the next generation."""
         generation.over = True
-        if self.over is not None:
+        if self.state.over is not None:
             return
         self._course.turn("regroup")
         arrived = Arrived(generation=generation.number, acts=self._acts, loop=0, at_boundary=True, step=self._acts)

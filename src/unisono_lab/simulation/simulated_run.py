@@ -15,7 +15,7 @@ import numpy as np
 from unisono.errors import JobError
 from unisono_lab.simulation.agenda import Course
 from unisono_lab.simulation.coordination import Coordination, Host
-from unisono_lab.simulation.market import HostPrices, MarketTrace, Supply, changes_per_s, supply
+from unisono_lab.simulation.market import MarketTrace, Supply, changes_per_s, supply
 from unisono_lab.simulation.scenario import Incident, Scenario
 from unisono_lab.simulation.step_clock import StepClock
 from unisono_lab.simulation.training import SimulatedTraining
@@ -117,8 +117,8 @@ class _SimulatedRun(Course):
             supply(kind, str(seed), until_s + kind.notice_s, traces.get(kind.name)) for kind in scenario.hosts
         ]
         self._there: dict[str, Host] = {}
-        self._billed: list[tuple[HostPrices, float, float]] = []
-        self._since: dict[str, tuple[HostPrices, float]] = {}  # hosts that are paid
+        self._cost = 0.0
+        self._since: dict[str, float] = {}  # hosts that are paid
         self._rented = {kind.name: Counter[str]() for kind in scenario.hosts}  # hosts that are there, by zone
         self._marks: list[SizeChange] = []
         self._losses = self._generations = 0
@@ -137,7 +137,7 @@ class _SimulatedRun(Course):
         for incident in self._scenario.incidents:
             self.at(incident.at_s, partial(self._befalls, incident))
         while self.now <= self._until_s and not self._training.is_endless and self.go_on():
-            if (over := self._coordination.over) is None:
+            if (over := self._coordination.state.over) is None:
                 continue
             if over.digest:
                 break
@@ -180,7 +180,7 @@ class _SimulatedRun(Course):
         self.later(host.kind.boot_s, partial(self._joins, host))
 
     def _joins(self, host: Host) -> None:
-        if host.agent in self._there and not host.noticed and self._coordination.over is None:
+        if host.agent in self._there and not host.noticed and self._coordination.state.over is None:
             self._coordination.join(host)
 
     def _is_warned(self, host: Host) -> None:
@@ -196,9 +196,9 @@ class _SimulatedRun(Course):
     def _wants(self, host: Host, wanted: bool) -> None:
         """A host whose workers nobody wants is given back, and rented again at once when somebody does."""
         if wanted and host.agent in self._there:
-            self._since.setdefault(host.agent, (host.prices, self.now))
-        elif (rented := self._since.pop(host.agent, None)) is not None:
-            self._billed.append((*rented, self.now))
+            self._since.setdefault(host.agent, self.now)
+        elif (since := self._since.pop(host.agent, None)) is not None:
+            self._cost += host.prices.cost(since, self.now)
 
     def _befalls(self, incident: Incident) -> None:
         self._coordination.befall(incident)
@@ -235,7 +235,6 @@ class _SimulatedRun(Course):
     def _join_again(self) -> None:
         for host in list(self._there.values()):
             if not host.noticed:
-                host.workers.clear()
                 self._coordination.join(host)
 
     def _note_start(self) -> None:
@@ -252,14 +251,15 @@ class _SimulatedRun(Course):
     def _outcome(self) -> SimulatedOutcome:
         self._note_start()
         self.turn(self.part)
-        bills = [*self._billed, *((prices, since, self.now) for prices, since in self._since.values())]
+        for agent in [*self._since]:
+            self._wants(self._there[agent], False)
         self._mark(0)
         every = -(-len(self._marks) // MOST_MARKS)
         return SimulatedOutcome(
             seed=self._seed,
             done=self._training.is_done,
             seconds=self.now,
-            cost=sum(prices.cost(since, until) for prices, since, until in bills),
+            cost=self._cost,
             lost=self.lost(),
             steps=self._training.now.steps,
             losses=self._losses,
