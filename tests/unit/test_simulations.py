@@ -49,7 +49,7 @@ from unisono_lab.simulation.search import (
 )
 from unisono_lab.simulation.simulated_run import simulate
 from unisono_lab.simulation.simulation import Simulation, SimulationSettings, commands, left_out, simulation
-from unisono_lab.simulation.step_clock import reduction_s
+from unisono_lab.simulation.training import reduction_s
 
 pytestmark = pytest.mark.unit
 

@@ -31,8 +31,7 @@ from unisono.plan.split import Split
 from unisono_lab.simulation.agenda import Course
 from unisono_lab.simulation.market import HostPrices
 from unisono_lab.simulation.scenario import HostKind, Incident, Scenario
-from unisono_lab.simulation.step_clock import Array, Crew
-from unisono_lab.simulation.training import SimulatedTraining
+from unisono_lab.simulation.training import Array, Crew, SimulatedTraining
 
 PING_S = 20.0
 """How often the coordinator tries silent connections, as its service does."""

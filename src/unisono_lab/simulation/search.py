@@ -13,7 +13,7 @@ import numpy as np
 from unisono.adapt.view import BatchShape
 from unisono_lab.simulation.scenario import Scenario
 from unisono_lab.simulation.simulated_run import SimulatedOutcome
-from unisono_lab.simulation.step_clock import Crew, StepClock
+from unisono_lab.simulation.training import Crew, StepClock
 
 PAYS = 1.1
 """More workers are worth their price as long as they are faster by this factor."""

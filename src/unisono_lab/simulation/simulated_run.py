@@ -17,8 +17,7 @@ from unisono_lab.simulation.agenda import Course
 from unisono_lab.simulation.coordination import Coordination, Host
 from unisono_lab.simulation.market import MarketTrace, Supply, changes_per_s, supply
 from unisono_lab.simulation.scenario import Incident, Scenario
-from unisono_lab.simulation.step_clock import StepClock
-from unisono_lab.simulation.training import SimulatedTraining
+from unisono_lab.simulation.training import SimulatedTraining, StepClock
 
 MOST_MARKS, MANY_MARKS = 2000, 100_000
 """Changes of the number of workers, or of the price, that are kept for pictures, and until the end."""
