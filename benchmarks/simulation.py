@@ -17,12 +17,10 @@ from benchmarks.report import Grid, Report
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime, fit
 from unisono_lab.replay.record import Record
-from unisono_lab.simulation.calibration import measured
-from unisono_lab.simulation.ledger import SimulatedOutcome
+from unisono_lab.simulation.calibration import WARM_UP, measured
 from unisono_lab.simulation.market import MarketTrace
-from unisono_lab.simulation.measured_events import WARM_UP
 from unisono_lab.simulation.scenario import Scenario, read_scenario
-from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulated_run import SimulatedOutcome, simulate
 
 SEEDS = 8
 UNTIL_S = 10_000.0

@@ -8,11 +8,10 @@ import pytest
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError
-from unisono_lab.simulation.ledger import SimulatedOutcome
 from unisono_lab.simulation.market import MarketTrace
 from unisono_lab.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload, read_scenario
 from unisono_lab.simulation.seeds import KnownOutcomes, Request, outcomes
-from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulated_run import SimulatedOutcome, simulate
 
 pytestmark = pytest.mark.unit
 

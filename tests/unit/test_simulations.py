@@ -18,23 +18,38 @@ from unisono.errors import JobError
 from unisono.job import Job
 from unisono_lab.commands.simulate import seconds_of
 from unisono_lab.report.simulated import simulated_charts
-from unisono_lab.simulation.answers import Expectation, Likelihood, Spread, answer, enough, rates, wilson
 from unisono_lab.simulation.calibration import measured
-from unisono_lab.simulation.commands import commands, left_out
-from unisono_lab.simulation.network import NamedNetwork
 from unisono_lab.simulation.scenario import (
     Durations,
     HostKind,
     How,
     Incident,
     MeasuredFigures,
+    NamedNetwork,
     Scenario,
     Workload,
     read_scenario,
 )
-from unisono_lab.simulation.search import Candidate, Goal, Simulate, frontier, margins, mixes, search, worth_trying
+from unisono_lab.simulation.search import (
+    Candidate,
+    Expectation,
+    Goal,
+    Likelihood,
+    Simulate,
+    Spread,
+    answer,
+    enough,
+    frontier,
+    margins,
+    mixes,
+    rates,
+    search,
+    wilson,
+    worth_trying,
+)
 from unisono_lab.simulation.simulated_run import simulate
-from unisono_lab.simulation.simulation import Simulation, SimulationSettings, simulation
+from unisono_lab.simulation.simulation import Simulation, SimulationSettings, commands, left_out, simulation
+from unisono_lab.simulation.training import reduction_s
 
 pytestmark = pytest.mark.unit
 
@@ -596,7 +611,7 @@ def test_reductions_on_a_named_network_are_forecast_by_its_topology(tmp_path: Pa
     assert found.network is not None
     for workers in (2, 4, 16, 64):  # beyond 16 as the messages of fewer go on
         share_s = 2 * (workers - 1) / workers * 4e6 / 1e8
-        assert found.network.reduction_s(workers) == pytest.approx(2 * 0.001 + share_s, rel=1e-6)
+        assert reduction_s(found.network, workers) == pytest.approx(2 * 0.001 + share_s, rel=1e-6)
     (first, *_, most) = rates(found, 64)
     assert first.samples_per_s == pytest.approx(64 / (64 * 0.05), rel=0.05)  # alone there is nothing to reduce
     assert most.samples_per_s == pytest.approx(64 / (0.05 + 0.082), rel=0.1)  # a_r is not looked at
@@ -604,7 +619,7 @@ def test_reductions_on_a_named_network_are_forecast_by_its_topology(tmp_path: Pa
     assert rates(slow, 64)[-1].samples_per_s < 0.1 * most.samples_per_s
     star = named(tmp_path, NAMED + 'topology = "star"\n')
     assert star.network is not None
-    assert star.network.reduction_s(64) > 20 * found.network.reduction_s(64)
+    assert reduction_s(star.network, 64) > 20 * reduction_s(found.network, 64)
 
 
 def test_a_network_has_the_figures_of_the_file_or_of_studies_and_says_which(tmp_path: Path) -> None:

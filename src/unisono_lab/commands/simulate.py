@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from rich.text import Text
 
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.received import LONGEST_S
+
+if TYPE_CHECKING:
+    from unisono_lab.simulation.simulation import Simulation
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -128,13 +131,11 @@ def _names(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _report(found: object, title: str, out: Path | None, quiet: bool) -> None:
+def _report(found: Simulation, title: str, out: Path | None, quiet: bool) -> None:
     from unisono_lab.commands.study_report import show
     from unisono_lab.report.report import HTML_NAME, write_document
     from unisono_lab.report.simulated import simulated_charts, simulated_document
-    from unisono_lab.simulation.simulation import Simulation
 
-    assert isinstance(found, Simulation)
     console = Console(highlight=False, emoji=False)
     pictures = [] if out is None else simulated_charts(found)
     document = simulated_document(found, pictures, f"Simulation: {title}")

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.applications import Starlette
@@ -19,11 +19,13 @@ from unisono.errors import JobError, LaunchError, Unreadable
 from unisono.launch.elastic.address import Control
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
-from unisono_lab.page.curve_table import LARGEST_STEP
+from unisono_lab.page.curves import LARGEST_STEP
 from unisono_lab.page.finer import Axis
 from unisono_lab.page.gate import Gate, Keys
 from unisono_lab.page.hub import Hub
 from unisono_lab.page.source import RunSource
+
+T = TypeVar("T")
 
 WEB = Path(__file__).with_name("web")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -72,22 +74,16 @@ _ask: TypeAdapter[AskBody] = TypeAdapter(AskBody)
 _finer: TypeAdapter[FinerBody] = TypeAdapter(FinerBody)
 
 
-def _workers(body: AskBody) -> int:
-    if body.workers is None:
-        raise JobError("say how many workers")
-    return body.workers
-
-
-def _who(body: AskBody) -> str:
-    if body.who is None:
-        raise JobError("say who")
-    return body.who
+def _said(value: T | None, what: str) -> T:
+    if value is None:
+        raise JobError(f"say {what}")
+    return value
 
 
 VERBS: Mapping[str, Callable[[Control, AskBody], Mapping[str, Any]]] = {
-    "resize": lambda control, body: control.resize(_workers(body)),
-    "leave": lambda control, body: control.leave(_who(body)),
-    "replace": lambda control, body: control.replace(_who(body)),
+    "resize": lambda control, body: control.resize(_said(body.workers, "how many workers")),
+    "leave": lambda control, body: control.leave(_said(body.who, "who")),
+    "replace": lambda control, body: control.replace(_said(body.who, "who")),
     "checkpoint": lambda control, body: control.checkpoint(),
     "stop": lambda control, body: control.stop(),
 }

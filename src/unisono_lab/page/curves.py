@@ -1,10 +1,169 @@
-"""The figures of a run over its steps, made of the lines of ``metrics.jsonl``."""
+"""The figures of a run over its steps, of the lines of ``metrics.jsonl``: columns that never take much room."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from unisono.adapt.curvature_question import CONFIDENCE, FIGURES
-from unisono_lab.page.curve_table import LARGEST_STEP, CurveTable, Entry, number
+from unisono_lab.page.thinned import MOST, Mark
+
+MOST_CURVES = 96
+"""More names than that are not drawn: whoever logs them has made a mistake, or means harm."""
+
+LARGEST, LARGEST_STEP = 1e290, 2**53
+
+EMPTY = (np.inf, -np.inf, 0.0, 0.0)
+"""The smallest value, the largest one, the sum and the number of no values."""
+
+MERGES = (np.minimum, np.maximum, np.add, np.add)
+MANY = 3
+
+
+class Entry(NamedTuple):
+    """What a line tells of a step.
+
+    Attributes:
+        step: the number of the step.
+        time: the time of the line, in seconds since 1970; None if it has none.
+        figures: the values by name; anything but a finite number is left out.
+    """
+
+    step: int
+    time: float | None
+    figures: Mapping[str, Any]
+
+
+class CurveTable:
+    """Figures by name, in groups of neighbouring steps that all figures share.
+
+    All groups are of as many steps, but the newest. When there are too many, each two become one. Entries in a row that
+    are of the same step count as one step.
+
+    Attributes:
+        names: the names of the figures, each with its row.
+        stride: the number of steps in each group.
+        left_out: whether there are more names than are drawn.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.stride, self.left_out = 1, False
+        self._shape = self._steps = self._entries = 0
+        self._step, self._time = np.zeros(MOST), np.full(MOST, np.nan)
+        self._until = np.zeros(MOST, np.int64)  # the number of entries up to the end of each group
+        self._figures = np.empty((4, MOST_CURVES, MOST))
+        self._figures[:] = np.reshape(EMPTY, (4, 1, 1))
+
+    def __len__(self) -> int:
+        """The number of groups."""
+        return (self._steps + self.stride - 1) // self.stride
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Take the next entries."""
+        if not entries:
+            return
+        for one in entries:
+            self._learn(one.figures)
+        steps = np.array([one.step for one in entries], float)
+        times = np.array([np.nan if one.time is None else one.time for one in entries])
+        before = self._step[len(self) - 1] if self._steps else -1.0
+        places = self._steps - 1 + np.cumsum(np.diff(steps, prepend=before) != 0)  # of each entry's step
+        while places[-1] >= self.stride * MOST:
+            self._halve()
+        groups = places // self.stride
+        starts = np.flatnonzero(np.diff(groups, prepend=-1))
+        where = slice(groups[0], groups[-1] + 1)
+        ends = np.append(starts[1:], len(entries)) - 1
+        self._step[where], self._time[where] = steps[ends], times[ends]
+        self._until[where] = self._entries + ends + 1
+        values = [_numbers([one.figures.get(name) for one in entries]) for name in self.names]
+        self._take(where, np.array(values, float).reshape(-1, len(entries)), starts)
+        self._steps, self._entries = int(places[-1]) + 1, self._entries + len(entries)
+
+    def since(self, seen: Mark) -> dict[str, Any]:
+        """The groups that somebody has not seen, or not as they are now, for the browser.
+
+        Returns:
+            the number of the first of these groups, their newest steps and times, and the values in them by name: None,
+            a number, or the smallest value, the largest one and the mean of several. Empty if nothing is new.
+        """
+        if seen == self.mark or not self._entries:
+            return {}
+        count = len(self)
+        first = int(np.searchsorted(self._until[:count], seen.count, "right")) if seen.shape == self._shape else 0
+        low, high, total, many = self._figures[:, : len(self.names), first:count]
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            told = _rounded(np.stack([low, high, total / many]))
+        values = {
+            name: [
+                mean if n == 1 else [least, most, mean] if n else None
+                for n, least, most, mean in zip(many[row].tolist(), *told[:, row].tolist(), strict=True)
+            ]
+            for name, row in self.names.items()
+            if many[row].any()
+        }
+        times = [None if time != time else time for time in self._time[first:count].tolist()]
+        return {"first": first, "steps": self._step[first:count].astype(int).tolist(), "times": times, "values": values}
+
+    @property
+    def mark(self) -> Mark:
+        """Of who has seen all that there is."""
+        return Mark(self._shape, self._entries)
+
+    def _learn(self, figures: Mapping[str, Any]) -> None:
+        """Give new names their rows."""
+        for name in [name for name in figures if name not in self.names]:
+            if number(figures[name]) is None:
+                continue
+            if len(self.names) == MOST_CURVES:
+                self.left_out = True
+                return
+            self.names[name] = len(self.names)
+
+    def _take(self, where: slice, values: NDArray[np.float64], starts: NDArray[np.intp]) -> None:
+        known = np.abs(values) < LARGEST  # also not where it is NaN
+        parts = [np.where(known, values, empty) for empty in EMPTY[:MANY]] + [known.astype(float)]
+        new = [how.reduceat(part, starts, axis=1) for how, part in zip(MERGES, parts, strict=True)]
+        _merge(self._figures[:, : len(values), where], new)
+
+    def _halve(self) -> None:
+        count, half = len(self), MOST // 2
+        for column in (self._step, self._time, self._until):
+            newest = column[count - 1]
+            column[:half] = column[1::2]
+            column[-(-count // 2) - 1] = newest  # its group may have no neighbour
+        earlier = self._figures[:, :, ::2].copy()
+        _merge(earlier, self._figures[:, :, 1::2])
+        self._figures[:, :, :half] = earlier
+        self._figures[:, :, half:] = np.reshape(EMPTY, (4, 1, 1))
+        self.stride, self._shape = 2 * self.stride, self._shape + 1
+
+
+def number(value: Any) -> float | None:
+    """A finite number that a browser can draw, and of which many can be added up; None for anything else."""
+    if type(value) not in (float, int) or not -LARGEST < value < LARGEST:  # also for NaN
+        return None
+    return float(value)
+
+
+def _numbers(values: list[Any]) -> list[Any]:
+    """Values of which an array can be made; the quick way is for what a step nearly always has."""
+    return values if {*map(type, values)} <= {float, type(None)} else [number(value) for value in values]
+
+
+def _merge(groups: NDArray[np.float64], others: Sequence[NDArray[np.float64]] | NDArray[np.float64]) -> None:
+    for how, group, other in zip(MERGES, groups, others, strict=True):
+        how(group, other, out=group)
+
+
+def _rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Six digits of each, so that what is sent is short."""
+    scale = 10.0 ** (5 - np.floor(np.log10(np.abs(values))))
+    found = np.round(values * scale) / scale
+    return np.where(np.isfinite(found), found, values)
+
 
 OWN = frozenset(
     (

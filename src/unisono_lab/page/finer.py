@@ -2,8 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
-from unisono_lab.page.curve_table import number
-from unisono_lab.page.curves import Curves
+from unisono_lab.page.curves import Curves, number
 from unisono_lab.page.follow import Follower, NewLines, Read
 from unisono_lab.page.source import METRICS
 from unisono_lab.page.thinned import Mark, Thinned

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono_lab.page.curve_table import number
-from unisono_lab.page.curves import PARTS, Curves, shard_seconds
+from unisono_lab.page.curves import PARTS, Curves, number, shard_seconds
 from unisono_lab.page.finer import Stretches
 from unisono_lab.page.follow import NewLines
 from unisono_lab.page.story import LONGEST_TEXT, ShownWorker, Story
@@ -126,14 +125,14 @@ class RunModel:
 
     def _workers(self) -> list[dict[str, Any]]:
         """Those who train, by rank, and those who are about to."""
-        seats = self.story.seats
+        seats, status = self.story.seats, self.status
         times = shard_seconds(self.curves.latest) if self._tells_of(seats) else []
-        told = {} if self.status is None else {one["id"]: one for one in _all(self.status)}
+        told = {} if status is None else {one["id"]: one for one in [*status["members"], *status["others"]]}
         rows = []
         for rank, seat in enumerate(seats):
             about = told.pop(seat.id, {})
             seconds = times[rank] if rank < len(times) else None
-            phase = _phase(about, "gone" if self.status is not None else "")
+            phase = _phase(about, "" if status is None else "gone")
             rows.append(_row(seat.id, rank, about.get("host") or seat.host, phase, seat.shards, seat.colour, seconds))
         rows += [_row(name, None, about["host"], _phase(about)) for name, about in told.items()]
         return rows
@@ -151,10 +150,6 @@ def _plain(value: Any) -> Any:
 
 def _said(value: Any, most: int = LONGEST_TEXT) -> str:
     return value[:most] if isinstance(value, str) else ""
-
-
-def _all(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [*status["members"], *status["others"]]
 
 
 def _row(

@@ -11,11 +11,9 @@ from unisono_lab.analysis.estimate import NOTHING, counted, duration, number, pe
 from unisono_lab.report.document import Block, Document, Section
 from unisono_lab.report.drawing import FAINT, INK, SERIES, Chart, canvas, doubling, explain, from_zero, mark
 from unisono_lab.report.figure_tables import Field, WrittenTable
-from unisono_lab.simulation.answers import Expectation, Likelihood, enough
-from unisono_lab.simulation.commands import commands, left_out
-from unisono_lab.simulation.ledger import SimulatedOutcome
-from unisono_lab.simulation.search import Candidate, Goal, Margin, frontier, margins
-from unisono_lab.simulation.simulation import Simulation
+from unisono_lab.simulation.search import Candidate, Expectation, Goal, Likelihood, Margin, enough, frontier, margins
+from unisono_lab.simulation.simulated_run import SimulatedOutcome
+from unisono_lab.simulation.simulation import Simulation, commands, left_out
 
 ASSUMED: tuple[str, ...] = (
     "Decisions about membership are those of the real coordinator's state machine, and decisions about batches, sizes "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,11 +28,10 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.plan.split import Split
-from unisono_lab.simulation.agenda import Agenda
-from unisono_lab.simulation.ledger import Ledger
+from unisono_lab.simulation.agenda import Course
+from unisono_lab.simulation.market import HostPrices
 from unisono_lab.simulation.scenario import HostKind, Incident, Scenario
-from unisono_lab.simulation.step_clock import Array, Crew
-from unisono_lab.simulation.training import SimulatedTraining
+from unisono_lab.simulation.training import Array, Crew, SimulatedTraining
 
 PING_S = 20.0
 """How often the coordinator tries silent connections, as its service does."""
@@ -51,16 +50,16 @@ class Host:
     Attributes:
         agent: the agent's id.
         kind: what kind of host it is.
-        alive: whether it is there.
+        zone: the zone that it is in.
+        prices: the price of its hour.
         noticed: whether it was told that it is going to be taken away.
-        workers: the ids of its workers.
     """
 
     agent: str
     kind: HostKind
-    alive: bool = True
+    zone: str
+    prices: HostPrices
     noticed: bool = False
-    workers: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -99,9 +98,8 @@ class Coordination:
 
     Args:
         scenario: the scenario.
-        agenda: the virtual time.
+        course: the virtual time, and what it is spent on.
         training: the work.
-        ledger: the account of time and money.
         changed: called with the number of workers when that has changed.
         wants: called with a host and whether any of its workers is wanted, whenever that may have changed.
 
@@ -112,13 +110,12 @@ class Coordination:
     def __init__(
         self,
         scenario: Scenario,
-        agenda: Agenda,
+        course: Course,
         training: SimulatedTraining,
-        ledger: Ledger,
         changed: Callable[[int], None],
         wants: Callable[[Host, bool], None],
     ) -> None:
-        self._scenario, self._agenda, self._training, self._ledger = scenario, agenda, training, ledger
+        self._scenario, self._course, self._training = scenario, course, training
         self._changed, self._wants = changed, wants
         self._took = scenario.seconds
         settings = machine.ElasticConfig(
@@ -128,7 +125,7 @@ class Coordination:
             max_restarts=MOST_RESTARTS,
             failure_timeout_s=scenario.job.failure_timeout_s,
         )
-        self.state = machine.State(settings, now=agenda.now)
+        self.state = machine.State(settings, now=course.now)
         self._begun_with = training.now.steps
         self._hosts: dict[str, Host] = {}
         self._where: dict[str, Host] = {}
@@ -137,11 +134,6 @@ class Coordination:
         self._warm: set[str] = set()  # agents that have started workers
         self._vanished: set[str] = set()  # workers and agents that nobody has given up yet
         self._told_at = 0.0
-
-    @property
-    def over(self) -> JobOver | None:
-        """How it has ended; None while it has not."""
-        return self.state.over
 
     # -- hosts
 
@@ -162,34 +154,34 @@ class Coordination:
         """A host is gone, and with it all that ran there. Nobody is told; connections fall silent."""
         if self._hosts.pop(host.agent, None) is None:
             return
-        self._vanished |= {host.agent, *host.workers} & {*self.state.agents, *self.state.workers}
-        for name in host.workers:
-            self._where.pop(name, None)
+        lost = {name for name, there in self._where.items() if there is host}
+        self._where = {name: there for name, there in self._where.items() if there is not host}
+        self._vanished |= {host.agent, *lost} & {*self.state.agents, *self.state.workers}
         current = self._generation
-        if current is not None and not current.over and host.workers & set(current.workers):
+        if current is not None and not current.over and lost & set(current.workers):
             if current.frozen_at is None:
-                current.frozen_at = self._agenda.now
-            self._ledger.turn("regroup", self._agenda.now)
+                current.frozen_at = self._course.now
+            self._course.turn("regroup")
         silence_s = 2 * min(PING_S, self._scenario.job.failure_timeout_s / 4)
-        self._agenda.later(silence_s, partial(self._fall_silent, host))
+        self._course.later(silence_s, partial(self._fall_silent, host.agent, lost))
 
     def befall(self, incident: Incident) -> None:
         """Something happens to the job."""
         current = self._generation
-        if incident.resize is not None and self.over is None:
+        if incident.resize is not None and self.state.over is None:
             self._tell(machine.Resized(incident.resize))
         if incident.kill is None or current is None or current.over or incident.kill >= len(current.workers):
             return
         name = current.workers[incident.kill]
         if (host := self._where.get(name)) is not None:
-            current.frozen_at = self._agenda.now
+            current.frozen_at = self._course.now
             self._gone(host.agent, name, -9)
 
-    def _fall_silent(self, host: Host) -> None:
-        if self.over is not None:
+    def _fall_silent(self, agent: str, workers: Collection[str]) -> None:
+        if self.state.over is not None:
             return
-        cut = [machine.Disconnected(worker=name) for name in sorted(host.workers & self._vanished)]
-        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=host.agent)]))
+        cut = [machine.Disconnected(worker=name) for name in sorted(self._vanished.intersection(workers))]
+        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=agent)]))
         self._watch()
 
     def _watch(self) -> None:
@@ -197,25 +189,23 @@ class Coordination:
         deadline = machine.next_deadline(self.state)
         self._vanished &= {*self.state.agents, *self.state.workers}
         if deadline is not None and self._vanished:
-            self._agenda.at(max(deadline, self._agenda.now + MESSAGE_S), self._tick)
+            self._course.at(max(deadline, self._course.now + MESSAGE_S), self._tick)
 
     def _tick(self) -> None:
-        if self.over is not None:
+        if self.state.over is not None:
             return
-        if self._agenda.now > self._told_at + self._scenario.job.failure_timeout_s / 2:
-            self._told_at = self._agenda.now
-            self._say_all(self._living(), Progress(acts=self._acts, step=self._acts, pulse=Pulse(doing="wait")))
+        if self._course.now > self._told_at + self._scenario.job.failure_timeout_s / 2:
+            self._told_at = self._course.now
+            living = [] if self._generation is None else self._living(self._generation)
+            self._say_all(living, Progress(acts=self._acts, step=self._acts, pulse=Pulse(doing="wait")))
         self._tell(machine.Tick())
         self._watch()
-
-    def _living(self) -> list[str]:
-        return [] if self._generation is None else [name for name in self._generation.workers if name in self._where]
 
     # -- what the coordinator decides
 
     def _tell(self, event: machine.Event) -> None:
         before = self.state.generation
-        self.state, actions = machine.step(self.state, event, self._agenda.now)
+        self.state, actions = machine.step(self.state, event, self._course.now)
         is_due = is_lost = False
         for action in actions:
             match action:
@@ -246,12 +236,12 @@ class Coordination:
         self._warm.add(agent)
         if (host := self._hosts.get(agent)) is not None:
             self._wants(host, True)
-        first_s = self._agenda.now + order.delay_s + took_s
+        first_s = self._course.now + order.delay_s + took_s
         for number, name in enumerate(order.workers):
             moment = first_s + number * self._took.start_each_s
             if moment not in self._starting:
                 self._starting[moment] = []
-                self._agenda.at(moment, partial(self._begin, moment))
+                self._course.at(moment, partial(self._begin, moment))
             self._starting[moment].append((agent, name))
 
     def _begin(self, moment: float) -> None:
@@ -259,8 +249,7 @@ class Coordination:
         shards, names = self._scenario.work.shards, []
         for agent, name in self._starting.pop(moment):
             host = self._hosts.get(agent)
-            if host is not None and host.alive and name in self.state.workers and self.over is None:
-                host.workers.add(name)
+            if host is not None and name in self.state.workers and self.state.over is None:
                 self._where[name] = host
                 names.append(name)
         hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
@@ -271,21 +260,20 @@ class Coordination:
 
     def _end(self, agent: str, order: End) -> None:
         for name in order.workers:
-            self._agenda.later(MESSAGE_S, partial(self._gone, agent, name, -15 if order.how == "leave" else -9))
+            self._course.later(MESSAGE_S, partial(self._gone, agent, name, -15 if order.how == "leave" else -9))
 
     def _part(self, names: Iterable[str], farewell: Removed) -> None:
         if farewell.preempted:
-            self._training.keep(self._agenda.now)
+            self._training.keep(self._course.now)
         for name in names:
             if (host := self._where.get(name)) is not None:
-                self._agenda.later(MESSAGE_S, partial(self._gone, host.agent, name, 0))
+                self._course.later(MESSAGE_S, partial(self._gone, host.agent, name, 0))
 
     def _gone(self, agent: str, name: str, code: int) -> None:
         """The process of a worker has ended."""
-        if agent not in self._hosts or self.over is not None:
+        if agent not in self._hosts or self.state.over is not None:
             return
         self._where.pop(name, None)
-        self._hosts[agent].workers.discard(name)
         self._tell(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
         self._may_rest(agent)
 
@@ -300,8 +288,8 @@ class Coordination:
         """Nobody is left who holds the state. Checkpoints that were being written as all were lost are not whole."""
         lost_at = self._leave_off()
         self._generation = None
-        self._ledger.turn("waiting", self._agenda.now)
-        self._ledger.repeated_s += self._training.fall_back(lost_at)
+        self._course.turn("waiting")
+        self._course.repeated_s += self._training.fall_back(lost_at)
         self._begun_with = self._training.now.steps
         self._changed(0)
 
@@ -321,18 +309,18 @@ class Coordination:
         joiners = frozenset(seat.worker for seat in minted.roster if seat.joins)
         self._generation = new = SimulatedGeneration(minted.generation, names, joiners, crew)
         self._training.unsettled()
-        if self._ledger.part != "start":
-            self._ledger.turn("regroup", self._agenda.now)
+        if self._course.part != "start":
+            self._course.turn("regroup")
         if any(name not in self._where for name in names):
-            new.frozen_at = self._agenda.now  # it has vanished meanwhile, and nobody knows yet
+            new.frozen_at = self._course.now  # it has vanished meanwhile, and nobody knows yet
             return
-        self._agenda.later(self._took.forming(len(names), joined=bool(joiners)), partial(self._form, new))
+        self._course.later(self._took.forming(len(names), joined=bool(joiners)), partial(self._form, new))
 
     def _form(self, generation: SimulatedGeneration) -> None:
         if generation.over or generation is not self._generation or generation.frozen_at is not None:
             return
         generation.formed = True
-        self._ledger.turn("training", self._agenda.now)
+        self._course.turn("training")
         self._changed(len(generation.workers))
         self._say_all(generation.workers, Formed(generation=generation.number))
         if generation is self._generation and not generation.over:
@@ -342,18 +330,18 @@ class Coordination:
         """Draw the next steps."""
         steps = 1 if generation.stopping else self._training.ahead()
         seconds, generation.stalls = self._training.draw(generation.crew, steps)
-        generation.begun_at = self._agenda.now
-        generation.ends = self._agenda.now + np.cumsum(seconds + generation.stalls)
-        self._agenda.at(float(generation.ends[-1]), partial(self._drawn_end, generation, generation.begun_at))
+        generation.begun_at = self._course.now
+        generation.ends = self._course.now + np.cumsum(seconds + generation.stalls)
+        self._course.at(float(generation.ends[-1]), partial(self._boundary, generation, generation.begun_at))
 
-    def _drawn_end(self, generation: SimulatedGeneration, begun_at: float) -> None:
-        """The steps that were drawn have ended; nobody has called the workers in between."""
+    def _boundary(self, generation: SimulatedGeneration, begun_at: float) -> None:
+        """All steps that were drawn have ended, or the one that was under way as the generation was called."""
         if generation.over or generation.frozen_at is not None or generation.begun_at != begun_at:
             return
-        last_s = float(generation.ends[-1] - generation.begun_at) / len(generation.ends)
-        self._commit(generation, self._agenda.now)
-        if self._training.asks:
-            self._decide(generation, last_s)
+        mean_s = float(generation.ends[-1] - begun_at) / len(generation.ends)
+        self._commit(generation, self._course.now)
+        if self._training.asks and not len(generation.ends):
+            self._decide(generation, mean_s)
         if self._training.is_done:
             generation.over = True
             self._say_all(generation.workers, Finished(digest="d"))
@@ -367,8 +355,8 @@ class Coordination:
         done = int(np.searchsorted(generation.ends, until, side="right"))
         last = float(generation.ends[done - 1]) if done else generation.begun_at
         stalls = float(generation.stalls[:done].sum())
-        self._ledger.stall_s += stalls
-        self._ledger.worker_seconds += (last - generation.begun_at) * len(generation.workers)
+        self._course.stall_s += stalls
+        self._course.worker_seconds += (last - generation.begun_at) * len(generation.workers)
         self._training.commit(done, last - generation.begun_at - stalls, last)
         generation.ends, generation.stalls = generation.ends[done:], generation.stalls[done:]
         generation.begun_at = last
@@ -393,8 +381,8 @@ class Coordination:
         value = decision.value
         match decision.verb:
             case "checkpoint":
-                self._training.keep(self._agenda.now + self._took.checkpoint_s)
-                self._ledger.stall_s += self._took.stall_s
+                self._training.keep(self._course.now + self._took.checkpoint_s)
+                self._course.stall_s += self._took.stall_s
             case "resize" if isinstance(value, int):
                 self._say_all(generation.workers[:1], ResizeRequest(workers=value))
             case "replace" if isinstance(value, int):
@@ -408,32 +396,22 @@ class Coordination:
         current.stopping = True
         if not current.formed or current.frozen_at is not None or not len(current.ends):
             return  # it stops behind the first step once it has formed, or is woken
-        boundary = float(current.ends[np.searchsorted(current.ends, self._agenda.now)])
-        self._agenda.at(boundary, partial(self._boundary, current, current.begun_at))
-
-    def _boundary(self, generation: SimulatedGeneration, begun_at: float) -> None:
-        if generation.over or generation.frozen_at is not None or generation.begun_at != begun_at:
-            return
-        self._commit(generation, self._agenda.now)
-        if self._training.is_done:
-            generation.over = True
-            self._say_all(generation.workers, Finished(digest="d"))
-        else:
-            self._arrive(generation)
+        boundary = float(current.ends[np.searchsorted(current.ends, self._course.now)])
+        self._course.at(boundary, partial(self._boundary, current, current.begun_at))
 
     def _break_off(self) -> None:
         """The step that is under way cannot end: all notice, and stop waiting."""
         current = self._generation
         if current is None or current.over:
             return
-        noticed_at = self._agenda.now + self._took.detect_s + self._rest_of_step(current)
+        noticed_at = self._course.now + self._took.detect_s + self._rest_of_step(current)
         self._leave_off()
-        self._ledger.turn("regroup", self._agenda.now)
-        self._agenda.at(noticed_at, partial(self._arrive, current))
+        self._course.turn("regroup")
+        self._course.at(noticed_at, partial(self._arrive, current))
 
     def _rest_of_step(self, generation: SimulatedGeneration) -> float:
         """Seconds of the broken step that are still computed: who is left misses others only when it sends."""
-        ends, now = generation.ends, self._agenda.now
+        ends, now = generation.ends, self._course.now
         broken_at = now if generation.frozen_at is None else generation.frozen_at
         later = ends[np.searchsorted(ends, broken_at) :] if generation.formed else ends[:0]
         return max(0.0, float(later[0]) - now) if len(later) else 0.0
@@ -442,29 +420,25 @@ class Coordination:
         """The generation's work ends where it stands, with all steps that are done; the moment at which it stopped."""
         current = self._generation
         if current is None:
-            return self._agenda.now
-        until = self._agenda.now if current.frozen_at is None else current.frozen_at
+            return self._course.now
+        until = self._course.now if current.frozen_at is None else current.frozen_at
         if current.formed and not current.over:
-            self._ledger.repeated_s += until - self._commit(current, until)
+            self._course.repeated_s += until - self._commit(current, until)
         current.over = True
         return until
 
     def _arrive(self, generation: SimulatedGeneration) -> None:
         """All that are left wait for the next generation."""
         generation.over = True
-        if self.over is not None:
+        if self.state.over is not None:
             return
-        self._ledger.turn("regroup", self._agenda.now)
-        acts = self._acts
-        arrived = Arrived(generation=generation.number, acts=acts, loop=0, at_boundary=True, step=acts)
-        again = Ready(loop=0, generation=generation.number)
+        self._course.turn("regroup")
+        arrived = Arrived(generation=generation.number, acts=self._acts, loop=0, at_boundary=True, step=self._acts)
         lacking = frozenset() if generation.formed else generation.joiners
-        names = [name for name in generation.workers if name in self._where]
-        self._tell(
-            machine.Bundle(
-                [
-                    machine.Heard(tuple(name for name in names if name not in lacking), arrived),
-                    machine.Heard(tuple(name for name in names if name in lacking), again),
-                ]
-            )
-        )
+        names = self._living(generation)
+        whole, others = ([name for name in names if (name in lacking) is lacks] for lacks in (False, True))
+        again = Ready(loop=0, generation=generation.number)
+        self._tell(machine.Bundle([machine.Heard(tuple(whole), arrived), machine.Heard(tuple(others), again)]))
+
+    def _living(self, generation: SimulatedGeneration) -> list[str]:
+        return [name for name in generation.workers if name in self._where]

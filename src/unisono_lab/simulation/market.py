@@ -7,7 +7,7 @@ import random
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import groupby
 from pathlib import Path
@@ -31,8 +31,8 @@ class HostPrices:
         values: the price from each of them on.
     """
 
-    times: Sequence[float] = (0.0,)
-    values: Sequence[float] = (0.0,)
+    times: Sequence[float]
+    values: Sequence[float]
 
     def at(self, moment: float) -> float:
         """The price at a moment, in seconds."""
@@ -145,7 +145,7 @@ class MarketTrace:
     """
 
     rows: Sequence[TraceRow]
-    length_s: float = field(default=0.0)
+    length_s: float
 
     @classmethod
     def read(cls, path: Path) -> MarketTrace:

@@ -7,14 +7,13 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError, Unreadable
 from unisono.received import open_file
-from unisono_lab.simulation.network import NamedNetwork
 
 LARGEST_FILE = 2**20
 """Bytes of a scenario's file."""
@@ -231,6 +230,23 @@ class _File(_Part):
 
 
 @dataclass(frozen=True, slots=True)
+class NamedNetwork:
+    """A network between workers, by which reductions are forecast.
+
+    Attributes:
+        latency_s: seconds of a message without contents.
+        bytes_per_s: what a worker sends and receives in a second while a reduction is under way.
+        gradient_bytes: bytes that are reduced in a step.
+        topology: the way of partial sums, a name in ``TOPOLOGIES``.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    gradient_bytes: float
+    topology: str
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """What is simulated.
 
@@ -261,6 +277,10 @@ class Scenario:
         """The number of workers that all hosts run, as far as the job uses them."""
         there = sum(kind.count * kind.workers for kind in self.hosts)
         return min(there, self.work.shards, self.job.most or there)
+
+    def run_with(self, **job: object) -> Scenario:
+        """The same with other settings of the job."""
+        return replace(self, job=self.job.model_copy(update=job))
 
     def scaled(self, name: str, factor: float) -> Scenario:
         """The same with one of its figures multiplied, to see what a guess costs."""
@@ -331,26 +351,28 @@ def read_scenario(path: Path, measured: MeasuredFigures | None = None) -> Scenar
     """
     found, measured = _file(path), measured or MeasuredFigures()
     known = {} if measured.step is None else asdict(measured.step)
-    sources: dict[str, Source] = {name: "default" if name in measured.guessed else "fitted" for name in known}
     _require_step(path, found.step, known)
-    sources |= dict.fromkeys(found.step, "given")
     step = StepTime(**{"a_r": 0.0, "b_r": 0.0, "gamma": 1.0, "b_c": 0.0, **known, **found.step})
     if not step.a_c + step.b_c > 0:
         raise JobError(f"{path}: a step takes no time: step.a_c and step.b_c are 0")
-    sources = {**dict.fromkeys(STEP, "default"), **sources}
+    fitted = known.keys() - {*measured.guessed}
+    sources = {name: _source(name, found.step, fitted, "fitted") for name in STEP}
     given = found.seconds.model_dump(exclude_unset=True)
     seconds = Durations.model_validate({**measured.seconds, **given})
-    for name in Durations.model_fields:
-        sources[name] = "given" if name in given else "measured" if name in measured.seconds else "default"
+    sources |= {name: _source(name, given, measured.seconds) for name in Durations.model_fields}
     network = None if found.network is None else _network(path, found.network, measured.link, sources)
     hosts = [_with_trace_beside(kind, path.parent) for kind in found.hosts]
-    for kind in hosts:
-        for name in kind.figures():
-            sources[f"{kind.name}.{name}"] = "given" if name in kind.model_fields_set else "default"
+    sources |= {
+        f"{kind.name}.{name}": _source(name, kind.model_fields_set) for kind in hosts for name in kind.figures()
+    }
     known_to = measured.measured_to
     scenario = Scenario(found.work, step, seconds, hosts, found.job, found.incidents, sources, known_to, network)
     _require_room(path, scenario)
     return scenario
+
+
+def _source(name: str, given: Collection[str], measured: Collection[str] = (), words: Source = "measured") -> Source:
+    return "given" if name in given else words if name in measured else "default"
 
 
 def _network(
@@ -366,8 +388,7 @@ def _network(
         )
     for name in REDUCTION:
         sources.pop(name, None)
-    for name in LINK:
-        sources[name] = "given" if name in said else "measured" if name in measured else "default"
+    sources |= {name: _source(name, said, measured) for name in LINK}
     return NamedNetwork(**{name: known[name] for name in LINK}, topology=given.topology)
 
 
@@ -377,32 +398,26 @@ def _file(path: Path) -> _File:
             text = file.read(LARGEST_FILE + 1)
         if len(text) > LARGEST_FILE:
             raise JobError(f"{path} is larger than {LARGEST_FILE} bytes: a scenario is a short text")
-        found = tomllib.loads(text.decode("utf-8-sig").replace("\r\n", "\n"))
+        found = tomllib.loads(text.decode("utf-8-sig").replace("\r\n", "\n"), parse_float=_number)
         # As JSON, in which lists and paths are what they are in TOML.
-        return _File.model_validate_json(json.dumps(_whole(found), default=str))
+        return _File.model_validate_json(json.dumps(found, default=str))
     except (OSError, Unreadable, UnicodeDecodeError) as error:
         raise JobError(f"the scenario {path} cannot be read: {error}") from error
     except RecursionError:
         raise JobError(f"{path} is nested too deep for a scenario") from None
     except ValidationError as error:
-        raise JobError(f"{path}: {problems(error)}") from error
+        raise JobError(f"{path}: {_problems(error)}") from error
     except ValueError as error:  # a number of thousands of digits, too
         raise JobError(f"{path} is no TOML: {error}") from error
 
 
-def _whole(found: Any) -> Any:
-    """The same values; ``1e9`` is a whole number, too."""
-    match found:
-        case dict():
-            return {name: _whole(value) for name, value in found.items()}
-        case list():
-            return [_whole(value) for value in found]
-        case float() if found.is_integer() and abs(found) < 2**63:
-            return int(found)
-    return found
+def _number(text: str) -> float:
+    """``1e9`` is a whole number, too."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
-def problems(error: ValidationError) -> str:
+def _problems(error: ValidationError) -> str:
     """What is wrong with values from a file, each with its place; the first ten."""
     found = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors()]
     return "; ".join(found[:10]) + (f"; and {len(found) - 10} more" if len(found) > 10 else "")

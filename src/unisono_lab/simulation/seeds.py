@@ -6,19 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from tempfile import TemporaryFile
 
 from pydantic import TypeAdapter, ValidationError
 
 from unisono.errors import JobError, UnisonoError
 from unisono.host.parent_death import end_with_parent
-from unisono_lab.simulation.ledger import SimulatedOutcome
 from unisono_lab.simulation.market import MarketTrace
 from unisono_lab.simulation.scenario import Scenario
-from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulated_run import SimulatedOutcome, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ def outcomes(request: Request, processes: int) -> list[list[SimulatedOutcome]]:
     if len(shares) == 1:
         return [list(found) for found in _computed(request)]
     answers = _in_processes([Request(request.scenarios, share, request.until_s) for share in shares])
-    found = [list(chain.from_iterable(answer.outcomes[place] for answer in answers)) for place in _places(request)]
-    return [sorted(each, key=lambda outcome: outcome.seed) for each in found]
+    by_scenario = zip(*(answer.outcomes for answer in answers), strict=True)
+    return [sorted(chain.from_iterable(each), key=lambda outcome: outcome.seed) for each in by_scenario]
 
 
 class KnownOutcomes:
@@ -99,39 +99,26 @@ class KnownOutcomes:
         return [self._known[key][:seeds] for key in keys]
 
 
-def _places(request: Request) -> range:
-    return range(len(request.scenarios))
-
-
 def _in_processes(requests: Sequence[Request]) -> list[SeedOutcomes]:
     command = [sys.executable, "-m", __name__, str(os.getpid())]
-    # In groups of their own: Ctrl-C is for this process, which ends them.
-    running = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True, process_group=0)
-        for _ in requests
-    ]
-    try:
-        for process, request in zip(running, requests, strict=True):
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it has ended: its answer says so
-                process.stdin.write(REQUEST.dump_json(request))
-                process.stdin.close()
+    running = []
+    with ExitStack() as stack:
+        for request in requests:
+            given = stack.enter_context(TemporaryFile())
+            given.write(REQUEST.dump_json(request))
+            given.seek(0)
+            # In a group of its own: Ctrl-C is for this process, which ends it.
+            process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, close_fds=True, process_group=0)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            running.append(process)
         return [_answer(process) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(BrokenPipeError):
-                    if pipe is not None:
-                        pipe.close()
 
 
 def _answer(process: subprocess.Popen[bytes]) -> SeedOutcomes:
     assert process.stdout is not None
-    told = process.stdout.read()
     try:
-        answer = ANSWER.validate_json(told)
+        answer = ANSWER.validate_json(process.stdout.read())
     except ValidationError as error:
         raise JobError(f"a process of the simulation ended with code {process.wait()}, without an answer") from error
     if answer.error:

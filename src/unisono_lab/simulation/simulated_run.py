@@ -7,18 +7,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from unisono.errors import JobError
-from unisono_lab.simulation.agenda import Agenda
+from unisono_lab.simulation.agenda import Course
 from unisono_lab.simulation.coordination import Coordination, Host
-from unisono_lab.simulation.ledger import Ledger, SimulatedOutcome, SizeChange
-from unisono_lab.simulation.market import HostPrices, MarketTrace, Supply, changes_per_s, supply
+from unisono_lab.simulation.market import MarketTrace, Supply, changes_per_s, supply
 from unisono_lab.simulation.scenario import Incident, Scenario
-from unisono_lab.simulation.step_clock import StepClock
-from unisono_lab.simulation.training import SimulatedTraining
+from unisono_lab.simulation.training import SimulatedTraining, StepClock
 
 MOST_MARKS, MANY_MARKS = 2000, 100_000
 """Changes of the number of workers, or of the price, that are kept for pictures, and until the end."""
@@ -31,6 +30,46 @@ FURTHER = 8.0
 
 COLLECTED_EACH = (300_000, 20, 100)
 """Objects, and collections of younger ones, after which Python looks for cycles."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeChange:
+    """A moment at which the number of workers, or the price of one, changed, for pictures."""
+
+    seconds: float
+    workers: int
+    price: float
+    samples: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedOutcome:
+    """What became of one simulated job.
+
+    Attributes:
+        seed: the seed that it was drawn by.
+        done: whether its work was done in the time that it was given.
+        seconds: the seconds until then.
+        cost: what all hosts cost.
+        lost: seconds by what they were lost to: ``regroup``, ``waiting``, ``start``, ``repeated`` (steps computed
+            again, and those that were broken off), ``checkpoints`` (what training stood still for them).
+        steps: the number of steps.
+        losses: the number of times that workers were lost or left on notice.
+        generations: the number of generations.
+        worker_seconds: seconds of training, times workers.
+        marks: the changes of the number of workers, and of the price.
+    """
+
+    seed: int
+    done: bool
+    seconds: float
+    cost: float
+    lost: Mapping[str, float]
+    steps: int
+    losses: int
+    generations: int
+    worker_seconds: float
+    marks: tuple[SizeChange, ...] = ()
 
 
 def simulate(
@@ -48,12 +87,12 @@ def simulate(
     each_s = 1 / max(1e-300, sum(changes_per_s(kind, known.get(kind.name)) for kind in scenario.hosts))
     until_s, drawn_s = min(until_s, MOST_CHANGES * each_s), FEW_CHANGES * each_s
     with _few_collections():
-        while drawn_s < until_s:
-            found = (run := _SimulatedRun(scenario, seed, drawn_s, known)).play()
-            if run.is_over:
-                return found
+        while True:
+            drawn_s = min(drawn_s, until_s)
+            outcome = (run := _SimulatedRun(scenario, seed, drawn_s, known)).play()
+            if run.is_over or drawn_s == until_s:
+                return outcome
             drawn_s *= FURTHER
-        return _SimulatedRun(scenario, seed, until_s, known).play()
 
 
 @contextmanager
@@ -67,23 +106,21 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-class _SimulatedRun(Agenda):
+class _SimulatedRun(Course):
     def __init__(self, scenario: Scenario, seed: int, until_s: float, traces: Mapping[str, MarketTrace]) -> None:
         super().__init__()
         self._scenario, self._seed, self._until_s = scenario, seed, until_s
-        self._ledger = Ledger("waiting")
-        clock = StepClock(scenario.step, scenario.seconds.jitter, np.random.default_rng(seed), scenario.network)
+        clock = StepClock(scenario, np.random.default_rng(seed))
         self._training = SimulatedTraining(scenario, clock, self._market)
         self._supplies = [
             supply(kind, str(seed), until_s + kind.notice_s, traces.get(kind.name)) for kind in scenario.hosts
         ]
         self._there: dict[str, Host] = {}
-        self._billed: list[tuple[HostPrices, float, float]] = []
-        self._since: dict[str, tuple[HostPrices, float]] = {}  # hosts that are paid
-        self._prices: dict[str, HostPrices] = {}  # of those that are there
+        self._cost = 0.0
+        self._since: dict[str, float] = {}  # hosts that are paid
         self._rented = {kind.name: Counter[str]() for kind in scenario.hosts}  # hosts that are there, by zone
         self._marks: list[SizeChange] = []
-        self._starts = self._losses = self._generations = 0
+        self._losses = self._generations = 0
         self._coordination = self._started()
 
     @property
@@ -99,7 +136,7 @@ class _SimulatedRun(Agenda):
         for incident in self._scenario.incidents:
             self.at(incident.at_s, partial(self._befalls, incident))
         while self.now <= self._until_s and not self._training.is_endless and self.go_on():
-            if (over := self._coordination.over) is None:
+            if (over := self._coordination.state.over) is None:
                 continue
             if over.digest:
                 break
@@ -115,11 +152,12 @@ class _SimulatedRun(Agenda):
         if turn >= len(given.stays[number]):
             return
         stay = given.stays[number][turn]
-        host = Host(f"{given.kind.name}-{number}.{turn}", given.kind)
-        self.at(stay.start, partial(self._comes, host, stay.zone, given.prices[stay.zone]))
+        host = Host(f"{given.kind.name}-{number}.{turn}", given.kind, stay.zone, given.prices[stay.zone])
+        self.at(stay.start, partial(self._comes, host))
         if math.isfinite(stay.end):
-            self.at(max(stay.start, stay.end - given.kind.notice_s), partial(self._is_warned, host))
-            self.at(stay.end, partial(self._goes, host, stay.zone))
+            if given.kind.notice_s:
+                self.at(max(stay.start, stay.end - given.kind.notice_s), partial(self._is_warned, host))
+            self.at(stay.end, partial(self._goes, host))
             self.at(stay.end, partial(self._expect, given, number, turn + 1))
 
     def _expect_price(self, times: Iterator[float]) -> None:
@@ -132,37 +170,34 @@ class _SimulatedRun(Agenda):
             self._mark(self._marks[-1].workers)
         self._expect_price(times)
 
-    def _comes(self, host: Host, zone: str, prices: HostPrices) -> None:
-        if not self._marks and self._ledger.part == "waiting":
-            self._ledger.turn("start", self.now)
-        self._there[host.agent], self._prices[host.agent] = host, prices
+    def _comes(self, host: Host) -> None:
+        if not self._marks and self.part == "waiting":
+            self.turn("start")
+        self._there[host.agent] = host
         self._wants(host, True)
-        self._rented[host.kind.name][zone] += 1
+        self._rented[host.kind.name][host.zone] += 1
         self.later(host.kind.boot_s, partial(self._joins, host))
 
     def _joins(self, host: Host) -> None:
-        if host.alive and not host.noticed and self._coordination.over is None:
+        if host.agent in self._there and not host.noticed and self._coordination.state.over is None:
             self._coordination.join(host)
 
     def _is_warned(self, host: Host) -> None:
-        if host.kind.notice_s and host.alive:
-            host.noticed = True
-            self._coordination.warn(host)
+        host.noticed = True
+        self._coordination.warn(host)
 
-    def _goes(self, host: Host, zone: str) -> None:
-        host.alive = False
-        if self._there.pop(host.agent, None) is not None:
-            self._wants(host, False)
-            self._prices.pop(host.agent)
-            self._rented[host.kind.name][zone] -= 1
+    def _goes(self, host: Host) -> None:
+        del self._there[host.agent]
+        self._wants(host, False)
+        self._rented[host.kind.name][host.zone] -= 1
         self._coordination.vanish(host)
 
     def _wants(self, host: Host, wanted: bool) -> None:
         """A host whose workers nobody wants is given back, and rented again at once when somebody does."""
-        if wanted and host.agent in self._prices:
-            self._since.setdefault(host.agent, (self._prices[host.agent], self.now))
-        elif (found := self._since.pop(host.agent, None)) is not None:
-            self._billed.append((*found, self.now))
+        if wanted and host.agent in self._there:
+            self._since.setdefault(host.agent, self.now)
+        elif (since := self._since.pop(host.agent, None)) is not None:
+            self._cost += host.prices.cost(since, self.now)
 
     def _befalls(self, incident: Incident) -> None:
         self._coordination.befall(incident)
@@ -186,21 +221,19 @@ class _SimulatedRun(Agenda):
     # -- starts of the job
 
     def _started(self) -> Coordination:
-        self._starts += 1
-        return Coordination(self._scenario, self, self._training, self._ledger, self._mark, self._wants)
+        return Coordination(self._scenario, self, self._training, self._mark, self._wants)
 
     def _end_of_start(self) -> None:
         """All have left: the job is started again once there is room."""
         self._note_start()
-        self._ledger.turn("waiting", self.now)
+        self.turn("waiting")
         self._mark(0)
         self._coordination = self._started()
         self.later(self._scenario.seconds.again_s, self._join_again)
 
     def _join_again(self) -> None:
         for host in list(self._there.values()):
-            if host.alive and not host.noticed:
-                host.workers.clear()
+            if not host.noticed:
                 self._coordination.join(host)
 
     def _note_start(self) -> None:
@@ -216,19 +249,20 @@ class _SimulatedRun(Agenda):
 
     def _outcome(self) -> SimulatedOutcome:
         self._note_start()
-        self._ledger.turn(self._ledger.part, self.now)
-        bills = [*self._billed, *((prices, since, self.now) for prices, since in self._since.values())]
+        self.turn(self.part)
+        for agent in [*self._since]:
+            self._wants(self._there[agent], False)
         self._mark(0)
         every = -(-len(self._marks) // MOST_MARKS)
         return SimulatedOutcome(
             seed=self._seed,
             done=self._training.is_done,
             seconds=self.now,
-            cost=sum(prices.cost(since, until) for prices, since, until in bills),
-            lost=self._ledger.lost(),
+            cost=self._cost,
+            lost=self.lost(),
             steps=self._training.now.steps,
             losses=self._losses,
             generations=self._generations,
-            worker_seconds=self._ledger.worker_seconds,
+            worker_seconds=self.worker_seconds,
             marks=tuple(self._marks[::every]),
         )

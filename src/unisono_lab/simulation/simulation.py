@@ -1,21 +1,30 @@
-"""A simulation as a value: what was asked, and all that is answered."""
+"""A simulation as a value: what was asked, all that is answered, and the commands that start the job."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field
 
 from unisono.adapt.named import NAMED
 from unisono.errors import JobError
 from unisono.named import require_named
-from unisono_lab.simulation.answers import Expectation, WorkerRate, answer, rates
-from unisono_lab.simulation.commands import commands, left_out
-from unisono_lab.simulation.ledger import SimulatedOutcome
-from unisono_lab.simulation.scenario import Scenario
-from unisono_lab.simulation.search import Candidate, Goal, Simulate, margins, search
+from unisono_lab.simulation.coordination import MOST_RESTARTS
+from unisono_lab.simulation.scenario import HostKind, Scenario
+from unisono_lab.simulation.search import (
+    Candidate,
+    Expectation,
+    Goal,
+    Simulate,
+    WorkerRate,
+    answer,
+    margins,
+    rates,
+    search,
+)
 from unisono_lab.simulation.seeds import KnownOutcomes
+from unisono_lab.simulation.simulated_run import SimulatedOutcome
 from unisono_lab.simulation.training import SPOT
 
 GUESS = 2.0
@@ -29,6 +38,10 @@ LONGEST, LONGEST_ALONE = 20.0, 2.0
 
 MATTERS = 0.005
 """A change of the median that is told."""
+
+
+PORT = 7777
+"""Of the coordinator, as the commands have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,7 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
     chosen = asked.policies or [scenario.job.policies]
     for names in chosen:
         require_named(names, [*NAMED, SPOT], "policy", "--policies" if asked.policies else "job.policies")
-    scenarios = [_with(scenario, names) for names in chosen]
+    scenarios = [scenario.run_with(policies=names) for names in chosen]
     known = KnownOutcomes(asked.first_seed, until_s(scenario, asked.wish.deadline_s), asked.processes)
     found = known.of(scenarios, asked.seeds)
     variants = [
@@ -147,7 +160,10 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
             "the job is not done in any of the seeds: its hosts are there too seldom, or checkpoints too far apart "
             "(job.checkpoint_every); what has been trained is lost again and again"
         )
-    simulate = partial(_answers, asked, known)
+
+    def simulate(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
+        return [asked.answer(each) for each in known.of(scenarios, seeds)]
+
     speeds = rates(scenario, scenario.room)
     step_s = scenario.work.batch_size / speeds[-1].samples_per_s
     guesses = _guesses(scenario, simulate, min(GUESS_SEEDS, asked.seeds))
@@ -155,16 +171,6 @@ def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
         return Simulation(scenario, asked.wish, variants, speeds, guesses)
     best, tried = search(scenario, asked.wish, simulate, asked.seeds, step_s, asked.policies)
     return Simulation(scenario, asked.wish, variants, speeds, guesses, best, tried)
-
-
-def _with(scenario: Scenario, policies: tuple[str, ...]) -> Scenario:
-    return replace(scenario, job=scenario.job.model_copy(update={"policies": policies}))
-
-
-def _answers(
-    asked: SimulationSettings, known: KnownOutcomes, scenarios: Sequence[Scenario], seeds: int
-) -> list[Expectation]:
-    return [asked.answer(each) for each in known.of(scenarios, seeds)]
 
 
 def _guesses(scenario: Scenario, simulate: Simulate, seeds: int) -> list[Guess]:
@@ -188,16 +194,82 @@ def _times(one: float, other: float) -> float:
     return 1.0 if not other or not math.isfinite(one) or not math.isfinite(other) else one / other
 
 
+@dataclass(frozen=True, slots=True)
+class HostCommand:
+    """What is run on some hosts.
+
+    Attributes:
+        hosts: the hosts, for people: ``each of 3 spot hosts``.
+        words: the command.
+    """
+
+    hosts: str
+    words: str
+
+
+def commands(scenario: Scenario) -> list[HostCommand]:
+    """Of the first host, on which the coordinator is, and of all others, by kind. A host that stays comes first."""
+    kinds = sorted((kind for kind in scenario.hosts if kind.count), key=lambda kind: kind.is_spot)
+    if not kinds:
+        return []
+    first, *others = kinds
+    more = [(first, first.count - 1, "other "), *((kind, kind.count, "") for kind in others)]
+    joins = [HostCommand(_hosts(kind, count, word), _join(scenario, kind)) for kind, count, word in more if count]
+    return [HostCommand(f"one {first.name} host", _run(scenario, first, alone=not joins)), *joins]
+
+
+def left_out(scenario: Scenario) -> list[str]:
+    """What was simulated, and is not in the commands."""
+    spot = [kind for kind in scenario.hosts if kind.count and kind.is_spot]
+    found = []
+    if spot:
+        names = " or ".join(kind.name for kind in spot)
+        found.append(f"A {names} host that comes back runs its command again as it starts: what rents it sees to that.")
+    if spot and len(spot) == sum(kind.count > 0 for kind in scenario.hosts):
+        found.append(
+            "All hosts may be taken away. The simulation loses no coordinator, and starts a job that all have left "
+            "again: run the coordinator with --here 0 on a host that stays, and unisono run again when it has ended."
+        )
+    if (begin := scenario.job.begin_with) is not None and begin < scenario.room:
+        found.append(f"The simulated job begins with {begin} workers: ask for them with unisono resize {begin}.")
+    if "spot" in scenario.job.policies:
+        found.append("The commands have no policy spot: unisono.SpotPolicy needs a market, which the script gives it.")
+    return found
+
+
+def _hosts(kind: HostKind, count: int, word: str) -> str:
+    return f"the {word}{kind.name} host" if count == 1 else f"each of {count} {word}{kind.name} hosts"
+
+
+def _run(scenario: Scenario, kind: HostKind, *, alone: bool) -> str:
+    words = ["unisono", "run", "-n", f"{scenario.job.fewest}:{scenario.room}"]
+    if not alone:
+        words += ["--here", str(kind.workers), "--coordinator", f":{PORT}"]
+    return shlex.join([*words, "--max-restarts", str(MOST_RESTARTS), *_alike(scenario, kind), "train.py"])
+
+
+def _join(scenario: Scenario, kind: HostKind) -> str:
+    words = ["unisono", "join", f"https://HOST:{PORT}", "-n", str(kind.workers)]
+    words += ["--token-file", "token", "--certificate", "certificate.pem"]
+    return shlex.join([*words, *_alike(scenario, kind), "train.py"])
+
+
+def _alike(scenario: Scenario, kind: HostKind) -> Sequence[str]:
+    """Options of both: what all workers have in common, and the notices of these hosts."""
+    job = scenario.job
+    words = ["--failure-timeout-s", f"{job.failure_timeout_s:g}", "--shards", str(scenario.work.shards)]
+    words += ["--checkpoint-every", str(job.checkpoint_every)] if job.checkpoint_every else []
+    words += [word for name in job.policies if name != "spot" for word in ("--policy", name)]
+    return [*words, *(["--notices", "auto"] if kind.is_spot and kind.notice_s else [])]
+
+
 def as_json(found: Simulation) -> Mapping[str, object]:
     """All of it but the pictures, for programs; what is infinite is null."""
     return {
         "extrapolation": found.is_extrapolation,
         "measured_to": found.scenario.measured_to,
         "variants": [{"policies": one.name, **_written(one.answer)} for one in found.variants],
-        "rates": [
-            {"workers": rate.workers, "samples_per_s": rate.samples_per_s, "extrapolated": rate.extrapolated}
-            for rate in found.rates
-        ],
+        "rates": [asdict(rate) for rate in found.rates],
         "figures": {
             name: {"value": value, "source": found.scenario.sources.get(name, "default")}
             for name, value in found.scenario.figures().items()
@@ -208,9 +280,7 @@ def as_json(found: Simulation) -> Mapping[str, object]:
         ],
         "candidates": [
             {
-                "hosts": one.hosts,
-                "checkpoint_every": one.scenario.job.checkpoint_every,
-                "policies": list(one.scenario.job.policies),
+                **_way(one),
                 "commands": [{"hosts": each.hosts, "command": each.words} for each in commands(one.scenario)],
                 "left_out": left_out(one.scenario),
                 "holds": found.wish.holds(one.answer),
@@ -219,32 +289,33 @@ def as_json(found: Simulation) -> Mapping[str, object]:
             for one in found.candidates
         ],
         "margins": [
-            {
-                "hosts": one.next.hosts,
-                "checkpoint_every": one.next.scenario.job.checkpoint_every,
-                "policies": list(one.next.scenario.job.policies),
-                "more": one.share if math.isfinite(one.share) else None,
-                "holds": one.holds,
-            }
+            {**_way(one.next), "more": _finite(one.share), "holds": one.holds}
             for one in margins(found.candidates, found.wish)
         ],
     }
 
 
-def _written(found: Expectation) -> dict[str, object]:
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
+def _way(one: Candidate) -> dict[str, object]:
+    job = one.scenario.job
+    return {"hosts": one.hosts, "checkpoint_every": job.checkpoint_every, "policies": list(job.policies)}
 
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _written(found: Expectation) -> dict[str, object]:
+    budget = found.in_budget
     return {
         "seeds": found.seeds,
-        "seconds_p50": finite(found.seconds.p50),
-        "seconds_p95": finite(found.seconds.p95),
+        "seconds_p50": _finite(found.seconds.p50),
+        "seconds_p95": _finite(found.seconds.p95),
         "cost_p50": found.cost.p50,
         "cost_p95": found.cost.p95,
         "in_time": found.in_time.share,
         "in_time_95": [found.in_time.low, found.in_time.high],
-        "in_budget": None if found.in_budget is None else found.in_budget.share,
-        "in_budget_95": None if found.in_budget is None else [found.in_budget.low, found.in_budget.high],
+        "in_budget": budget and budget.share,
+        "in_budget_95": budget and [budget.low, budget.high],
         "lost_s": dict(found.lost),
         "losses": found.losses,
     }

@@ -64,7 +64,11 @@ class TraceLine:
 
     def wrong(self, column: str, why: str) -> JobError:
         """The error that names the place and the value."""
-        return JobError(f"{self.path}, line {self.number}, column {column}: {self.fields.get(column, '')!r} {why}")
+        return self.wrong_at(column, f"{self.fields.get(column, '')!r} {why}")
+
+    def wrong_at(self, column: str, why: str) -> JobError:
+        """The error that names the place."""
+        return JobError(f"{self.path}, line {self.number}, column {column}: {why}")
 
 
 def read_rows(path: Path) -> list[TraceRow]:
@@ -91,15 +95,17 @@ def read_rows(path: Path) -> list[TraceRow]:
 
 def _rows(path: Path) -> Iterator[TraceRow]:
     """Lines are read one by one, and only their values are kept: a file may have many."""
-    are_moments: bool | None = None
+    kind: bool | None = None
     zones: dict[str, str] = {}
     for line in _lines(path):
-        moments = {column: _is_moment(line, column) for column in ("start", "end")}
-        for column, is_moment in moments.items():
-            if are_moments not in (None, is_moment):
+        times = []
+        for column in ("start", "end"):
+            is_moment, seconds = _time(line, column)
+            if kind not in (None, is_moment):
                 raise line.wrong(column, "is of another kind than the times before it: seconds, or ISO 8601")
-            are_moments = is_moment
-        start, end = _time(line, "start"), _time(line, "end")
+            kind = is_moment
+            times.append(seconds)
+        start, end = times
         if not end > start:
             raise line.wrong("end", "is not after its start")
         zone = line.fields.get("zone", "")
@@ -152,22 +158,19 @@ _HEAD = (
 
 def _line(path: Path, number: int, columns: Sequence[str], written: str) -> TraceLine:
     fields = [_unquoted(field) for field in written.split(",")]
-    for column, field in zip(columns, fields, strict=False):
+    line = TraceLine(path, number, dict(zip(columns, fields, strict=False)))
+    for column, field in line.fields.items():
         if len(field) > LONGEST_FIELD:
-            why = f"{field[:20]!r} … is longer than {LONGEST_FIELD} characters"
-            raise JobError(f"{path}, line {number}, column {column}: {why}")
+            raise line.wrong_at(column, f"{field[:20]!r} … is longer than {LONGEST_FIELD} characters")
     if len(fields) != len(columns):
         where = columns[len(fields)] if len(fields) < len(columns) else str(len(columns) + 1)
-        counts = f"the line has {len(fields)} fields, and the first has {len(columns)}"
-        raise JobError(f"{path}, line {number}, column {where}: {counts}")
-    for column, field in zip(columns, fields, strict=True):
+        raise line.wrong_at(where, f"the line has {len(fields)} fields, and the first has {len(columns)}")
+    for column, field in line.fields.items():
         if not field.isprintable():
-            why = f"{field!a} has characters that are no text, or no UTF-8"
-            raise JobError(f"{path}, line {number}, column {column}: {why}")
+            raise line.wrong_at(column, f"{field!a} has characters that are no text, or no UTF-8")
         if '"' in field:
-            why = f"{field!r} has a quote that begins or ends nothing"
-            raise JobError(f"{path}, line {number}, column {column}: {why}")
-    return TraceLine(path, number, dict(zip(columns, fields, strict=True)))
+            raise line.wrong(column, "has a quote that begins or ends nothing")
+    return line
 
 
 def _unquoted(field: str) -> str:
@@ -176,30 +179,24 @@ def _unquoted(field: str) -> str:
     return field[1:-1].strip(" \t") if len(field) > 1 and field[0] == field[-1] == '"' else field
 
 
-def _is_moment(line: TraceLine, column: str) -> bool:
+def _time(line: TraceLine, column: str) -> tuple[bool, float]:
+    """Whether it is a moment of ISO 8601, and its seconds."""
     text = line.fields[column]
-    if decimal_number(text) is not None:
-        if DATE.fullmatch(text):
-            raise line.wrong(column, "may be a date or seconds: write 2026-01-31T12:00:00+00:00, or seconds with a .0")
-        return False
-    if (found := MOMENT.fullmatch(text)) is None:
-        raise line.wrong(column, "is neither seconds nor a time of ISO 8601, such as 2026-01-31T12:00:00+00:00")
-    if found["offset"] is None:
-        raise line.wrong(column, "has no offset from UTC: write 2026-01-31T12:00:00+00:00")
-    return True
-
-
-def _time(line: TraceLine, column: str) -> float:
-    text = line.fields[column]
-    seconds = decimal_number(text)
+    seconds, moment = decimal_number(text), MOMENT.fullmatch(text)
+    if seconds is not None and DATE.fullmatch(text):
+        raise line.wrong(column, "may be a date or seconds: write 2026-01-31T12:00:00+00:00, or seconds with a .0")
     if seconds is None:
+        if moment is None:
+            raise line.wrong(column, "is neither seconds nor a time of ISO 8601, such as 2026-01-31T12:00:00+00:00")
+        if moment["offset"] is None:
+            raise line.wrong(column, "has no offset from UTC: write 2026-01-31T12:00:00+00:00")
         try:
             seconds = datetime.fromisoformat(text).timestamp()
         except (ValueError, OverflowError) as error:
             raise line.wrong(column, f"is no time that there is: {error}") from None
     if not abs(seconds) < LATEST_S:
         raise line.wrong(column, f"is beyond {LATEST_S:g} s: seconds are meant, not milliseconds")
-    return seconds
+    return moment is not None, seconds
 
 
 def _available(line: TraceLine) -> int:
@@ -241,11 +238,10 @@ def _require_whole(path: Path, rows: Sequence[TraceRow]) -> None:
 def _require_one_span(path: Path, zones: Sequence[Sequence[TraceRow]]) -> None:
     """All zones begin and end at the same moments: nobody knows what was between."""
     first, last = zones[0][0], zones[0][-1]
-    for found in zones[1:]:
-        begins, ends = found[0], found[-1]
-        if begins.start != first.start:
-            why = f"is the beginning of zone {begins.zone!r}, and line {first.line} has another one"
-            raise _line_at(path, begins.line).wrong("start", why)
-        if ends.end != last.end:
-            why = f"is the end of zone {ends.zone!r}, and line {last.line} has another one"
-            raise _line_at(path, ends.line).wrong("end", why)
+    for rows in zones[1:]:
+        if rows[0].start != first.start:
+            why = f"is the beginning of zone {rows[0].zone!r}, and line {first.line} has another one"
+            raise _line_at(path, rows[0].line).wrong("start", why)
+        if rows[-1].end != last.end:
+            why = f"is the end of zone {rows[-1].zone!r}, and line {last.line} has another one"
+            raise _line_at(path, rows[-1].line).wrong("end", why)

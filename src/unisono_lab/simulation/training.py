@@ -1,20 +1,28 @@
-"""How far a simulated training has come, and what its policies see and decide."""
+"""How far a simulated training has come, how long its steps take, and what its policies see and decide."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import starmap
 
 import numpy as np
+from numpy.typing import NDArray
 
+from unisono.adapt.layout_trials import Layout
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
 from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.view import Decision, Timings, View
+from unisono.adapt.view import BatchShape, Decision, Timings, View
+from unisono.plan.forecast import forecast
+from unisono.plan.split import Split
+from unisono.plan.topology import plan
 from unisono.train.state.policy_state import Hook, PolicyState, observed
-from unisono_lab.simulation.scenario import Scenario
-from unisono_lab.simulation.step_clock import Array, Crew, StepClock
+from unisono_lab.simulation.scenario import NamedNetwork, Scenario
 
 SPOT = "spot"
 """The policy that sees the simulated market, which none of the command line does."""
@@ -32,6 +40,14 @@ LONGEST_STRIDE = 2**16
 """Steps from one question to the policies to the next at most: all of them are drawn at once."""
 
 Market = Callable[[], Mapping[str, float | int | None]]
+
+Array = NDArray[np.float64]
+
+BEYOND = (4, 8, 16)
+"""Numbers of workers of which messages are looked at one by one; larger numbers go on as these do."""
+
+PIECES = 4
+"""Pieces of a bucket, where one comes back while the next is on its way there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +112,7 @@ class SimulatedTraining:
 
     def shard_seconds(self, crew: Crew) -> list[float]:
         """Seconds of a shard, of each load of a crew; 0 of one without shards."""
-        shape, cut = self._policies.shape, self._cut(crew)
-        typical = self._clock.typical(cut, shape.samples, shape.shards)
-        return [busy_s / max(1, load.shards) for load, busy_s in zip(cut.loads, typical, strict=True)]
+        return [busy_s / max(1, load.shards) for load, busy_s in self._busy(crew)]
 
     @property
     def per_step(self) -> float:
@@ -106,15 +120,14 @@ class SimulatedTraining:
         batch = self._policies.batch_size
         return batch * (1.0 if self._noise is None else self._noise.efficiency(self._work.batch_size, batch))
 
-    def ahead(self, most: int = CHUNK) -> int:
+    def ahead(self) -> int:
         """How many steps can be drawn at once."""
         left = -(-(self._work.samples - self.now.samples) // self.per_step)
-        return max(1, min(self._stride if self.asks else most, int(left)))
+        return max(1, min(self._stride if self.asks else CHUNK, int(left)))
 
     def draw(self, crew: Crew, steps: int) -> tuple[Array, Array]:
         """Seconds of the next steps, and of the checkpoints in each."""
-        shape = self._policies.shape
-        seconds = self._clock.draw(self._cut(crew), shape.samples, shape.shards, steps)
+        seconds = self._clock.draw(self._cut(crew), self._policies.shape, steps)
         every_s = 0.0 if BY_STEP.intersection(self._scenario.job.policies) else self._scenario.job.ask_every_s
         self._stride = max(1, int(min(LONGEST_STRIDE, every_s / float(seconds[-1]))))
         numbers = np.arange(self.now.steps + 1, self.now.steps + steps + 1)
@@ -159,7 +172,7 @@ class SimulatedTraining:
 
     def ask(self, crew: Crew, seconds: float, generation: int, departures: int) -> list[Decision]:
         """What policies decide after a step, and take it into account."""
-        view = self._view(self._cut(crew), seconds, generation, departures)
+        view = self._view(crew, seconds, generation, departures)
         for policy in self._policies.policies:
             every = policy.observe_every
             if every and view.step // every > self._asked_at // every:
@@ -186,9 +199,13 @@ class SimulatedTraining:
         times = self._policies.shape.shards // self._work.shards
         return crew.finer(times) if times > 1 else crew
 
+    def _busy(self, crew: Crew) -> Iterable[tuple[Load, float]]:
+        """Each load of a crew, as policies have cut it, with the seconds that it computes."""
+        cut = self._cut(crew)
+        return zip(cut.loads, self._clock.typical(cut, self._policies.shape), strict=True)
+
     def _view(self, crew: Crew, seconds: float, generation: int, departures: int) -> View:
         shape, took = self._policies.shape, self._scenario.seconds
-        typical = self._clock.typical(crew, shape.samples, shape.shards)
         timings = [
             Timings(
                 shard_s=busy_s / load.shards,
@@ -199,7 +216,7 @@ class SimulatedTraining:
             )
             if load.shards
             else Timings(step_s=seconds)
-            for load, busy_s in zip(crew.loads, typical, strict=True)
+            for load, busy_s in self._busy(crew)
         ]
         return View(
             step=self.now.steps,
@@ -227,3 +244,119 @@ def _policies(scenario: Scenario, market: Market) -> list[Policy]:
     if SPOT not in scenario.job.policies:
         return others
     return [SpotPolicy(market, budget=scenario.job.spot_budget, fewest=scenario.job.fewest), *others]
+
+
+# -- how long steps take
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What workers that are alike have to compute.
+
+    Attributes:
+        speed: their speed, as a multiple of that of the measured workers.
+        shards: the shards of each.
+    """
+
+    speed: float
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What the workers of a generation have to compute.
+
+    Attributes:
+        loads: the loads that there are, each once.
+        counts: the number of workers with each of them.
+        places: the place of each worker's load among them, by rank.
+    """
+
+    loads: tuple[Load, ...]
+    counts: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, loads: Sequence[tuple[float, int]]) -> Crew:
+        """Of the speed and the shards of all workers, by rank."""
+        counts = Counter(loads)
+        known = {load: place for place, load in enumerate(counts)}
+        return cls(tuple(starmap(Load, counts)), tuple(counts.values()), tuple([known[load] for load in loads]))
+
+    def finer(self, times: int) -> Crew:
+        """The same with each shard cut into so many."""
+        return replace(self, loads=tuple(Load(load.speed, load.shards * times) for load in self.loads))
+
+
+class StepClock:
+    """Draws the seconds of steps.
+
+    The slowest worker counts: of n workers alike, with times that are log-normal, the largest is drawn at once, by the
+    inverse of its distribution, Φ⁻¹(U^(1/n)). So a step costs the same however many workers there are.
+
+    Args:
+        scenario: the scenario.
+        chance: the source of chance.
+    """
+
+    def __init__(self, scenario: Scenario, chance: np.random.Generator) -> None:
+        self._scenario, self._chance = scenario, chance
+        self._known: dict[tuple[Load, int, float], float] = {}
+
+    def draw(self, crew: Crew, shape: BatchShape, steps: int) -> Array:
+        """Seconds of each of so many steps of a batch."""
+        groups = zip(crew.counts, crew.loads, self.typical(crew, shape), strict=True)
+        times = [self._slowest(seconds, count, steps) for count, load, seconds in groups if load.shards]
+        found: Array = np.maximum.reduce(times)
+        return found
+
+    def typical(self, crew: Crew, shape: BatchShape) -> list[float]:
+        """Seconds of a step without chance, of each load of a crew; 0 of one without shards."""
+        samples, workers = shape.samples / shape.shards, len(crew.places)
+        return [self._seconds(load, workers, samples) if load.shards else 0.0 for load in crew.loads]
+
+    def _slowest(self, seconds: float, count: int, steps: int) -> Array:
+        if not self._scenario.seconds.jitter:
+            return np.full(steps, seconds)
+        from scipy.special import ndtri  # takes a moment to load
+
+        slowest = ndtri(self._chance.random(steps) ** (1 / count))
+        # The median of the jitter is 1: what was fitted are medians of whole steps of few workers.
+        found: Array = seconds * np.exp(self._scenario.seconds.jitter * slowest)
+        return found
+
+    def _seconds(self, load: Load, workers: int, samples: float) -> float:
+        key = load, workers, samples
+        if key not in self._known:
+            model, network = self._scenario.step, self._scenario.network
+            if load.speed != 1.0:
+                model = replace(model, a_c=model.a_c / load.speed, b_c=model.b_c / load.speed)
+            if network is not None:
+                model = replace(model, a_r=reduction_s(network, workers), b_r=0.0)
+            # A layout in which the widest worker has this many shards of this size.
+            layout = Layout(workers, round(samples * workers * load.shards), workers * load.shards)
+            self._known[key] = model.seconds(layout)
+        return self._known[key]
+
+
+def reduction_s(network: NamedNetwork, workers: int) -> float:
+    """Seconds of a reduction, as if all gradients were one bucket; 0 for one worker."""
+    if workers <= BEYOND[-1]:
+        return _forecast(network, workers)
+    rows = [_terms(network.topology, known) for known in BEYOND]
+    parts = np.linalg.solve(np.array(rows), np.array([_forecast(network, known) for known in BEYOND]))
+    return max(float(np.dot(_terms(network.topology, workers), parts)), _forecast(network, BEYOND[-1]))
+
+
+def _terms(topology: str, workers: int) -> tuple[float, float, float]:
+    """What a reduction is made of: a part for all, one for each round, and the share that a worker need not send."""
+    return 1.0, math.log2(workers) if topology == "tree" else float(workers), 1 / workers
+
+
+@cache
+def _forecast(network: NamedNetwork, workers: int) -> float:
+    if workers < 2:
+        return 0.0
+    pieces = workers if network.topology in ("direct", "ring") else PIECES
+    graph = plan(Split.even(workers, workers), network.topology, pieces)
+    return forecast(graph, network.gradient_bytes, network.latency_s, network.bytes_per_s).seconds
