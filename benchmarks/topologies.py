@@ -13,10 +13,10 @@ from benchmarks.link import Cable, switched
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.reduced import Reduce, Reduced, ways
 from benchmarks.report import Grid, Report
-from unisono.plan.forecast import Forecast, forecast
 from unisono.plan.split import Split
 from unisono.plan.topology import plan
 from unisono.reduce.exchange import pieces_of
+from unisono_lab.simulation.forecast import Forecast, forecast
 
 HOSTS, LATENCY_S, BYTES_PER_S = 16, 1e-3, 125e6
 """Of a network that is only thought of."""

@@ -4,9 +4,9 @@ from math import log2
 
 import pytest
 
-from unisono.plan.forecast import Forecast, forecast
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES, plan
+from unisono_lab.simulation.forecast import Forecast, forecast
 
 pytestmark = pytest.mark.unit
 

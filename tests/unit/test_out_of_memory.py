@@ -9,8 +9,8 @@ import pytest
 from unisono.host.cgroup import CgroupLimits
 from unisono.host.memory import peak_mib, room_mib
 from unisono.launch.ending.failure import Failure
-from unisono.launch.ending.out_of_memory import ran_out_of_memory
 from unisono.launch.ending.outcome import Outcome, WorkerExit
+from unisono_lab.measure.out_of_memory import ran_out_of_memory
 
 pytestmark = pytest.mark.unit
 

@@ -12,11 +12,11 @@ from torch import nn
 import unisono
 from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
-from unisono.adapt.recorded import gaps, recorded_steps
 from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 from unisono.plan.links import Links
 from unisono_lab.replay.record import Record
+from unisono_lab.replay.recorded_view import gaps, recorded_steps
 from unisono_lab.replay.replay import replay
 from unisono_lab.replay.timeline import compared, decisions_that_hold
 

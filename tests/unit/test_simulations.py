@@ -466,8 +466,8 @@ def test_one_host_alone_has_no_coordinator_for_others_and_hosts_that_may_all_go_
 def test_the_commands_options_are_those_of_run_and_join() -> None:
     for one in commands(replace(SCENARIO, job=How(checkpoint_every=50, policies=("straggler",)))):
         words = one.words.split()
-        shown = CliRunner().invoke(application([words[1]]), [words[1], "--help"], env={"COLUMNS": "300"}).output
-        assert {word for word in words if word.startswith("-")} <= set(shown.replace("│", " ").split()), one.words
+        shown = CliRunner().invoke(application([words[1]]), [words[1], "--help-all"], env={"COLUMNS": "300"}).output
+        assert {word for word in words if word.startswith("-")} <= set(shown.replace(",", " ").split()), one.words
 
 
 # -- the command line

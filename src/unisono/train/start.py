@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -231,9 +231,7 @@ def init(
         what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all(), spans)
     run = Run(assemble(config, what))
     process.note_run(run)
-    for words in unknown_variables(process.variables.all()) if run.is_main else ():
-        print(f"unisono: {words}", file=sys.stderr, flush=True)  # noqa: T201  a setting that has no effect
-    return _begun(run, config)
+    return _begun(run, config, process.variables.all())
 
 
 def _membership(config: RunConfig) -> Membership:
@@ -333,13 +331,15 @@ def _checkpoints(folder: RunFolder, recording: Recording) -> Checkpoints:
     return Checkpoints(open_store, every=recording.checkpoint_every)
 
 
-def _begun(run: Run, config: RunConfig) -> Run:
+def _begun(run: Run, config: RunConfig, variables: Mapping[str, str]) -> Run:
     inside = run.inside
     if config.batch_set_by is not None and run.is_main:
         about = {"script": config.asked_batch_size, "batch_size": run.job.batch_size}
         inside.folder.journal("batch size set from outside", variable=config.batch_set_by, **about)
     inside.ending.also(FailureNote(inside.results).close)
     _announce(run, config)
+    for words in unknown_variables(variables) if run.is_main else ():
+        print(f"unisono: {words}", file=sys.stderr, flush=True)  # noqa: T201  a setting that has no effect
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     try:
         for plugin in load_plugins(config.plugins):

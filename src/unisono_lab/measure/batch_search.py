@@ -15,7 +15,6 @@ from statistics import median
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import DataError, JobError, LaunchError
-from unisono.launch.ending.out_of_memory import ran_out_of_memory
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import in_a_line, last_lines, open_folder
 from unisono.launch.local import Launcher
@@ -24,6 +23,7 @@ from unisono.launch.terminal.terminal import SilentTerminal
 from unisono_lab.analysis.batch_curve import BatchCurve, Bound, Tried
 from unisono_lab.measure.measured_run import peak_mib
 from unisono_lab.measure.measuring import Interrupted
+from unisono_lab.measure.out_of_memory import ran_out_of_memory
 from unisono_lab.replay.record import Record
 
 FIRST = 16

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from unisono.adapt.policy import Policy
-from unisono.adapt.recorded import RecordedStep, gaps, recorded_steps
 from unisono.adapt.view import Decision, View
 from unisono.errors import JobError, PolicyError
 from unisono.train.state.policy_state import Hook, PolicyState
 from unisono_lab.replay.record import Record
+from unisono_lab.replay.recorded_view import RecordedStep, gaps, recorded_steps
 from unisono_lab.replay.timeline import decisions_that_hold, lines_that_hold
 
 RECORDING = "record them with unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=1"

@@ -18,10 +18,10 @@ from unisono.adapt.norms import Noise
 from unisono.adapt.policy import Policy
 from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import BatchShape, Decision, Timings, View
-from unisono.plan.forecast import forecast
 from unisono.plan.split import Split
 from unisono.plan.topology import plan
 from unisono.train.state.policy_state import Hook, PolicyState, observed
+from unisono_lab.simulation.forecast import forecast
 from unisono_lab.simulation.scenario import NamedNetwork, Scenario
 
 SPOT = "spot"
