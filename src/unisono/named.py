@@ -1,10 +1,15 @@
 """What is given by name: a thing of ours, one that another package brings as an entry point, or ``module:Class``."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
-from unisono.received import imported, short
+from unisono.received import imported, short, why_of
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 GROUPS = {
     "command": "unisono.commands",
@@ -15,24 +20,71 @@ GROUPS = {
 }
 """The groups of entry points in which packages bring things of each kind."""
 
+US = "unisono"
+"""The name of our own package, of which the lab is a part."""
 
-def brought(kind: str) -> dict[str, str]:
-    """The things of a kind that packages bring, by name: each as ``module:name``.
+NAME = r"[^\W_][\w.-]*"
+"""A name that can be typed: what has colons, commas or blanks would be read otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A thing that packages bring under one name.
+
+    Attributes:
+        kind: its kind, one of :data:`GROUPS`.
+        name: its name.
+        places: the place of each package's own, ``module:name``, by package.
+    """
+
+    kind: str
+    name: str
+    places: Mapping[str, str]
+
+    def load(self) -> Any:
+        """Import it.
+
+        Raises:
+            JobError: it cannot be imported, or two packages bring one of this name.
+        """
+        if len(set(self.places.values())) > 1:
+            packages = " and ".join(self.places)
+            raise JobError(f"the packages {packages} both bring a {self.kind} {self.name}: uninstall one of them")
+        [place] = {*self.places.values()}
+        return imported(place, f"the {self.kind} {self.name}")
+
+
+def brought(kind: str) -> dict[str, Brought]:
+    """The things of a kind that packages bring, by name. A name of our own package is never another one's.
 
     Args:
         kind: one of :data:`GROUPS`.
 
     Raises:
-        JobError: two packages bring one of the same name.
+        JobError: the entry points of a package cannot be read; names it.
     """
-    from importlib.metadata import entry_points  # most processes need it never, and it takes a tenth of a second
+    from importlib import metadata  # most processes need it never, and it takes a tenth of a second
 
-    result: dict[str, str] = {}
-    for point in sorted(entry_points(group=GROUPS[kind])):
-        other = result.setdefault(point.name, point.value)
-        if other != point.value:
-            raise JobError(f"{other} and {point.value} are both the {kind} {point.name}: uninstall one of them")
-    return result
+    try:
+        points = metadata.entry_points(group=GROUPS[kind])
+    except Exception as error:  # noqa: BLE001  (in a file that somebody else has written)
+        torn = dict.fromkeys(package.name for package in metadata.distributions() if not _is_readable(package))
+        raise JobError(f"the entry points of {', '.join(torn)} cannot be read: {why_of(error)}") from None
+    places: dict[str, dict[str, str]] = {}
+    for point in points:
+        if re.fullmatch(NAME, point.name):
+            package = "" if point.dist is None else point.dist.name
+            places.setdefault(point.name, {}).setdefault(package, point.value.partition("[")[0].strip())
+    ours = {name: {US: own[US]} if US in own else own for name, own in sorted(places.items())}
+    return {name: Brought(kind, name, own) for name, own in ours.items()}
+
+
+def _is_readable(package: "Distribution") -> bool:
+    try:
+        _ = package.entry_points
+        return True
+    except Exception:  # noqa: BLE001  (whatever is wrong with it)
+        return False
 
 
 def require_named(names: Iterable[str], ours: Collection[str], kind: str, where: str) -> None:
@@ -59,4 +111,6 @@ def thing_named(name: str, ours: Mapping[str, Any], kind: str, where: str) -> An
         JobError: there is no such name, or it cannot be imported.
     """
     require_named((name,), ours, kind, where)
-    return ours[name] if name in ours else imported(name if ":" in name else brought(kind)[name], where)
+    if name in ours:
+        return ours[name]
+    return imported(name, where) if ":" in name else brought(kind)[name].load()

@@ -267,7 +267,7 @@ def why_of(error: BaseException) -> str:
         frame for frame in extract_tb(error.__traceback__)[1:] if not frame.filename.startswith(("<", PYTHONS_OWN))
     ]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:LONGEST_SHOWN]}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST_SHOWN]}{place}"
 
 
 # Who is at the other end of a Unix socket, by the word of the kernel.

@@ -30,6 +30,6 @@ def unknown_variables(names: Iterable[str]) -> Iterator[str]:
         names: the names of all variables of the environment.
     """
     for name in sorted(name for name in names if name.startswith(OURS) and name not in KNOWN):
-        near = get_close_matches(name, KNOWN, 1, cutoff=0.8)
-        meant = f": did you mean {near[0]}?" if near else "; docs/guide/settings.md lists those that there are"
+        near = get_close_matches(name.removeprefix(OURS), [known.removeprefix(OURS) for known in KNOWN], 1, cutoff=0.7)
+        meant = f": did you mean {OURS}{near[0]}?" if near else "; docs/guide/settings.md lists those that there are"
         yield f"{name} is set in the environment, and Unisono has no such variable{meant}"

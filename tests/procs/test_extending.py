@@ -107,17 +107,17 @@ def test_a_name_that_two_packages_bring_is_refused_with_both(tmp_path: Path) -> 
     (tmp_path / "train.py").write_text("")
     refused = unisono("run", "--strategy", "twice", "train.py", cwd=tmp_path, path=str(tmp_path))
     assert refused.returncode == 2
-    assert "here:Twice and there:Twice are both the strategy twice: uninstall one of them" in refused.stderr
+    assert "the packages here and there both bring a strategy twice: uninstall one of them" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("class Other: ...", "mine_too:Other is no data class of the kind unisono.Strategy"),
+        ("class Other: ...", "mine_too brings is no data class of the kind unisono.Strategy"),
         (
             "from dataclasses import dataclass\nfrom unisono.sync.strategy import Rounds\n"
             "@dataclass(frozen=True)\nclass Other(Rounds):\n    name = 'another'",
-            "mine_too:Other calls itself 'another': give the entry point the same name",
+            "its class calls itself 'another': give the entry point the same name",
         ),
     ],
 )
@@ -128,3 +128,56 @@ def test_a_strategy_of_another_kind_or_name_is_refused(code: str, words: str, tm
     refused = unisono("run", "--strategy", "other", "train.py", cwd=tmp_path, path=str(tmp_path))
     assert refused.returncode == 2
     assert words in " ".join(refused.stderr.split())
+
+
+OBJECTS = {
+    "number": "f = 3",
+    "nothing": "f = None",
+    "annotated": "def f(x: 'Nope'): ...",
+    "empty": "import typer\nf = typer.Typer()",
+    "lines": "raise RuntimeError('one\\ntwo')",
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_whatever_a_package_brings_as_a_command_the_help_is_shown_and_its_call_says_what_is_wrong(
+    kind: str, tmp_path: Path
+) -> None:
+    write_distribution(tmp_path, "odd", {"unisono.commands": {"odd": f"odd_{kind}:f"}})
+    (tmp_path / f"odd_{kind}.py").write_text(OBJECTS[kind])
+    shown = unisono("--help", cwd=tmp_path, path=str(tmp_path))
+    assert (shown.returncode, "Start workers that train together" in shown.stdout) == (0, True)
+    assert [line.startswith("unisono: the command odd") for line in shown.stderr.splitlines()] == [True]
+    refused = unisono("odd", cwd=tmp_path, path=str(tmp_path))
+    assert refused.returncode == 2
+    assert [line.startswith("unisono: error: the command odd") for line in refused.stderr.splitlines()] == [True]
+
+
+def test_a_typer_with_one_command_has_the_name_of_the_entry_point_and_several_stand_below_it(tmp_path: Path) -> None:
+    write_distribution(tmp_path, "both", {"unisono.commands": {"single": "both:single", "several": "both:several"}})
+    (tmp_path / "both.py").write_text(
+        "import typer\nsingle, several = typer.Typer(), typer.Typer()\n"
+        "@single.command()\ndef other(): print('single')\n"
+        "@several.command()\ndef left(): print('left')\n"
+        "@several.command()\ndef right(): print('right')\n"
+    )
+    for words in (("single",), ("several", "left"), ("several", "right")):
+        assert unisono(*words, cwd=tmp_path, path=str(tmp_path)).stdout == f"{words[-1]}\n"
+    assert "several" in unisono("--help", cwd=tmp_path, path=str(tmp_path)).stdout
+
+
+def test_a_package_takes_no_name_of_ours_and_what_it_prints_is_none_of_our_output(tmp_path: Path) -> None:
+    write_distribution(tmp_path, "loud", {"unisono.commands": {"page": "loud:f", "run": "loud:f", "loud": "loud:f"}})
+    (tmp_path / "loud.py").write_text("print('I am loaded')\ndef f(): ...")
+    assert "Show a job in a browser" in unisono("page", "--help", cwd=tmp_path, path=str(tmp_path)).stdout
+    shown = unisono("--help", cwd=tmp_path, path=str(tmp_path))
+    assert "I am loaded" not in shown.stdout
+    assert "Show a job in a browser" in shown.stdout
+
+
+def test_entry_points_that_cannot_be_read_are_named_and_our_commands_work(tmp_path: Path) -> None:
+    write_distribution(tmp_path, "torn", {})
+    (tmp_path / "torn-1.0.dist-info" / "entry_points.txt").write_text("[unisono.commands]\nno equal sign\n")
+    shown = unisono("--help", cwd=tmp_path, path=str(tmp_path))
+    assert (shown.returncode, "Start workers that train together" in shown.stdout) == (0, True)
+    assert "the entry points of torn cannot be read" in shown.stderr

@@ -1,10 +1,12 @@
 """The commands. Nothing here loads torch; a command that needs it loads it when it is called."""
 
+import errno
 import io
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +16,8 @@ from typer.models import CommandInfo
 from unisono.cli.completion import VARIABLE, words_typed
 from unisono.cli.help import HelpfulCommand, call
 from unisono.errors import USAGE, JobError, UnisonoError
-from unisono.named import brought
-from unisono.received import imported
+from unisono.named import Brought, brought
+from unisono.received import imported, why_of
 
 # ``unisono doctor``: everything that a bug report needs.
 
@@ -77,23 +79,33 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(options)
     if words and words[0] in COMMANDS:
-        _add(app, words[0], COMMANDS[words[0]])
+        _add_own(app, words[0])
         return app
-    others = {name: place for name, place in brought("command").items() if name not in COMMANDS}
+    try:
+        others = {name: command for name, command in brought("command").items() if name not in COMMANDS}
+    except JobError as error:
+        _warn(error)
+        others = {}
     if words and words[0] in others:
-        _add(app, words[0], others[words[0]])
+        _add(app, others[words[0]])
         return app
-    for name, place in {**COMMANDS, **others}.items():
+    for name in COMMANDS:
+        _add_own(app, name)
+    for command in others.values():
         try:
-            _add(app, name, place)
+            _add(app, command)
         except JobError as error:  # of somebody else's package; the help of all others is shown
-            typer.echo(f"unisono: {error}", err=True)
+            _warn(error)
     return app
 
 
-def _add(app: typer.Typer, name: str, place: str) -> None:
-    """Add a command from where it is: a function, or a typer.Typer that has it."""
-    command = imported(place, f"the command {name}")
+def _warn(error: JobError) -> None:
+    if VARIABLE not in os.environ:  # a shell would show it between the words that it offers
+        typer.echo(f"unisono: {error}", err=True)
+
+
+def _add_own(app: typer.Typer, name: str) -> None:
+    command = imported(COMMANDS[name], f"the command {name}")
     if isinstance(command, typer.Typer):
         app.registered_commands += [each for each in command.registered_commands if _name_of(each) == name]
     else:
@@ -102,6 +114,36 @@ def _add(app: typer.Typer, name: str, place: str) -> None:
 
 def _name_of(command: CommandInfo) -> str:
     return command.name or command.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
+
+
+def _add(app: typer.Typer, brought: Brought) -> None:
+    """Add a command that a package brings: a function, or a typer.Typer with one command, or with several below it.
+
+    Raises:
+        JobError: it cannot be loaded, or is none.
+    """
+    alone = typer.Typer(rich_markup_mode=None)
+    alone.callback()(lambda: None)
+    with redirect_stdout(sys.stderr):  # what is said on the way is not what the command says
+        command = brought.load()
+    try:
+        if not isinstance(command, typer.Typer):
+            alone.command(brought.name, cls=HelpfulCommand)(command)
+        elif len(command.registered_commands) == 1 and not command.registered_groups:
+            [only] = command.registered_commands
+            only.name = brought.name
+            alone.registered_commands.append(only)
+        elif command.registered_commands or command.registered_groups:
+            alone.add_typer(command, name=brought.name)
+        else:
+            raise JobError(f"the command {brought.name} is a typer.Typer without commands")
+        typer.main.get_command(alone)
+    except JobError:
+        raise
+    except Exception as error:  # noqa: BLE001  (whatever an object of another package does)
+        raise JobError(f"the command {brought.name} is neither a function nor a typer.Typer: {why_of(error)}") from None
+    app.registered_commands += alone.registered_commands
+    app.registered_groups += alone.registered_groups
 
 
 def _print_version(wanted: bool) -> None:
@@ -138,7 +180,7 @@ def main() -> None:
         typer.echo(f"unisono: error: {error}", err=True)
         sys.exit(USAGE if isinstance(error, JobError) else 1)
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
         typer.echo(f"unisono: error: {error}", err=True)  # it names the file, and says what is wrong with it
         sys.exit(1)

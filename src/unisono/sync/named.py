@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 
 from unisono.errors import JobError
 from unisono.named import brought
-from unisono.received import decimal_number, imported, short, whole_number
+from unisono.received import decimal_number, short, whole_number
 from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import AllReduce, Strategy
 
@@ -30,15 +30,16 @@ def strategy_of(given: Strategy | str) -> Strategy:
 
 
 def _brought(given: str, name: str) -> type[Strategy]:
-    places = brought("strategy")
-    if name not in places:
+    others = brought("strategy")
+    if name not in others:
         raise JobError(f"strategy={short(given)}: there is no such strategy; choose of {_listed()}")
-    kind = imported(places[name], "strategy")
+    kind = others[name].load()
     if not (isinstance(kind, type) and issubclass(kind, Strategy) and is_dataclass(kind)):
-        raise JobError(f"strategy={short(given)}: {places[name]} is no data class of the kind unisono.Strategy")
+        packages = " and ".join(others[name].places)
+        raise JobError(f"strategy={short(given)}: what {packages} brings is no data class of the kind unisono.Strategy")
     if kind.name != name:
         raise JobError(
-            f"strategy={short(given)}: {places[name]} calls itself {kind.name!r}: give the entry point the same name, "
+            f"strategy={short(given)}: its class calls itself {kind.name!r}: give the entry point the same name, "
             f"by which checkpoints and other workers know it"
         )
     return kind
