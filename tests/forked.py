@@ -14,7 +14,7 @@ import psutil
 from unisono.launch.forkserver.request import WorkerRequest
 from unisono.launch.forkserver.warm_start import WarmStart, WarmWorker
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 
 
 class Host:

@@ -19,6 +19,7 @@ from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
 
 pytestmark = [
     pytest.mark.procs,
+    pytest.mark.timeout(300),  # torch is loaded twice, on a machine that may have other things to do
     pytest.mark.skipif(sys.platform != "linux", reason="a worker ends with its fork server by what only Linux has"),
 ]
 
