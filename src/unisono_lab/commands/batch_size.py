@@ -20,7 +20,6 @@ from unisono.errors import JobError
 from unisono.host.cgroup import read_limits
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
-from unisono_lab.analysis.estimate import counted, number, percent
 from unisono_lab.commands.study import STUDIES, ScriptArgs, StudyCommand, say_ended
 
 if TYPE_CHECKING:
@@ -184,6 +183,8 @@ def file_of(wanted: Path | None, stem: str) -> Path:
 
 def line(tried: Tried) -> str:
     """What came of a trial, in a line."""
+    from unisono_lab.analysis.estimate import number  # loads numpy, which starts a thread: no fork server may have one
+
     if not tried.fits:
         return f"batch {tried.batch}: does not fit: {tried.words}"
     memory = "" if tried.peak_mib is None else f", {number(tried.peak_mib)} MiB"
@@ -218,6 +219,8 @@ def report(curve: BatchCurve, path: Path) -> None:
 
 def answer(curve: BatchCurve) -> list[str]:
     """The answer in sentences."""
+    from unisono_lab.analysis.estimate import counted, number, percent
+
     limit = "" if curve.memory_limit_mib is None else f" (limit: {curve.memory_limit_mib:.0f} MiB of the host's memory)"
     if curve.largest is None:
         smallest = min(curve.rows, key=lambda row: row.batch)
@@ -241,6 +244,8 @@ def _batch(batch: int, workers: int) -> str:
 
 
 def _table(curve: BatchCurve) -> Table:
+    from unisono_lab.analysis.estimate import number
+
     marks = (("largest", curve.largest), ("with margin", curve.with_margin), ("best throughput", curve.best))
     head = ("batch per worker" if curve.workers > 1 else "batch", "samples/s", "peak MiB", "fits", "")
     rows = []
