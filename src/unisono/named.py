@@ -34,7 +34,7 @@ class Brought:
     Attributes:
         kind: its kind, one of :data:`GROUPS`.
         name: its name.
-        places: the place of each package's own, ``module:name``, by package.
+        places: the place in each package that brings it, ``module:name``, by the name of the package.
     """
 
     kind: str
@@ -75,8 +75,10 @@ def brought(kind: str) -> dict[str, Brought]:
         if re.fullmatch(NAME, point.name):
             package = "" if point.dist is None else point.dist.name
             places.setdefault(point.name, {}).setdefault(package, point.value.partition("[")[0].strip())
-    ours = {name: {US: own[US]} if US in own else own for name, own in sorted(places.items())}
-    return {name: Brought(kind, name, own) for name, own in ours.items()}
+    return {
+        name: Brought(kind, name, {US: theirs[US]} if US in theirs else theirs)
+        for name, theirs in sorted(places.items())
+    }
 
 
 def _is_readable(package: "Distribution") -> bool:

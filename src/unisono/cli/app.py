@@ -116,7 +116,7 @@ def _name_of(command: CommandInfo) -> str:
     return command.name or command.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
 
 
-def _add(app: typer.Typer, brought: Brought) -> None:
+def _add(app: typer.Typer, entry: Brought) -> None:
     """Add a command that a package brings: a function, or a typer.Typer with one command, or with several below it.
 
     Raises:
@@ -125,23 +125,23 @@ def _add(app: typer.Typer, brought: Brought) -> None:
     alone = typer.Typer(rich_markup_mode=None)
     alone.callback()(lambda: None)
     with redirect_stdout(sys.stderr):  # what is said on the way is not what the command says
-        command = brought.load()
+        command = entry.load()
     try:
         if not isinstance(command, typer.Typer):
-            alone.command(brought.name, cls=HelpfulCommand)(command)
+            alone.command(entry.name, cls=HelpfulCommand)(command)
         elif len(command.registered_commands) == 1 and not command.registered_groups:
             [only] = command.registered_commands
-            only.name = brought.name
+            only.name = entry.name
             alone.registered_commands.append(only)
         elif command.registered_commands or command.registered_groups:
-            alone.add_typer(command, name=brought.name)
+            alone.add_typer(command, name=entry.name)
         else:
-            raise JobError(f"the command {brought.name} is a typer.Typer without commands")
+            raise JobError(f"the command {entry.name} is a typer.Typer without commands")
         typer.main.get_command(alone)
     except JobError:
         raise
     except Exception as error:  # noqa: BLE001  (whatever an object of another package does)
-        raise JobError(f"the command {brought.name} is neither a function nor a typer.Typer: {why_of(error)}") from None
+        raise JobError(f"the command {entry.name} is neither a function nor a typer.Typer: {why_of(error)}") from None
     app.registered_commands += alone.registered_commands
     app.registered_groups += alone.registered_groups
 

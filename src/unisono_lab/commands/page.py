@@ -23,8 +23,6 @@ Where = Annotated[
     ),
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 for any free one.")]
-
-
 Parent = Annotated[int | None, typer.Option(hidden=True, help="The launcher beside which this is the page.")]
 
 
