@@ -62,11 +62,11 @@ unit: $(READY)  ## layers and unit tests
 	@echo "==> layers and unit tests"
 	@$(BIN)/python -m pytest -m "unit and not slow" -n auto --dist loadgroup
 
-procs: $(READY) slurm ssh prometheus browser  ## tests of whole jobs, on threads and with processes of their own
+procs: $(READY) accelerator slurm ssh prometheus browser  ## tests of whole jobs, on threads and with processes of their own
 	@echo "==> tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not unit and not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
-slow: $(READY) slurm ssh qemu prometheus browser  ## more of them, which take longer than a change can wait
+slow: $(READY) accelerator slurm ssh qemu prometheus browser  ## more of them, which take longer than a change can wait
 	@echo "==> slow tests"
 	@$(BIN)/python -m pytest -m slow -n $(PROCESSES) --dist loadgroup
 
@@ -75,16 +75,20 @@ alone: $(READY) browser  ## tests of what is promised to happen in time
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 
 # Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
-unit-and-procs: $(READY) slurm ssh prometheus browser
+unit-and-procs: $(READY) accelerator slurm ssh prometheus browser
 	@echo "==> layers, unit tests, and tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
 
 # Python compiles what is imported. Processes that import the same at the same time would each compile it. While pip installs
 # what the documentation needs, the package cannot be imported for a moment.
-compiled: $(READY) $(DOCS_READY)  ## have Python compile all that the tests import, and g++ the simulated accelerator
+compiled: $(READY) $(DOCS_READY) accelerator  ## have Python compile all that the tests import
 	@echo "==> compiling what tests import"
-	@$(BIN)/python tests/simulated_accelerator.py
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null
+
+# g++ takes a minute or more, which no test should wait for. Without g++ its tests are left out.
+.PHONY: accelerator
+accelerator: $(READY)  ## compile the simulated accelerator of the tests
+	@$(BIN)/python tests/simulated_accelerator.py
 
 # The tests of Slurm jobs make a cluster of their own. Where systemd runs, installing would start Slurm's services as well.
 slurm:  ## install Slurm for the tests of its jobs, as root on Debian or in a container of it; elsewhere they are left out
