@@ -117,13 +117,18 @@ FAILS = """
     def train():
         raise ValueError("boom")
     if rank == 1:
+        printed = os.open("printed", os.O_RDWR)  # the others have printed their line, too
+        for other in range(2):
+            os.read(printed, 1)
         train()
+    os.write(os.open("printed", os.O_WRONLY), b"1")
     forever()
 """
 
 
 @pytest.mark.parametrize("threads", [1, 2])  # a shared fork server has one thread: for two, torch is loaded anew
 def test_workers_have_what_they_need_and_a_failing_one_ends_the_others_and_is_told(run: Run, threads: int) -> None:
+    os.mkfifo(run.folder / "printed")
     run.start(FAILS, "--threads", str(threads))
     assert run.end() == 1
     seen = {rank: re.search(rf"\[rank {rank}\] (True .*)", run.text) for rank in range(3)}
