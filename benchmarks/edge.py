@@ -47,7 +47,9 @@ def trained(rate: float, follows: bool, seed: int) -> End:
     policies = [unisono.EdgeOfStability(every=0)] if follows else []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UnisonoWarning)
-        with unisono.init(batch_size=BATCH, seed=seed, run_dir=folder, threads=1, policies=policies) as run:
+        with unisono.init(
+            batch_size=BATCH, seed=seed, run_dir=folder, arithmetic={"threads": 1}, policies=policies
+        ) as run:
             torch.manual_seed(seed)
             model = nn.Sequential(
                 nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)

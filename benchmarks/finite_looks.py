@@ -47,7 +47,9 @@ def _share(model: str, shards: int | None, steps: int) -> tuple[int, float]:
     workload, total = WORKLOADS[model], 0.0
     with (
         tempfile.TemporaryDirectory() as folder,
-        unisono.init(batch_size=workload.batch_size, shards=shards, seed=0, run_dir=folder, threads=1) as run,
+        unisono.init(
+            batch_size=workload.batch_size, shards=shards, seed=0, run_dir=folder, arithmetic={"threads": 1}
+        ) as run,
         _timed() as spent,
     ):
         built = workload.build()

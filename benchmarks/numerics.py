@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.operations import OPERATIONS
 from benchmarks.report import Grid, Report
-from unisono.host.processor_paths import PORTABLE, variables_of
+from unisono.host.processor_paths import PORTABLE, numerics_variables
 
 LEVELS = ("native", "portable")
 
@@ -51,7 +51,7 @@ class Level:
 def level(name: str) -> Iterator[Level]:
     """One, as long as the block lasts."""
     kept = {key: value for key, value in os.environ.items() if key not in PORTABLE}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables_of(name)}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **numerics_variables(name)}
     command = [sys.executable, "-m", "benchmarks.programs.operations", name]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -62,7 +62,9 @@ def lines_of(choice: Choice, one_in: int) -> list[dict[str, float]]:
     workload = WORKLOADS[choice.model]
     with TemporaryDirectory(prefix="benchmark-") as name:
         monitor, folder = Monitoring(1, one_in), Path(name) / "run"
-        with unisono.init(batch_size=choice.batch_size, shards=SHARDS, monitor=monitor, run_dir=folder) as run:
+        with unisono.init(
+            batch_size=choice.batch_size, shards=SHARDS, records={"monitor": monitor}, run_dir=folder
+        ) as run:
             torch.manual_seed(0)
             model = workload.build()
             run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))

@@ -146,7 +146,9 @@ def cost_of_curvature(model: str, turns: int) -> dict[str, float]:
     workload, seconds = WORKLOADS[model], {name: list[float]() for name in MEASURED}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UnisonoWarning)
-        with unisono.init(batch_size=workload.batch_size, shards=2, seed=0, run_dir=folder, threads=1) as run:
+        with unisono.init(
+            batch_size=workload.batch_size, shards=2, seed=0, run_dir=folder, arithmetic={"threads": 1}
+        ) as run:
             built = workload.build()
             run.prepare(built, torch.optim.AdamW(built.parameters(), lr=1e-3))
             start = 1.0

@@ -23,14 +23,14 @@ from unisono.plan.split import Split
 from unisono.reduce.peers import meet
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
+from unisono.settings.reading import settings_by_path
 from unisono.sync.named import strategy_of
 from unisono.sync.strategy import AllReduce
 from unisono.train.assembly import Opened, assemble
 from unisono.train.config.run_config import (
     Adaptation,
-    Communication,
+    Connection,
     Execution,
-    FaultTolerance,
     RunConfig,
     StrategyConstraints,
 )
@@ -38,7 +38,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Fixed, MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
 
@@ -201,15 +201,20 @@ def run_of(trade: Trade, membership: Membership) -> Run:
     config = RunConfig(
         trade.job,
         torch.device("cpu"),
-        communication=Communication(timeout_s=PATIENCE_S),
-        fault_tolerance=FaultTolerance(PATIENCE_S, trade.verify_every or None),
+        settings_by_path(
+            {
+                "faults.timeout_s": PATIENCE_S,
+                "faults.verify_every": trade.verify_every or 0,
+                "special.stop_after": trade.stop_after,
+            }
+        ),
+        Connection(timeout_s=PATIENCE_S),
         execution=trade.execution,
         adaptation=Adaptation(strategy=strategy_of(trade.strategy), constraints=constraints),
-        stop_after=trade.stop_after,
     )
     closing.callback(folder.close)
     closing.callback(leave.close)
-    checkpoints = Checkpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
+    checkpoints = RunCheckpoints(lambda: CheckpointStore(folder.checkpoints, keep=9), every=trade.checkpoint_every)
     closing.callback(checkpoints.close)
     opened = Opened(
         membership,

@@ -116,8 +116,8 @@ def main():
     run = unisono.init(
         batch_size=args.batch_size,
         seed=args.seed,
-        precision=args.precision,
-        checkpoint_every=args.checkpoint_every,
+        arithmetic={"precision": args.precision},
+        checkpoints={"every": args.checkpoint_every},
         run_dir=args.run_dir,
     )
     model = ResNet20()

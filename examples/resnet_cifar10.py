@@ -201,7 +201,7 @@ def train(args, training, held_out):
         batch_size=args.batch_size * args.workers,
         shards=args.shards,
         seed=args.seed,
-        precision=args.precision,
+        arithmetic={"precision": args.precision},
     )
     model, _ = run.prepare(*build(args))
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def line(step: int, total: float = 1.0, size: int = 10, per_epoch: int = 4, **mo
 def write(folder: Path, lines: Sequence[Mapping[str, Any]], **result: Any) -> Path:
     """What a run of these steps has left; returns its folder."""
     folder.mkdir(exist_ok=True)
-    (folder / "job.json").write_text(Job.create(batch_size=10, shards=4).model_dump_json())
+    (folder / "job.json").write_text(json.dumps(asdict(Job.create(batch_size=10, shards=4))))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     (folder / "result.json").write_text(json.dumps({"weights_sha256": "ab", "epoch_samples": 40, **result}))
     return folder

@@ -33,7 +33,7 @@ from unisono.data.streams import generators_kept
 from unisono.errors import UnisonoWarning
 from unisono.host.script_end import ScriptEnd
 from unisono.job import Job
-from unisono.train.config.run_config import Communication
+from unisono.train.config.run_config import Connection
 from unisono.train.record.callbacks import Event
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, HostProcess
@@ -279,7 +279,7 @@ class WorkerThread(HostProcess):
         """Its place, instead of one that the coordinator gives."""
         return self._place
 
-    def leave_request(self, how: Communication) -> LeaveRequest:
+    def leave_request(self, connection: Connection) -> LeaveRequest:
         """The one that ``Scene.kill`` knows."""
         return self.leave
 

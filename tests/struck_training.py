@@ -20,7 +20,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.first_weights import shared_weights
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
@@ -31,7 +31,7 @@ INPUTS = torch.linspace(-1, 1, 2 * SHARDS).view(SHARDS, 2)
 
 
 class Memory:
-    """Checkpoints that outlive all workers, as those on a disk do."""
+    """RunCheckpoints that outlive all workers, as those on a disk do."""
 
     seconds = 0.0
 
@@ -75,7 +75,7 @@ class Training(Stateless):
     ) -> None:
         self.membership, self.acts = membership, acts(membership, self)
         self.trained = Trained({}, PolicyState((), SHARDS, SHARDS))
-        self.checkpoints = Checkpoints(lambda: memory)  # type: ignore[arg-type,return-value]
+        self.checkpoints = RunCheckpoints(lambda: memory)  # type: ignore[arg-type,return-value]
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.losses: dict[int, float] = {}

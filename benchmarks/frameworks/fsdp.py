@@ -82,7 +82,7 @@ def _stock(batch_size: int, workers: int, note: Note) -> None:
 
 
 def _with_unisono(batch_size: int, workers: int, note: Note) -> None:
-    run = unisono.init(batch_size=batch_size, shards=workers, devices_per_worker=workers)
+    run = unisono.init(batch_size=batch_size, shards=workers, communication={"devices_per_worker": workers})
     model = _cut(Language(), run.fully_shard)
     model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), foreach=True))
     words = TensorDataset(torch.randint(0, WORDS, (64 * batch_size, LENGTH)))

@@ -54,7 +54,7 @@ def _error(found: Tensor, words: Tensor) -> Tensor:
 
 
 def _with_unisono(batch_size: int, workers: int, note: Note) -> None:
-    run = unisono.init(batch_size=batch_size, shards=MICRO_BATCHES, devices_per_worker=workers)
+    run = unisono.init(batch_size=batch_size, shards=MICRO_BATCHES, communication={"devices_per_worker": workers})
     cuts = [f"layers.{device * DEPTH // workers}" for device in range(1, workers)]
     model = run.pipeline(Language(), cuts, schedule="1f1b")
     model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), foreach=True))

@@ -109,7 +109,12 @@ def _take_turns(name: str, channel: Connection, options: argparse.Namespace, fol
 
 def _unisono(task: Task, device: torch.device, folder: str) -> Iterator[None]:
     run = unisono.init(
-        batch_size=task.batch_size, shards=1, seed=0, device=device, precision="bf16", run_dir=f"{folder}/run"
+        batch_size=task.batch_size,
+        shards=1,
+        seed=0,
+        device=device,
+        arithmetic={"precision": "bf16"},
+        run_dir=f"{folder}/run",
     )
     model = task.model()
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))

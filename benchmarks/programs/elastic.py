@@ -26,7 +26,7 @@ batch_size = int(sys.argv[4]) if len(sys.argv) > 4 else workload.batch_size
 epochs = int(sys.argv[5]) // BATCHES if len(sys.argv) > 5 else ENDLESS
 one_in = os.environ.get("BENCHMARK_ONE_IN")
 monitor = Monitoring(every=1, one_in=int(one_in)) if one_in else 0
-run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0, monitor=monitor)
+run = unisono.init(batch_size=batch_size, shards=int(sys.argv[2]), seed=0, records={"monitor": monitor})
 model = workload.build()
 weights = model.parameters()
 match sys.argv[3] if len(sys.argv) > 3 else "sgd":

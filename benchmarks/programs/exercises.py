@@ -62,7 +62,7 @@ def train(exercise: Exercise, folder: Path) -> Outcome | None:
         shards=exercise.shards,
         seed=exercise.seed,
         run_dir=folder,
-        monitor=monitor,
+        records={"monitor": monitor},
         strategy=exercise.strategy,
     ) as run:
         if exercise.slow > 1:

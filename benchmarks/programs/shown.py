@@ -39,7 +39,9 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return F.cross_entropy(found, digits)
 
 
-run = unisono.init(batch_size=128, shards=16, seed=0, monitor=2, policies=[Market()], checkpoint_every=250)
+run = unisono.init(
+    batch_size=128, shards=16, seed=0, records={"monitor": 2}, policies=[Market()], checkpoints={"every": 250}
+)
 loaded = load_digits()
 data = TensorDataset(torch.tensor(loaded.data, dtype=torch.float32) / 16, torch.tensor(loaded.target))
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.3), nn.Linear(256, 10))

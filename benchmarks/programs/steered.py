@@ -45,7 +45,7 @@ def work(task: Task, folder: Path) -> Found:
     """Train to the end."""
     policies = [unisono.TopologyPolicy()] if task.policy else []
     run = unisono.init(
-        batch_size=24, shards=3, seed=0, transport="process_group", topology=task.topology,  # type: ignore[arg-type]
+        batch_size=24, shards=3, seed=0, communication={"transport": "process_group", "topology": task.topology},
         policies=policies, run_dir=folder / "run",
     )  # fmt: skip
     model = nn.Linear(task.elements // 64, 64, bias=False)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from unisono.loggers.tensorboard import TensorBoardLogger
     from unisono.loggers.wandb import WandbLogger
     from unisono.plan.block_order import BlockShuffle
+    from unisono.settings.table import Arithmetic, Checkpoints, Communication, Faults, Records
     from unisono.sync.averaging import DiLoCo, LocalSGD
     from unisono.sync.strategy import AllReduce, Strategy
     from unisono.train.model.tensors import digest
@@ -48,14 +49,18 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaScale",
     "AllReduce",
+    "Arithmetic",
     "ArrowStream",
     "BackwardDone",
     "BatchSizeSchedule",
     "BlockShuffle",
     "CSVLogger",
     "Callback",
+    "Checkpoints",
+    "Communication",
     "DiLoCo",
     "EdgeOfStability",
+    "Faults",
     "GoodputPolicy",
     "LinearScaling",
     "LocalSGD",
@@ -64,6 +69,7 @@ __all__ = [
     "Monitoring",
     "NoiseScalePolicy",
     "Policy",
+    "Records",
     "Run",
     "ScalingPolicy",
     "SpotPolicy",
@@ -94,14 +100,18 @@ __all__ = [
 _HOMES = {
     "AdaScale": "unisono.adapt.ada_scale",
     "AllReduce": "unisono.sync.strategy",
+    "Arithmetic": "unisono.settings.table",
     "ArrowStream": "unisono.data.arrow_stream",
     "BackwardDone": "unisono.train.step.loss",
     "BatchSizeSchedule": "unisono.adapt.batch_size_policies",
     "BlockShuffle": "unisono.plan.block_order",
     "CSVLogger": "unisono.loggers.csv_file",
     "Callback": "unisono.train.trainer",
+    "Checkpoints": "unisono.settings.table",
+    "Communication": "unisono.settings.table",
     "DiLoCo": "unisono.sync.averaging",
     "EdgeOfStability": "unisono.adapt.edge_policy",
+    "Faults": "unisono.settings.table",
     "GoodputPolicy": "unisono.adapt.goodput_policy",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",
@@ -110,6 +120,7 @@ _HOMES = {
     "Monitoring": "unisono.adapt.norms",
     "NoiseScalePolicy": "unisono.adapt.batch_size_policies",
     "Policy": "unisono.adapt.policy",
+    "Records": "unisono.settings.table",
     "Run": "unisono.train.run",
     "ScalingPolicy": "unisono.adapt.scaling_policy",
     "SpotPolicy": "unisono.adapt.spot_policy",

@@ -1,13 +1,13 @@
 """The types of the arguments with which a script calls us: what their annotations say holds when it runs, too."""
 
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, wraps
+from functools import cache
 from inspect import signature
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from unisono.errors import JobError
 from unisono.received import short
@@ -23,35 +23,6 @@ PLAIN: Mapping[Any, str] = {
 }
 """The types that have a plain name."""
 
-GONE = {"shard_optimizer": "every worker makes the whole update: leave it out"}
-"""Arguments of :func:`unisono.init` that there were once, and their variables, each with what to do now."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def require_none_gone(said: Container[str]) -> None:
-    """Refuse arguments, or variables, that there are no more.
-
-    Raises:
-        JobError: there is one; names it, and says what to do.
-    """
-    for argument, now in GONE.items():
-        for name in (argument, f"UNISONO_{argument.upper()}"):
-            if name in said:
-                raise JobError(f"{name} is gone: {now}")
-
-
-def without_gone(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which refuses arguments that it had once with more than Python's TypeError."""
-
-    @wraps(function)
-    def called(*args: P.args, **said: P.kwargs) -> R:
-        require_none_gone(said)
-        return function(*args, **said)
-
-    return called
-
 
 def require_kinds(function: Callable[..., Any], said: Mapping[str, Any]) -> None:
     """Refuse arguments of other types than a function says.
@@ -64,23 +35,32 @@ def require_kinds(function: Callable[..., Any], said: Mapping[str, Any]) -> None
         JobError: one is of another type; names it, its value and what is expected.
     """
     for name, kind in _kinds(function).items():
-        if name in said and not _is_one(kind, said[name]):
-            raise JobError(f"{name}={short(said[name])}: needs {' or '.join(_names(kind))}")
+        if name in said:
+            require_kind(name, said[name], kind)
 
 
-def require_known(function: Callable[..., Any], said: Mapping[str, Any]) -> None:
+def require_kind(name: str, value: Any, kind: Any) -> None:
+    """Refuse a value of another type.
+
+    Raises:
+        JobError: it is of another type; names it and what is expected.
+    """
+    if not _is_one(kind, value):
+        raise JobError(f"{name}={short(value)}: needs {' or '.join(_names(kind))}")
+
+
+def require_known(function: Callable[..., Any], said: Mapping[str, Any], prefix: str = "") -> None:
     """Refuse arguments that a function does not have.
 
     Raises:
         JobError: there is one; names it and those that are nearest to it.
     """
-    require_none_gone(said)
     known = signature(function).parameters
     for name in said:
         if name not in known:
             near = get_close_matches(name, known, 3)
             meant = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-            raise JobError(f"{name}={short(said[name])}: there is no such argument; {meant}")
+            raise JobError(f"{prefix}{name}={short(said[name])}: there is no such argument; {meant}")
 
 
 @cache

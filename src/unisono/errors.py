@@ -17,7 +17,7 @@
     ├── LaunchError                    workers that could not be started
     ├── Superseded                     a worker that was cut off, and whose job goes on without it: it writes no more
     └── WorkerLost                     another worker is gone: a consequence, never the cause
-        ├── NoProgress                 another worker gave no sign for as long as the run's failure_timeout_s
+        ├── NoProgress                 another worker gave no sign for as long as the run's faults.timeout_s
         └── JobEnded                   the job has ended while this worker was at work: says why
 
     UnisonoWarning (UserWarning)       something that works, and is probably not what was meant
@@ -106,7 +106,7 @@ class WorkerLost(UnisonoError):
 
 
 class NoProgress(WorkerLost):
-    """Another worker gave no sign for as long as the run's ``failure_timeout_s``."""
+    """Another worker gave no sign for as long as the run's ``faults.timeout_s``."""
 
     exit_code = 124
 

@@ -1,17 +1,11 @@
 """The job as a frozen, validated value, and how two of them differ."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing import Annotated, Any
 
 from unisono.errors import JobError
-from unisono.received import short
-
-Reduction = Literal["exact", "native"]
-Precision = Literal["float32", "bf16", "fp16"]
-Compression = Literal["none", "bf16"]
-NumericsLevel = Literal["native", "portable"]
+from unisono.settings.rows import Row, group
+from unisono.settings.table import MOST, Arithmetic, BatchSettings
 
 SAMPLES_PER_SHARD = 16
 """The fewest samples that the default number of shards leaves in a shard."""
@@ -30,68 +24,44 @@ def default_shards(batch_size: int | None) -> int:
     return shards
 
 
-class Job(BaseModel):
-    """The settings that decide the bits of the final weights, besides the script itself.
+@group("")
+class Job(Arithmetic, BatchSettings):
+    """The settings that decide the bits of the final weights, besides the script itself: see :mod:`unisono.settings`.
 
     Attributes:
-        batch_size: samples in one global batch; None if each loop says it.
-        shards: fixed slices of the global batch; also the largest number of workers the job can use.
-        seed: the seed of every random stream.
-        threads: torch threads per worker; one thread and two give other bits.
-        reduction: ``exact`` adds along the summation tree, ``native`` is the backend's own all-reduce.
-        precision: ``float32`` leaves dtypes alone, ``bf16`` and ``fp16`` run forward passes under autocast; ``fp16``
-            scales losses, too.
-        compression: ``bf16`` rounds every leaf and every node of the summation tree to bfloat16, on every number of
-            workers alike, and sends half the bytes.
+        shards: the fixed slices of the global batch; also the largest number of workers that the job can use.
         bucket_mb: the size of the buckets that are reduced together, in MiB.
-        deterministic: whether operations without a deterministic version are refused.
-        numerics: ``native`` computes as fast as each processor can, ``portable`` the same bits on x86 processors of
-            several makers and generations.
-        on_nan: the reaction to a loss or gradient that is NaN or infinite: ``stop`` the job or ``skip`` the step.
+
+    Raises:
+        JobError: a setting is of the wrong type or out of range; names it, its value and what is allowed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    shards: Annotated[int, Row("the slices of the batch", least=1, most=MOST)]
+    bucket_mb: Annotated[float, Row("the size of buckets", least=1e-6, most=2**16)] = 4.0
 
-    batch_size: int | None = Field(default=None, ge=1, lt=2**63)
-    shards: int = Field(ge=1, lt=2**63)
-    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    threads: int = Field(default=1, ge=1, le=2**16)
-    reduction: Reduction = "exact"
-    precision: Precision = "float32"
-    compression: Compression = "none"
-    bucket_mb: float = Field(default=4.0, gt=0, le=2**16)
-    deterministic: bool = True
-    numerics: NumericsLevel = "native"
-    on_nan: Literal["stop", "skip"] = "stop"
+    def __post_init__(self) -> None:
+        if self.batch_size is not None and self.shards > self.batch_size:
+            raise JobError(
+                f"shards={self.shards} is more than batch_size={self.batch_size}: a shard is a slice of the "
+                f"batch, so set shards to at most {self.batch_size} (default here: "
+                f"{default_shards(self.batch_size)})"
+            )
 
     @property
     def bucket_bytes(self) -> int:
         """The size of the buckets."""
         return int(self.bucket_mb * 2**20)
 
-    @model_validator(mode="after")
-    def _shards_fit(self) -> "Job":
-        if self.batch_size is not None and self.shards > self.batch_size:
-            raise ValueError(
-                f"shards={self.shards} is more than batch_size={self.batch_size}: a shard is a slice of the "
-                f"batch, so set shards to at most {self.batch_size} (default here: "
-                f"{default_shards(self.batch_size)})"
-            )
-        return self
-
     @classmethod
     def create(cls, *, batch_size: Any = None, shards: int | None = None, **settings: Any) -> "Job":
         """A job from settings, with ``shards`` following from the batch size unless given.
 
         Raises:
-            JobError: a setting is of the wrong type or out of range; names it, its value and the range.
+            JobError: a setting is of the wrong type or out of range; names it, its value and what is allowed.
         """
         if shards is None:  # of a batch size that is refused, any
             shards = default_shards(batch_size) if isinstance(batch_size, int | None) else 1
-        try:
-            return cls.model_validate({"batch_size": batch_size, "shards": shards, **settings}, strict=True)
-        except ValidationError as error:
-            raise JobError(_explain(error)) from None
+        return cls(batch_size=batch_size, shards=shards, **settings)
 
     def require_batch_size(self, what: str) -> int:
         """The samples in one global batch.
@@ -135,12 +105,3 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         for field in fields
         if ours.get(field, absent) != theirs.get(field, absent)
     ]
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{where}={short(problem['input'])}: {message}" if where else message)
-    return "; ".join(lines)

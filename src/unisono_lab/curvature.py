@@ -16,6 +16,7 @@ from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono.received import read_object
+from unisono.settings.reading import settings_by_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,12 @@ class CurvatureRequest:
         found = LaunchSettings(
             self.script,
             workers=self.workers,
-            shards=shards * self.batches if isinstance(shards, int) else None,
-            allow_job_change=True,
+            options=settings_by_path(
+                {
+                    "shards": shards * self.batches if isinstance(shards, int) else None,
+                    "checkpoints.allow_job_change": True,
+                }
+            ),
             tuning=self.tuning,
             extra_environment=environment,
         )

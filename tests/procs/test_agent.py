@@ -16,6 +16,7 @@ import pytest
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.http11 import Request, Response
 
+from said import options
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.agent import ElasticAgent, Joined
@@ -120,7 +121,7 @@ class Host:
     ) -> None:
         path = self.folder / "train.py"
         path.write_text(PREAMBLE + textwrap.dedent(body))
-        launch = LaunchSettings(Script(str(path), args), workers=3, grace_s=grace_s, warm_start=False)
+        launch = LaunchSettings(Script(str(path), args), workers=3, options=options(grace_s=grace_s, warm_start=False))
         settings = ElasticSettings(launch, Range(1, 3), failure_timeout_s=failure_timeout_s)
         joined = Joined(Address(self.address.url, token), self.folder / "token")
         agent = ElasticAgent(settings, self.run_folder, Terminal(self.out, self.err), joined)

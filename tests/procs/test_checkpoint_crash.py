@@ -173,7 +173,7 @@ import unisono
 from torch import nn
 
 full, free = map(int, sys.argv[2:])  # the disk is full between these steps
-run = unisono.init(batch_size=32, seed=0, run_dir=sys.argv[1], checkpoint_every=2, keep=5)
+run = unisono.init(batch_size=32, seed=0, run_dir=sys.argv[1], checkpoints={"every": 2, "keep": 5})
 model = nn.Linear(8, 1)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 dataset = torch.utils.data.TensorDataset(torch.randn(320, 8), torch.randn(320, 1))

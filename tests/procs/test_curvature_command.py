@@ -13,7 +13,7 @@ SCRIPT = """
     import torch, unisono
     from torch import nn
 
-    run = unisono.init(batch_size=20, shards=5, seed=0, checkpoint_every=2)
+    run = unisono.init(batch_size=20, shards=5, seed=0, checkpoints={"every": 2})
     inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
     run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

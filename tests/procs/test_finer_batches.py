@@ -61,8 +61,12 @@ def serial(serial_runs: SerialRuns) -> tuple[Outcome, Samples]:
     ("workers", "settings"),
     [
         (3, {}),
-        pytest.param(3, {"OPTIONS": '{"verify_every": 3, "overlap": true}', "LOADERS": "1"}, marks=pytest.mark.slow),
-        (2, {"OPTIONS": '{"transport": "sockets", "topology": "ring", "overlap": true}'}),
+        pytest.param(
+            3,
+            {"OPTIONS": '{"faults": {"verify_every": 3}, "communication": {"overlap": true}}', "LOADERS": "1"},
+            marks=pytest.mark.slow,
+        ),
+        (2, {"OPTIONS": '{"communication": {"transport": "sockets", "topology": "ring", "overlap": true}}'}),
     ],
 )
 def test_what_decides_no_bit_decides_none_while_the_number_of_shards_changes(
@@ -81,7 +85,8 @@ def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(
         "".join(f"[[fault]]\nkind = 'kill'\nrank = {r}\nat_step = {s}\nafter_s = 0.002\n" for s, r in kills)
     )
     options = ("-n", "1:4", "--max-restarts", "20", "--faults", str(faults))
-    assert train(folder, *options, OPTIONS='{"transport": "sockets", "balance": "speed"}') == serial[0]
+    told = '{"communication": {"transport": "sockets", "balance": "speed"}}'
+    assert train(folder, *options, OPTIONS=told) == serial[0]
     assert len(journal(folder, "lost")) >= 3
     assert len({len(one["shards"]) for one in journal(folder, "minted")}) > 1  # some joined
     assert problems(Samples.read(folder), len(serial[0][1]), SHARDS, serial[1]) == []

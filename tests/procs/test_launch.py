@@ -22,6 +22,7 @@ import pytest
 
 from forks.client import SHARED_FORK_SERVERS
 from forks.commands import ForkedCommand, start
+from said import options
 from unisono.errors import LaunchError
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
@@ -237,8 +238,8 @@ def test_a_second_start_in_a_run_folder_is_refused_until_the_first_is_gone_even_
     program.start(workers=1)
     program.until("waiting")
     command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(program.run_dir), "train.py"]
-    for options in (["-n", "1"], ["-n", "1:2"]):
-        words = [*command[:4], *options, *command[4:]]
+    for size in (["-n", "1"], ["-n", "1:2"]):
+        words = [*command[:4], *size, *command[4:]]
         second = subprocess.run(
             words, cwd=program.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
@@ -422,7 +423,7 @@ def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(program:
     too_long = Script(str(program.folder / "train.py"), ("x" * 4_000_000,))
     folder = open_folder(program.run_dir, "train")
     with pytest.raises(LaunchError, match="the worker of rank 0 could not be started: .*too long"):
-        launch(LaunchSettings(too_long, workers=2, warm_start=False), folder, SilentTerminal())
+        launch(LaunchSettings(too_long, workers=2, options=options(warm_start=False)), folder, SilentTerminal())
     assert program.result["exit_code"] == 1
 
 

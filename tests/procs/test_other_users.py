@@ -24,7 +24,8 @@ from unisono.reduce.admission import present
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.rpc_message import address_of, calling, listen
 from unisono.reduce.segment import Segment, created
-from unisono.train.config.run_config import Communication, RunConfig
+from unisono.settings.table import Communication
+from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.connect import connect
 from unisono.train.group.rendezvous import FixedRendezvous
 from unisono.train.group.workers import Workers
@@ -55,8 +56,8 @@ def opened(port: int) -> dist.Store:
 def gathered(port: int, rank: int, transport: str, timeout_s: float = PATIENCE_S) -> list[float]:
     """What a worker has when all have told the others a number, and whether others can reach these connections."""
     job, generation = Job.create(batch_size=8, shards=2), Generation(1, rank, Split.even(2, 2))
-    how = Communication(transport, "auto", timeout_s=timeout_s)
-    config = RunConfig(job, torch.device("cpu"), how)
+    how = Connection(Communication(transport=transport), timeout_s)  # type: ignore[arg-type]
+    config = RunConfig(job, torch.device("cpu"), connection=how)
     workers: Workers = connect(config, generation, OverTorchStore(port, rank, timeout_s))
     try:
         rows: list[float] = workers.transport.all_gather(torch.tensor([rank + 0.5])).flatten().tolist()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from training import Trained, control_of, whole_lines
-from unisono.host.processor_paths import variables_of
+from unisono.host.processor_paths import numerics_variables
 from unisono.launch.elastic.address import WHERE
 
 QEMU = "qemu-x86_64"
@@ -58,7 +58,7 @@ main()
 def computed(command: Sequence[str], processor: str | None, **variables: str) -> str:
     """What a program prints on an emulated processor, or on this machine's own."""
     emulated = [] if processor is None else [QEMU, "-cpu", processor]
-    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **variables_of("portable"), **variables}
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **numerics_variables("portable"), **variables}
     done = subprocess.run(
         [*emulated, sys.executable, *command], env={**os.environ, **own}, capture_output=True, text=True, check=False
     )
@@ -78,7 +78,7 @@ def test_an_emulated_processor_computes_every_operation_as_this_one(processor: s
 
 @pytest.mark.parametrize("processor", ["Nehalem", "IvyBridge"])
 def test_a_processor_without_avx2_is_refused_by_name(processor: str) -> None:
-    own = {**os.environ, **variables_of("portable")}
+    own = {**os.environ, **numerics_variables("portable")}
     command = [QEMU, "-cpu", processor, sys.executable, "-c", BITS, "1"]
     refused = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
     assert refused.returncode == 1

@@ -122,7 +122,7 @@ ENDLESS = """
 import os, torch, unisono
 from torch import nn
 from torch.utils.data import TensorDataset
-run = unisono.init(batch_size=16, shards=4, seed=1, failure_timeout_s=60)
+run = unisono.init(batch_size=16, shards=4, seed=1, faults={"timeout_s": 60})
 model = nn.Linear(4, 4)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
 print("PID", os.getpid(), flush=True)

@@ -34,7 +34,9 @@ def made(tmp_path: Path) -> Iterator[Made]:
     runs: list[Any] = []
 
     def make(shards: int = 4, precision: Any = "float32", **settings: Any) -> Any:
-        run = unisono.init(seed=0, shards=shards, precision=precision, run_dir=tmp_path / f"run-{len(runs)}")
+        run = unisono.init(
+            seed=0, shards=shards, arithmetic={"precision": precision}, run_dir=tmp_path / f"run-{len(runs)}"
+        )
         runs.append(run)
         accelerator = unisono.accelerate.Accelerator(run=run, **settings)
         torch.manual_seed(0)
@@ -210,7 +212,7 @@ def test_trackers_log_once_for_each_step(made: Made) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "mixed_precision='fp8'": {"mixed_precision": "fp8"},
-    "say precision='fp16' where it begins": {"mixed_precision": "fp16"},
+    "say arithmetic={'precision': 'fp16'} where it begins": {"mixed_precision": "fp16"},
     "dynamo_backend": {"dynamo_backend": "inductor"},
     "step_scheduler_with_optimizer": {"step_scheduler_with_optimizer": False},
     "dispatch_batches": {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},

@@ -1,6 +1,8 @@
 """An argument of another type than its annotation says is refused by name, before anything is opened."""
 
+import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,15 @@ import torch
 from torch import nn
 
 import unisono
-from unisono.arguments import require_kinds, require_known, require_none_gone
+from said import PATHS, grouped
+from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
 from unisono.integrations.run_of_script import run_for
 from unisono.received import short
+from unisono.settings.reading import OF_SCRIPTS, TABLE, require_none_gone
+from unisono.settings.rows import settings_of
+from unisono.settings.table import Settings
+from unisono.train.config.configure import KINDS
 from unisono.train.step.call import Clip
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]
@@ -45,11 +52,12 @@ WRONG = {
     "audit": ("half", []),
     "balance": ("fair", None),
     "monitor": ("all", None, 1.5),
-    "policies": (5, None, "ada-scale", ["ada-scale"], unisono.ScalingPolicy),
+    "policies": (5, "ada-scale", [5], unisono.ScalingPolicy),
     "strategy": (5, unisono.AllReduce),
     "loggers": (5, "csv"),
     "numerics": ("exact", 1),
     "timeline": ("yes", 1, None),
+    "profile": (5, ["1:2"]),
 }
 
 
@@ -58,12 +66,52 @@ def test_an_argument_of_another_type_is_refused_with_its_name_and_value_and_what
     for value in WRONG[name]:
         said: dict[str, Any] = {"batch_size": 32, "device": "cpu", name: value}
         with pytest.raises(JobError) as refused:
-            unisono.init(**said)
-        assert str(refused.value).startswith(f"{name}={short(value)}: needs ")
+            unisono.init(**grouped(said))
+        assert str(refused.value).startswith(f"{PATHS[name]}={short(value)}: needs ")
 
 
 def test_every_argument_of_init_is_tried() -> None:
-    assert WRONG.keys() == unisono.init.__annotations__.keys() - {"return"}
+    assert {PATHS[name] for name in WRONG} == {
+        path for path, setting in TABLE.items() if path.partition(".")[0] in (*OF_SCRIPTS, setting.name)
+    }
+
+
+def test_what_the_table_leaves_open_has_a_type_that_a_run_checks() -> None:
+    assert {path for path, setting in TABLE.items() if setting.kind is Any} == set(KINDS)
+
+
+def test_init_has_at_most_twelve_arguments_and_they_are_those_of_the_table() -> None:
+    parameters = inspect.signature(unisono.init).parameters
+    own = [setting.path for setting in settings_of(Settings)]
+    assert len(parameters) <= 12
+    assert sorted(parameters) == sorted([*own, *OF_SCRIPTS])
+    for setting in settings_of(Settings):
+        assert parameters[setting.name].default == setting.default
+
+
+@pytest.mark.parametrize("name", OF_SCRIPTS)
+def test_a_group_is_a_value_of_its_class_or_a_dict_and_nothing_else(name: str) -> None:
+    for value in (5, "every", ["every"]):
+        with pytest.raises(JobError, match=re.escape(f"{name}={short(value)}: needs a unisono.{name.capitalize()} or")):
+            unisono.init(batch_size=32, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=f"{name}.evry=5: there is no such argument; "):
+        unisono.init(batch_size=32, **{name: {"evry": 5}})  # type: ignore[arg-type]
+
+
+def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said() -> None:
+    model = nn.Linear(1, 1)
+    said: dict[str, Any] = {"batch_size": 32, "checkpoint_every": 5}
+    words = re.escape("Say checkpoints={'every': 5}, or checkpoints=unisono.Checkpoints(every=5)")
+    for call in (
+        lambda: unisono.init(**said),
+        lambda: unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **said),
+        lambda: run_for("Guest", None, said),
+    ):
+        with pytest.raises(JobError, match=words):
+            call()
+    for name in ("threads", "numerics", "precision", "failure_timeout_s", "loggers", "audit", "devices_per_worker"):
+        with pytest.raises(JobError, match=f"{name}=1: it stands in a group now"):
+            unisono.init(batch_size=32, **{name: 1})  # type: ignore[arg-type]
 
 
 def test_what_is_expected_is_said_in_plain_words() -> None:
@@ -93,7 +141,7 @@ def test_what_is_expected_is_said_in_plain_words() -> None:
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(JobError, match="checkpoint_evry=5: there is no such argument; did you mean checkpoint_every"):
+    with pytest.raises(JobError, match="checkpoint_evry=5: there is no such argument; did you mean checkpoints"):
         require_known(unisono.init, {"checkpoint_evry": 5})
     with pytest.raises(JobError, match="zzzz=5: there is no such argument; there are batch_size, seed"):
         require_known(unisono.init, {"zzzz": 5})
@@ -115,7 +163,7 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_do_however_it_is_said() 
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"checkpoint_evry": 5}, "checkpoint_evry=5: .*checkpoint_every"),
+        ({"checkpoint_evry": 5}, "checkpoint_evry=5: .*checkpoints"),
         ({"scheduler_every": "day"}, "scheduler_every='day': needs 'epoch' or 'step'"),
         ({"loader_workers": "two"}, "loader_workers='two': needs a whole number"),
         ({"callbacks": 5}, "callbacks=5: needs a list, each a unisono.Callback"),

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_t
 ) -> None:
     folder, execution = tmp_path / "struck", Execution(overlap=False, audit=SHARE, looks=True)
     trade = Trade(
-        JOB.model_copy(update={"seed": LATE}),
+        replace(JOB, seed=LATE),
         3,
         folder,
         execution,
@@ -164,7 +165,7 @@ def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_t
 
 
 def test_a_worker_that_joins_knows_which_state_audits_have_confirmed(start: Start) -> None:
-    run = start(audit=1.0)
+    run = start(faults={"audit": 1.0})
     prepared(run)
     first, joiner = (Integrity(run.inside.trained, StateCopies(run.inside.trained), 2, audits=True) for _ in range(2))
     digests = run.inside.trained.capture().digests()

@@ -41,7 +41,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 )
 def test_nothing_is_started_that_cannot_work(options: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        batch_size(**{"script": __file__, "tuned": False, **options})
+        batch_size(**{"script": __file__, "launch__tuning": False, **options})
 
 
 def test_who_begins_with_more_than_the_data_set_has_is_told_where_to_begin(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_the_native_reduction_is_named_and_needs_no_repetition() -> None:
     cause = explain(Case(finding))
 
     assert not finding.needs_repetition
-    assert 'reduction="native"' in cause.likely
+    assert '"reduction": "native"' in cause.likely
     assert "not promised" in cause.likely
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import unisono
+from said import grouped
 from unisono.adapt.batch_size_policies import BatchSizeSchedule
 from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.norms import Monitoring
@@ -32,7 +33,7 @@ ELASTIC = {"UNISONO_COORDINATOR": "http://127.0.0.1:1", "UNISONO_TOKEN_FILE": "/
 
 def configured(environ: dict[str, str] | None = None, number: int = 1, **said: Any) -> RunConfig:
     """As of a script that calls ``unisono.init`` with these arguments."""
-    call = inspect.signature(unisono.init).bind(**{"batch_size": 32, "device": "cpu", **said})
+    call = inspect.signature(unisono.init).bind(**grouped({"batch_size": 32, "device": "cpu", **said}))
     call.apply_defaults()
     return configure(call.arguments, environ or {}, number)
 
@@ -50,19 +51,19 @@ SHARED = [
     ("job.numerics", "native", ("UNISONO_NUMERICS", "portable", "portable"), ("numerics", "native", "native")),
     ("job.threads", 1, ("UNISONO_THREADS", "2", 2), ("threads", 3, 3)),
     (
-        "communication.transport",
+        "connection.how.transport",
         "auto",
         ("UNISONO_TRANSPORT", "hierarchical", "hierarchical"),
         ("transport", "process_group", "process_group"),
     ),
-    ("communication.topology", "auto", ("UNISONO_TOPOLOGY", "ring", "ring"), ("topology", "tree", "tree")),
+    ("connection.how.topology", "auto", ("UNISONO_TOPOLOGY", "ring", "ring"), ("topology", "tree", "tree")),
     ("execution.overlap", None, ("UNISONO_OVERLAP", "1", True), ("overlap", False, False)),
     ("execution.checked_bytes", 8 * 2**20, ("UNISONO_CHECKS", "none", 0), ("checks", "all", None)),
     ("recording.timeline", False, ("UNISONO_TIMELINE", "1", True), ("timeline", True, True)),
     ("execution.audit", 0.0, ("UNISONO_AUDIT", "0.5", 0.5), ("audit", 0.0, 0.0)),
     ("execution.monitoring.every", 0, ("UNISONO_MONITOR_EVERY", "5", 5), ("monitor", Monitoring(7), 7)),
-    ("fault_tolerance.verify_every", 100, ("UNISONO_VERIFY_EVERY", "7", 7), ("verify_every", 0, None)),
-    ("recording.checkpoint_every", None, ("UNISONO_CHECKPOINT_EVERY", "5", 5), ("checkpoint_every", 9, 9)),
+    ("verify_every", 100, ("UNISONO_VERIFY_EVERY", "7", 7), ("verify_every", 0, None)),
+    ("settings.checkpoints.every", None, ("UNISONO_CHECKPOINT_EVERY", "5", 5), ("checkpoint_every", 9, 9)),
     ("recording.folder", None, ("UNISONO_RUN_DIR", "/launched", Path("/launched")), ("run_dir", "own", Path("own"))),
     (
         "adaptation.strategy",
@@ -87,7 +88,7 @@ def test_an_argument_goes_before_the_environment_and_the_environment_before_the_
 
 def test_what_is_configured_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
-        configured().stop_after = 3  # type: ignore[misc]
+        configured().batch_set_by = "me"  # type: ignore[misc]
 
 
 def test_a_batch_from_outside_goes_before_the_scripts_which_is_kept_for_the_journal() -> None:
@@ -107,7 +108,7 @@ def test_a_job_without_a_batch_size_has_eight_shards_and_the_batch_from_outside(
     ("environ", "settings", "words"),
     [
         ({}, {"policies": [BatchSizeSchedule()]}, "policies=batch-size-schedule"),
-        ({"UNISONO_POLICIES": "goodput,topology"}, {}, "UNISONO_POLICIES=goodput,topology"),
+        ({"UNISONO_POLICIES": "goodput,topology"}, {}, "policies=goodput,topology"),
         ({"UNISONO_BATCH_SCALE": "2"}, {}, "UNISONO_BATCH_SCALE=2"),
     ],
 )
@@ -169,18 +170,18 @@ def test_the_launcher_holds_its_folder_and_what_is_in_it() -> None:
 
 
 def test_workers_of_an_elastic_job_leave_it_to_the_coordinator_to_find_who_hangs() -> None:
-    fixed, elastic = configured(failure_timeout_s=10), configured(ELASTIC, failure_timeout_s=10)
-    assert (fixed.communication.timeout_s, fixed.communication.coordinator) == (10, None)
-    assert (elastic.communication.timeout_s, elastic.communication.silence_s) == (30, 5)
-    assert elastic.communication.coordinator == CoordinatorAccess("http://127.0.0.1:1", Path("/t"), "w1")
-    assert elastic.fault_tolerance.failure_timeout_s == 10
-    told = configured({**ELASTIC, "UNISONO_FAILURE_TIMEOUT_S": "4"}, failure_timeout_s=10)
-    assert told.communication.silence_s == 2
+    fixed, elastic = configured(faults={"timeout_s": 10}), configured(ELASTIC, faults={"timeout_s": 10})
+    assert (fixed.connection.timeout_s, fixed.connection.coordinator) == (10, None)
+    assert (elastic.connection.timeout_s, elastic.connection.silence_s) == (30, 5)
+    assert elastic.connection.coordinator == CoordinatorAccess("http://127.0.0.1:1", Path("/t"), "w1")
+    assert elastic.settings.faults.timeout_s == 10
+    told = configured({**ELASTIC, "UNISONO_FAILURE_TIMEOUT_S": "4"}, faults={"timeout_s": 10})
+    assert told.connection.silence_s == 2
 
 
 def test_a_policy_that_needs_the_noise_of_gradients_has_it_measured_in_each_step() -> None:
     assert configured({"UNISONO_POLICIES": "ada-scale"}).execution.monitoring.every == 1
-    assert configured({"UNISONO_POLICIES": "ada-scale"}, monitor=5).execution.monitoring.every == 5
+    assert configured({"UNISONO_POLICIES": "ada-scale"}, records={"monitor": 5}).execution.monitoring.every == 5
 
 
 def test_a_policy_that_goes_by_curvature_has_it_measured() -> None:
@@ -195,7 +196,7 @@ def test_a_policy_that_goes_by_curvature_has_it_measured() -> None:
 
 def test_bits_in_memory_are_looked_after_unless_the_state_is_never_compared() -> None:
     assert configured().execution.looks
-    assert not configured(verify_every=0).execution.looks
+    assert not configured(faults={"verify_every": 0}).execution.looks
 
 
 @pytest.mark.parametrize("told", [{"UNISONO_TRACE": "/trace"}, {"UNISONO_SAMPLES": "1"}])
@@ -238,16 +239,16 @@ class Often(Policy):
 @pytest.mark.parametrize(
     ("environ", "said", "words"),
     [
-        ({}, {"keep": 0}, "keep=0: needs to be a positive whole number"),
-        ({}, {"checkpoint_every": -1}, "checkpoint_every=-1: needs to be a positive whole number"),
-        ({}, {"bucket_mb": math.inf}, "bucket_mb=inf: "),
-        ({"UNISONO_THREADS": "9" * 18}, {}, "threads=9"),
-        ({}, {"failure_timeout_s": 0}, "failure_timeout_s=0: needs to be positive, and at most "),
-        ({}, {"failure_timeout_s": math.nan}, "failure_timeout_s=nan: needs to be positive"),
-        ({}, {"verify_every": -1}, "verify_every=-1: use a number of steps, or 0 for never"),
-        ({}, {"audit": 1.5}, "audit=1.5: use a share between 0 and 1, such as 0.01"),
-        ({}, {"audit": math.nan}, "audit=nan: use a share between 0 and 1"),
-        ({}, {"monitor": -1}, "monitor=-1: use a number of steps, or 0 to watch none"),
+        ({}, {"keep": 0}, "checkpoints.keep=0: needs a whole number of at least 1"),
+        ({}, {"checkpoint_every": -1}, "checkpoints.every=-1: needs a whole number of at least 1"),
+        ({}, {"bucket_mb": math.inf}, "arithmetic.bucket_mb=inf: needs a number of at least 1e-06 and at most 65536"),
+        ({"UNISONO_THREADS": "9" * 18}, {}, "UNISONO_THREADS='999999999999999999' in the environment: needs"),
+        ({}, {"failure_timeout_s": 0}, "faults.timeout_s=0: needs a number of at least 1e-06 and at most "),
+        ({}, {"failure_timeout_s": math.nan}, "faults.timeout_s=nan: needs a number"),
+        ({}, {"verify_every": -1}, "faults.verify_every=-1: needs a whole number of at least 0"),
+        ({}, {"audit": 1.5}, "faults.audit=1.5: needs a number of at least 0 and at most 1"),
+        ({}, {"audit": math.nan}, "faults.audit=nan: needs a number of at least 0"),
+        ({}, {"monitor": -1}, "records.monitor=-1: needs a whole number of at least 0"),
         ({}, {"policies": [Often()]}, "curvature_every='often': needs a whole number"),
         (
             {},
@@ -267,9 +268,9 @@ class Often(Policy):
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
         ({"UNISONO_SHARD_OPTIMIZER": "0"}, {}, "UNISONO_SHARD_OPTIMIZER is gone: every worker makes the whole update"),
-        ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number of at least 0 and"),
+        ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number"),
         ({"UNISONO_AUDIT": "2"}, {}, "UNISONO_AUDIT='2' in the environment: needs a number of at least 0 and at most"),
-        ({"UNISONO_CHECKS": "few"}, {}, "checks='few': use 'some', 'all', 'none'"),
+        ({"UNISONO_CHECKS": "few"}, {}, "UNISONO_CHECKS='few' in the environment: use some, all, none"),
         (
             {"UNISONO_FAILURE_TIMEOUT_S": "nan"},
             {},
@@ -298,7 +299,7 @@ def test_a_number_in_a_variable_has_plain_digits_and_a_range(name: str, text: st
 def test_numbers_in_variables_may_have_points_and_exponents() -> None:
     for text in ("4", "4.0", "4.", "+4e0", "40E-1"):
         told = configured({**ELASTIC, "UNISONO_FAILURE_TIMEOUT_S": text})
-        assert told.communication.silence_s == 2
+        assert told.connection.silence_s == 2
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_every_switch_in_a_variable_is_on_or_off(name: str) -> None:
 
 def test_a_variable_allows_that_the_job_changes() -> None:
     for text, allows in {"0": False, "1": True}.items():
-        assert configured({"UNISONO_ALLOW_JOB_CHANGE": text}).recording.allow_job_change == allows
+        assert configured({"UNISONO_ALLOW_JOB_CHANGE": text}).settings.checkpoints.allow_job_change == allows
 
 
 def test_a_script_whose_workers_may_change_has_one_run() -> None:
@@ -325,7 +326,7 @@ def test_a_script_whose_workers_may_change_has_one_run() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"devices_per_worker": 0}, "devices_per_worker=0: needs a number of devices"),
+        ({"devices_per_worker": 0}, "communication.devices_per_worker=0: needs a whole number of at least 1"),
         ({"devices_per_worker": 2, "monitor": 10}, "do not go together with monitor yet"),
         ({"devices_per_worker": 2, "audit": 0.5, "strategy": "local-sgd"}, "audit, strategy"),
     ],
@@ -336,5 +337,7 @@ def test_what_a_worker_of_several_devices_cannot_do_is_refused(said: dict[str, A
 
 
 def test_devices_come_from_the_script_or_the_environment() -> None:
-    assert configured({"UNISONO_DEVICES_PER_WORKER": "3"}).communication.devices == 3
-    assert configured({"UNISONO_DEVICES_PER_WORKER": "3"}, devices_per_worker=2).communication.devices == 2
+    assert configured({"UNISONO_DEVICES_PER_WORKER": "3"}).connection.devices == 3
+    assert (
+        configured({"UNISONO_DEVICES_PER_WORKER": "3"}, communication={"devices_per_worker": 2}).connection.devices == 2
+    )

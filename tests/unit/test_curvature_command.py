@@ -51,7 +51,7 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], words: str, request
 def test_the_job_is_one_of_more_and_larger_batches(request_: CurvatureRequest) -> None:
     (request_.run / "job.json").write_text('{"batch_size": 32, "shards": 4}')
     found = replace(request_, batches=3).settings(Path("place"))
-    assert found.shards == 12
+    assert found.options.shards == 12
     assert found.extra_environment == {"UNISONO_CURVATURE": "place", "UNISONO_BATCH_SIZE": "96"}
 
 

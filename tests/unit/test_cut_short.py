@@ -60,6 +60,6 @@ def test_a_run_that_is_cut_short_in_any_of_its_loops_goes_on_to_the_same_bits(
     expected = script(start(run_dir=tmp_path / "undisturbed"))
     monkeypatch.setenv("UNISONO_STOP_AFTER", f"{steps}")
     for _ in range(again):  # the second one finds itself cut short where it begins
-        script(start(checkpoint_every=4))
+        script(start(checkpoints={"every": 4}))
     monkeypatch.delenv("UNISONO_STOP_AFTER")
     assert script(start()) == expected

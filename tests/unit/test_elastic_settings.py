@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from said import options
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
@@ -79,7 +80,9 @@ def test_good_settings_pass(script: Script) -> None:
 
 def test_a_worker_is_told_who_it_is_and_where_the_coordinator_is() -> None:
     seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
-    variables = elastic_command(LaunchSettings(TRAIN, workers=4, shards=8), Path("/runs/a"), seat).variables
+    variables = elastic_command(
+        LaunchSettings(TRAIN, workers=4, options=options(shards=8)), Path("/runs/a"), seat
+    ).variables
     assert variables["UNISONO_WORKER"] == "w3"
     assert variables["UNISONO_LOCAL_RANK"] == "1"
     assert variables["UNISONO_COORDINATOR"] == "http://127.0.0.1:4711"
@@ -99,7 +102,7 @@ def test_a_launcher_inside_of_an_elastic_worker_hands_on_nothing_of_it_and_the_o
 
 
 def test_the_fork_server_has_what_all_workers_have_in_common() -> None:
-    settings = LaunchSettings(TRAIN, threads=2)
+    settings = LaunchSettings(TRAIN, options=options(threads=2))
     common = elastic_command(settings, Path("/runs/a"), None).variables
     seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
     assert elastic_command(settings, Path("/runs/a"), seat).variables == {**common, **seat.variables}

@@ -182,7 +182,7 @@ sys.path.insert(0, {tests!r})
 import unisono
 from unit.test_enter import fit
 
-place, _, guest = fit(unisono.init(batch_size=8, shards=4, checkpoint_every=4))
+place, _, guest = fit(unisono.init(batch_size=8, shards=4, checkpoints={"every": 4}))
 print("after", guest.steps, [loss.hex() for loss in guest.losses], flush=True)
 print("entered", place.step, place.is_over, flush=True)
 """

@@ -16,6 +16,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 from websockets.asyncio.client import connect
 
+from said import options
 from unisono.errors import JobError
 from unisono.host.certificate import Certificate
 from unisono.launch.elastic.address import Address, Whereabouts, address_of, distrusted
@@ -359,13 +360,15 @@ def test_whoever_has_the_run_folder_finds_the_certificate_in_it(own: Certificate
 
 def test_the_command_for_another_host_has_what_workers_need_in_common_and_no_token(tmp_path: Path) -> None:
     script = Script("train.py", ("--name", "a b"))
-    launch = LaunchSettings(script, workers=2, shards=8, threads=2, checkpoint_every=50, policies=("noise-scale",))
+    launch = LaunchSettings(
+        script, workers=2, options=options(shards=8, threads=2, checkpoint_every=50, policies=("noise-scale",))
+    )
     settings = ElasticSettings(launch, Range(2, 8), failure_timeout_s=30, entrance=Entrance.read(":0"))
     token = make_token(tmp_path)
     told, command = invitation(settings, tmp_path, "https://node1:7")
     assert command == (
-        "  unisono join https://node1:7 -n 6 --token-file token --certificate certificate.pem --shards 8 --threads 2 "
-        "--checkpoint-every 50 --policy noise-scale --failure-timeout-s 30 train.py --name 'a b'"
+        "  unisono join https://node1:7 -n 6 --token-file token --certificate certificate.pem --shards 8 "
+        "--policy noise-scale --threads 2 --checkpoint-every 50 --failure-timeout-s 30 train.py --name 'a b'"
     )
     assert str(tmp_path / "token") in told
     assert token not in told + command

@@ -251,7 +251,7 @@ def test_a_flipped_bit_is_one_bit_of_the_weights(training: unisono.Run) -> None:
 def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_before_it_is_used(
     one_worker: None, tmp_path: Path
 ) -> None:
-    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", checkpoint_every=2) as run:
+    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", checkpoints={"every": 2}) as run:
         FaultInjector(Faults().flip_bit(rank=0, at_step=4, place="checkpoint", bit=12_345)).attach(run)
         loop(run)
     assert struck(run) == [(1, 4)]
@@ -293,7 +293,7 @@ def test_a_plugin_is_called_with_the_run_before_the_script_has_it(
     script.write_text(Faults().flip_bit(rank=0, at_step=2).to_toml())
     monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
     monkeypatch.setenv("UNISONO_FAULTS", os.fspath(script))
-    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", verify_every=0) as run:
+    with unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run", faults={"verify_every": 0}) as run:
         loop(run)
         assert struck(run) == [(1, 2)]
 

@@ -25,7 +25,10 @@ def train(folder: Path, workers: int, way: str, /, **settings: object) -> Done:
 
 def small(folder: Path) -> tuple[unisono.Run, TensorDataset]:
     """A run in float16 of a model of one layer, and data of a single batch."""
-    run, model = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=folder), torch.nn.Linear(2, 1)
+    run, model = (
+        unisono.init(batch_size=4, shards=1, arithmetic={"precision": "fp16"}, run_dir=folder),
+        torch.nn.Linear(2, 1),
+    )
     run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     return run, TensorDataset(torch.ones(4, 2))
 
@@ -125,14 +128,14 @@ def test_a_forged_scale_is_refused(state: dict[str, float]) -> None:
 @pytest.mark.unit
 def test_workers_with_weights_of_their_own_scale_no_losses(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="precision='fp16': with strategy='local-sgd"):
-        unisono.init(batch_size=8, precision="fp16", strategy="local-sgd:every=2", run_dir=tmp_path)
+        unisono.init(batch_size=8, arithmetic={"precision": "fp16"}, strategy="local-sgd:every=2", run_dir=tmp_path)
 
 
 @pytest.mark.unit
 def test_kfac_sees_gradients_as_they_are_and_is_refused(tmp_path: Path, torch_settings_restored: None) -> None:
-    run = unisono.init(batch_size=4, shards=1, precision="fp16", run_dir=tmp_path)
+    run = unisono.init(batch_size=4, shards=1, arithmetic={"precision": "fp16"}, run_dir=tmp_path)
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(ModelError, match="use precision='bf16'"):
+    with pytest.raises(ModelError, match="use 'bf16'"):
         run.prepare(model, unisono_lab.KFAC(model, lr=0.1))
     run.close()
 
@@ -177,7 +180,7 @@ def test_a_gradient_that_is_never_finite_ends_the_job_at_the_smallest_scale(
 @pytest.mark.unit
 @pytest.mark.filterwarnings("ignore:10 steps in a row were skipped")
 def test_losses_of_a_million_tokens_find_a_scale_at_which_nothing_overflows(start: Callable[..., unisono.Run]) -> None:
-    run, model = start(precision="fp16"), torch.nn.Linear(4, 1)
+    run, model = start(arithmetic={"precision": "fp16"}), torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.prepare(model, optimizer)
     skipped = []

@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_it_on_another_number_of_workers(tmp_path: Path) -> N
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
-    run, metric = start(batch_size=11, on_nan="skip"), Metric()
+    run, metric = start(batch_size=11, arithmetic={"on_nan": "skip"}), Metric()
     model = nn.Linear(3, 2)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_combined_is_refused_in_clear_words(start: Start, state: 
 @pytest.mark.usefixtures("one_worker")
 def test_a_checkpoint_with_other_state_is_refused_by_name(start: Start) -> None:
     def run_with(state: Any) -> None:
-        run, model = start(checkpoint_every=1), nn.Linear(3, 2)
+        run, model = start(checkpoints={"every": 1}), nn.Linear(3, 2)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
         for step in run.steps(TensorDataset(INPUTS)):
             step.run(lambda model, batch: model(batch[0]).sum())
@@ -297,7 +297,7 @@ def test_a_tensor_whose_writes_torch_does_not_count_is_refused(start: Start, nam
 def test_a_body_that_changes_a_form_is_refused_before_a_checkpoint_that_nobody_could_resume(
     start: Start, name: str, shards: int
 ) -> None:
-    run, metric, model = start(batch_size=4, shards=shards, checkpoint_every=1), Metric(), Buffered()
+    run, metric, model = start(batch_size=4, shards=shards, checkpoints={"every": 1}), Metric(), Buffered()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
 
     def loss_fn(model: Any, batch: Any) -> Tensor:

@@ -52,8 +52,8 @@ def test_a_hint_names_file_line_and_code() -> None:
         ("for name in {'a', 'b'}:\n    pass", Topic.ORDER),
         ("names = [name for name in set(words)]", Topic.ORDER),
         ("names = list(set(words))", Topic.ORDER),
-        ("import unisono\nunisono.init(batch_size=8, deterministic=False)", Topic.RELAXED),
-        ("import unisono\nunisono.init(batch_size=8, reduction='native')", Topic.NATIVE),
+        ("import unisono\nunisono.init(batch_size=8, arithmetic={'deterministic': False})", Topic.RELAXED),
+        ("import unisono\nunisono.init(batch_size=8, arithmetic={'reduction': 'native'})", Topic.NATIVE),
     ],
 )
 def test_a_place_has_its_topic(source: str, topic: Topic) -> None:
@@ -71,7 +71,7 @@ def test_a_place_has_its_topic(source: str, topic: Topic) -> None:
         "rand(3)",
         "self.random.choice(names)",
         "for name in ['a', 'b']:\n    pass",
-        "import unisono\nunisono.init(batch_size=8, deterministic=True, reduction='exact')",
+        "import unisono\nunisono.init(batch_size=8, arithmetic={'deterministic': True, 'reduction': 'exact'})",
     ],
 )
 def test_what_is_harmless_is_no_hint(source: str) -> None:

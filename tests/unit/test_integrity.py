@@ -99,7 +99,7 @@ def test_a_flipped_bit_of_the_only_copy_is_found_and_the_steps_are_computed_agai
     start: Start, tmp_path: Path, place: FlippedPlace, bit: int, moment: str, number: int
 ) -> None:
     expected, averages = train(start(run_dir=tmp_path / "undisturbed"))
-    run = start(verify_every=3)
+    run = start(faults={"verify_every": 3})
     with pytest.warns(UnisonoWarning, match="goes back to step 3"):
         digest, found = train(run, Once(place, bit, moment, number))
     assert digest == expected
@@ -117,13 +117,13 @@ def test_a_flipped_bit_by_which_losses_are_not_finite_is_gone_back_from(
 ) -> None:
     expected, _ = train(start(run_dir=tmp_path / "undisturbed"))
     with pytest.warns(UnisonoWarning, match="a bit in the memory of rank 0 .* goes back to step 3"):
-        assert train(start(verify_every=3), Once(place, HUGE, moment, 4))[0] == expected
+        assert train(start(faults={"verify_every": 3}), Once(place, HUGE, moment, 4))[0] == expected
 
 
 def test_a_flipped_bit_that_nobody_looks_for_names_memory_beside_the_rate_when_losses_are_not_finite(
     start: Start,
 ) -> None:
-    run, model = start(verify_every=0), nn.Linear(6, 3)
+    run, model = start(faults={"verify_every": 0}), nn.Linear(6, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
 
     def loop() -> None:
@@ -155,24 +155,24 @@ def test_a_bit_of_weights_that_the_script_has_written_is_found_if_it_flips_in_th
 
     expected = digest(start(run_dir=tmp_path / "undisturbed"))
     strike = Once("weights", EXPONENT, "computed", 4)
-    assert digest(start(verify_every=2), strike) == expected
+    assert digest(start(faults={"verify_every": 2}), strike) == expected
     assert strike.done
 
 
 def test_checkpoints_say_that_all_workers_held_what_is_in_them(start: Start) -> None:
-    run = start(checkpoint_every=5)
+    run = start(checkpoints={"every": 5})
     digest, _ = train(run)
     manifests = sorted((run.dir / "checkpoints").glob("step-*/manifest.json"))
     assert [json.loads(each.read_text())["verified"] for each in manifests] == [True] * 3
-    again = start(checkpoint_every=5)
+    again = start(checkpoints={"every": 5})
     assert train(again)[0] == digest
 
 
 def test_a_checkpoint_is_written_of_the_right_state_even_if_a_bit_flips_just_before(
     start: Start, tmp_path: Path
 ) -> None:
-    expected, _ = train(start(run_dir=tmp_path / "undisturbed", checkpoint_every=6))
-    run = start(checkpoint_every=6, keep=9)
+    expected, _ = train(start(run_dir=tmp_path / "undisturbed", checkpoints={"every": 6}))
+    run = start(checkpoints={"every": 6, "keep": 9})
     with pytest.warns(UnisonoWarning, match="goes back to step 0"):
         assert train(run, Once("weights", LOWEST, "after", 5))[0] == expected
     checkpoints = [
@@ -249,7 +249,7 @@ def test_a_script_whose_replay_comes_by_other_weights_is_told_so(start: Start) -
 def test_a_rate_that_follows_from_what_is_not_restored_is_refused_when_steps_are_computed_again(
     start: Start, number: int, moment: str
 ) -> None:
-    run, model = start(verify_every=3), net()
+    run, model = start(faults={"verify_every": 3}), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.prepare(model, optimizer)
     disturb, rates = Once("weights", EXPONENT, moment, number), [0.1]
@@ -280,7 +280,7 @@ def test_a_rate_that_follows_from_the_steps_number_is_no_state(start: Start, tmp
         return run.finish()
 
     expected = digest(start(run_dir=tmp_path / "undisturbed"))
-    assert digest(start(verify_every=2), Once("weights", EXPONENT, "begin", number)) == expected
+    assert digest(start(faults={"verify_every": 2}), Once("weights", EXPONENT, "begin", number)) == expected
 
 
 @pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
@@ -300,7 +300,7 @@ def test_a_scheduler_that_the_script_has_not_registered_goes_back_with_the_run(
         return run.finish()
 
     expected = digest(start(run_dir=tmp_path / "undisturbed"))
-    assert digest(start(verify_every=100), Once("weights", EXPONENT, "begin", number)) == expected
+    assert digest(start(faults={"verify_every": 100}), Once("weights", EXPONENT, "begin", number)) == expected
 
 
 @pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
@@ -308,7 +308,7 @@ def test_a_scheduler_that_the_script_has_not_registered_goes_back_with_the_run(
 def test_what_the_last_step_before_a_fault_leaves_is_compared_when_it_is_computed_again(
     start: Start, place: FlippedPlace
 ) -> None:
-    run, model = start(verify_every=3), net()
+    run, model = start(faults={"verify_every": 3}), net()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     disturb, factors = Once(place, EXPONENT, "begin", 4), [1.0]
     # What no loss and no setting shows:
@@ -365,7 +365,7 @@ def test_two_bits_are_counted_whether_they_are_set_or_cleared(bits: tuple[int, .
 @pytest.mark.filterwarnings("error::unisono.errors.UnisonoWarning")
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_what_the_script_writes_to_all_of_a_tensors_data_is_no_flipped_bit(start: Start, factor: float) -> None:
-    run = start(verify_every=3)
+    run = start(faults={"verify_every": 3})
     middle = nn.Linear(8, 8)
     model = nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 3))
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -391,7 +391,7 @@ def test_a_loop_that_is_left_before_the_run_could_go_back_is_an_error(start: Sta
 
 
 def test_without_comparisons_nothing_is_kept(start: Start) -> None:
-    run = start(verify_every=0)
+    run = start(faults={"verify_every": 0})
     digest, _ = train(run, Once("weights", EXPONENT, "begin", 4))
     assert digest
     assert run.inside.integrity.known.right is None
@@ -411,13 +411,13 @@ def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_g
             flip_in(run, "weights", EXPONENT)
             run.inside.recovery.renew()  # another worker was lost
 
-    run = start(verify_every=3)
+    run = start(faults={"verify_every": 3})
     assert train(run, lose)[0] == expected
     assert [one["to"] for one in json.loads((run.dir / "result.json").read_text())["rolled_back"]] == [3]
 
 
 def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: Start) -> None:
-    run = start(verify_every=3)
+    run = start(faults={"verify_every": 3})
     model = net()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     integrity, trained = run.inside.integrity, run.inside.trained

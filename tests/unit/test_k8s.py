@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kubeflow_trainer_api import models
 
 from pods_played import expanded
+from said import options
 from unisono.cli import app as cli
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import ElasticSettings, Range
@@ -33,11 +34,18 @@ from unisono.membership.token import read_token
 
 pytestmark = pytest.mark.unit
 
-LAUNCH = LaunchSettings(Script("train.py", ("--lr", "1e-3")), workers=0, checkpoint_every=5, grace_s=120)
+LAUNCH = LaunchSettings(
+    Script("train.py", ("--lr", "1e-3")), workers=0, options=options(checkpoint_every=5, grace_s=120)
+)
 JOB = ClusterJob(ElasticSettings(LAUNCH, Range(2, 8)), "registry.example/train:1", "train", "train-keys")
 FULL = replace(
     JOB,
-    settings=ElasticSettings(replace(LAUNCH, devices_per_worker=2, insecure_data=True, threads=3), Range(1, 3)),
+    settings=ElasticSettings(
+        LAUNCH.with_options(
+            {"communication.devices_per_worker": 2, "communication.insecure_data": True, "arithmetic.threads": 3}
+        ),
+        Range(1, 3),
+    ),
     pods=Pods(4, None, "3500m", "64Gi", "8Gi", {"disk": "fast"}, (Toleration("a", "b", "NoExecute"),)).on_spot("gke"),
     namespace="ml",
     claim="runs",
@@ -169,7 +177,7 @@ def test_a_pod_has_more_time_to_end_than_its_workers() -> None:
 def test_pods_have_room_for_the_largest_number_of_workers(
     workers: str, pods: Pods, devices: int | None, count: int, room: int
 ) -> None:
-    launch = replace(LAUNCH, devices_per_worker=devices, insecure_data=True)
+    launch = LAUNCH.with_options({"communication.devices_per_worker": devices, "communication.insecure_data": True})
     job = replace(JOB, settings=ElasticSettings(launch, Range.read(workers)), pods=pods)
     job.check()
     spec = templates(job_set(job))["node"]

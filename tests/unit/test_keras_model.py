@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "backup": (
         lambda model: compiled(model).fit(X, Y, callbacks=[keras.callbacks.BackupAndRestore("there")]),
         JobError,
-        "checkpoint_every",
+        "checkpoints=",
     ),
 }
 
@@ -380,7 +380,7 @@ def test_float16_is_that_of_keras_to_the_last_bit(start: Start) -> None:
         return model
 
     alone = fitted(network(policy=HALF))
-    run = start(batch_size=40, shards=1, precision="fp16")
+    run = start(batch_size=40, shards=1, arithmetic={"precision": "fp16"})
     ours = fitted(unisono.keras.Model(network(policy=HALF), run))
     assert all(np.array_equal(*pair) for pair in zip(alone.get_weights(), ours.get_weights(), strict=True))
     scale = run.inside.trained.loss_scale.value
@@ -399,7 +399,7 @@ class Unscaled(keras.Sequential):  # type: ignore[misc]  # Keras has no types
 
 
 def test_a_train_step_that_leaves_the_loss_as_it_is_is_told_to_scale_it(start: Start) -> None:
-    model = compiled(unisono.keras.Model(network(policy=HALF, kind=Unscaled), start(precision="fp16")))
+    model = compiled(unisono.keras.Model(network(policy=HALF, kind=Unscaled), start(arithmetic={"precision": "fp16"})))
     with pytest.raises(LossError, match="optimizer.scale_loss"):
         model.fit(X, Y, verbose=0)
 
@@ -410,7 +410,7 @@ def test_float16_needs_a_run_that_scales_and_weights_in_float32(start: Start, tm
     own.run.close()
     assert precision == "fp16"
     model = compiled(unisono.keras.Model(network(policy=HALF), start()))
-    with pytest.raises(JobError, match="say precision='fp16' where it begins"):
+    with pytest.raises(JobError, match="say arithmetic={'precision': 'fp16'} where it begins"):
         model.fit(X, Y, verbose=0)
     with pytest.raises(ModelError, match="kernel is in float16, where small updates are lost"):
         compiled(unisono.keras.Model(network(policy="float16"), model.run))
@@ -468,7 +468,9 @@ class Products(keras.layers.Layer):  # type: ignore[misc]
 def test_one_layer_in_float16_puts_no_other_layer_under_autocast(start: Start) -> None:
     products = Products(dtype="float32")
     half, last = keras.layers.Dense(8, dtype=HALF), keras.layers.Dense(3, "softmax", dtype="float32")
-    model = unisono.keras.Model(keras.Sequential([keras.Input((6,)), products, half, last]), start(precision="fp16"))
+    model = unisono.keras.Model(
+        keras.Sequential([keras.Input((6,)), products, half, last]), start(arithmetic={"precision": "fp16"})
+    )
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), "sparse_categorical_crossentropy")
     model.fit(X, Y, batch_size=32, verbose=0)
     assert set(products.seen) == {torch.float32}

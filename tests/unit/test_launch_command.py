@@ -1,11 +1,14 @@
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from said import options
 from unisono.errors import JobError
-from unisono.host.processor_paths import PORTABLE, variables_of
+from unisono.host.processor_paths import PORTABLE, numerics_variables
 from unisono.launch.command import RendezvousSocket, WorkerCommand, dry_run, worker_command
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
@@ -16,8 +19,13 @@ pytestmark = pytest.mark.unit
 TRAIN = Script("train.py", ("-n", "5", "--help"))
 
 
-def command(rank: int = 0, rendezvous: RendezvousSocket | None = None, **settings: object) -> WorkerCommand:
-    wanted = LaunchSettings(TRAIN, workers=4, **settings)  # type: ignore[arg-type]
+def launched(script: Script, **settings: Any) -> LaunchSettings:
+    own = {field.name: settings.pop(field.name) for field in fields(LaunchSettings) if field.name in settings}
+    return LaunchSettings(script, options=options(**settings), **own)
+
+
+def command(rank: int = 0, rendezvous: RendezvousSocket | None = None, **settings: Any) -> WorkerCommand:
+    wanted = launched(TRAIN, workers=4, **settings)
     return worker_command(wanted, Path("runs/x"), rank, rendezvous)
 
 
@@ -65,7 +73,7 @@ def test_workers_get_what_portable_numerics_need_whether_an_option_or_the_enviro
 ) -> None:
     monkeypatch.delenv("UNISONO_NUMERICS", raising=False)
     asked = command(numerics="portable").variables
-    assert {name: asked.get(name) for name in variables_of("portable")} == variables_of("portable")
+    assert {name: asked.get(name) for name in numerics_variables("portable")} == numerics_variables("portable")
     assert not {"UNISONO_NUMERICS", *PORTABLE} & command().variables.keys()
     monkeypatch.setenv("UNISONO_NUMERICS", "portable")
     assert command().variables == asked
@@ -126,7 +134,7 @@ def script(tmp_path: Path) -> Script:
 
 
 def test_good_settings_pass(script: Script) -> None:
-    LaunchSettings(script, workers=4, shards=4, threads=1).check()
+    LaunchSettings(script, workers=4, options=options(shards=4, threads=1)).check()
     LaunchSettings(Script("json.tool", is_module=True)).check()
 
 
@@ -143,7 +151,7 @@ def test_good_settings_pass(script: Script) -> None:
 )
 def test_numbers_out_of_range_are_named(script: Script, settings: dict[str, int], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        LaunchSettings(script, **settings).check()  # type: ignore[arg-type]
+        launched(script, **settings).check()
 
 
 def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:

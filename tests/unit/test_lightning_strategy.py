@@ -184,7 +184,7 @@ def test_a_run_in_float16_is_refused_where_lightning_computes_in_another_precisi
     start: Start, precision: str
 ) -> None:
     with pytest.raises(JobError, match=r"has precision='fp16', and the trainer 'bf16-mixed'.*MixedPrecision"):
-        fitted(precision=precision, **on(start(shards=1, precision="fp16")))
+        fitted(precision=precision, **on(start(shards=1, arithmetic={"precision": "fp16"})))
 
 
 def test_uneven_shards_give_the_means_of_lightning(start: Start) -> None:
@@ -310,7 +310,7 @@ class Diverging(Net):
 
 
 def test_steps_with_a_loss_that_is_nan_are_left_out_where_the_run_says_so(start: Start) -> None:
-    trainer = fitted(Diverging(), **on(start(shards=4, on_nan="skip")))
+    trainer = fitted(Diverging(), **on(start(shards=4, arithmetic={"on_nan": "skip"})))
     assert all(bool(one.isfinite().all()) for one in trainer.lightning_module.parameters())
 
 
@@ -548,7 +548,7 @@ def test_what_cannot_be_kept_is_refused_with_what_to_do(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"plugins": [half()]}, "say precision='fp16' where it begins"),
+        ({"plugins": [half()]}, "say arithmetic={'precision': 'fp16'} where it begins"),
         ({"precision": "16-true"}, "small updates are lost"),
     ],
 )
@@ -559,7 +559,7 @@ def test_float16_that_nobody_scales_is_refused(start: Start, options: dict[str, 
 
 @pytest.mark.parametrize("kind", [Plain, Backward])
 def test_float16_is_that_of_lightning_to_the_last_bit(start: Start, kind: type[Net]) -> None:
-    strategy, loader = on(start(shards=1, precision="fp16")), loader_of(data=OVERFLOWING)
+    strategy, loader = on(start(shards=1, arithmetic={"precision": "fp16"})), loader_of(data=OVERFLOWING)
     alone = fitted(kind(), loader=loader, plugins=[half()], gradient_clip_val=0.05)
     ours = fitted(kind(), loader=loader, plugins=[half()], gradient_clip_val=0.05, **strategy)
     assert same_weights(ours, alone)
@@ -583,7 +583,7 @@ class Noting(callbacks.Callback):  # type: ignore[misc]  # Lightning is not look
 
 def test_a_batch_that_overflows_takes_those_along_that_it_is_accumulated_with(start: Start) -> None:
     noting = Noting()
-    strategy = on(start(shards=4, precision="fp16"))
+    strategy = on(start(shards=4, arithmetic={"precision": "fp16"}))
     options = {"accumulate_grad_batches": 2, "callbacks": [noting], "max_epochs": 2}
     fitted(Plain(), loader=loader_of(data=OVERFLOWING), plugins=[half()], **strategy, **options)
     assert noting.changed == [False, False, False, False, True, False, True, False, False, True]
@@ -600,7 +600,7 @@ def test_a_training_goes_on_from_lightnings_checkpoints_as_if_it_had_not_been_st
         plugins = [half()] if precision == "fp16" else None
         return fitted(Drops(), loader=loader, plugins=plugins, **options)
 
-    usual: dict[str, Any] = {"shards": 4, "precision": precision}
+    usual: dict[str, Any] = {"shards": 4, "arithmetic": {"precision": precision}}
     whole = trained(**on(start(**usual)), callbacks=[saving], enable_checkpointing=True)
     for number, path in enumerate(sorted((tmp_path / "saved").iterdir())):
         ours = trained(**on(start(**usual, run_dir=tmp_path / str(number))), ckpt_path=path)

@@ -17,7 +17,7 @@ from unisono.job import Job
 from unisono.plan.batches import Batches, Position
 from unisono.sync.averaging import DiLoCo, LocalSGD
 from unisono.sync.strategy import Strategy
-from unisono.train.config.run_config import Communication, RunConfig
+from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
@@ -34,7 +34,7 @@ Start = Callable[..., unisono.Run]
 
 
 JOB = Job.create(batch_size=8, shards=4)
-CONFIG = RunConfig(JOB, torch.device("cpu"), Communication(timeout_s=PATIENCE_S))
+CONFIG = RunConfig(JOB, torch.device("cpu"), connection=Connection(timeout_s=PATIENCE_S))
 
 
 def prepared_model() -> Prepared:

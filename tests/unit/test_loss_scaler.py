@@ -18,7 +18,7 @@ Start = Callable[..., unisono.Run]
 
 
 def test_it_leaves_losses_gradients_and_steps_alone(start: Start) -> None:
-    scaler = RunScaler(start(precision="fp16"))
+    scaler = RunScaler(start(arithmetic={"precision": "fp16"}))
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], 0.5)
     scaler.scale(2 * weight).backward()
@@ -29,7 +29,10 @@ def test_it_leaves_losses_gradients_and_steps_alone(start: Start) -> None:
 
 
 def test_its_state_is_that_of_torchs_scaler_in_both_directions(start: Start) -> None:
-    scaler, of_torch = RunScaler(start(precision="fp16")), torch.amp.GradScaler("cpu", init_scale=2.0**9)
+    scaler, of_torch = (
+        RunScaler(start(arithmetic={"precision": "fp16"})),
+        torch.amp.GradScaler("cpu", init_scale=2.0**9),
+    )
     assert scaler.state_dict().keys() == of_torch.state_dict().keys()
     scaler.load_state_dict({**of_torch.state_dict(), "_growth_tracker": 7})
     of_torch.load_state_dict(scaler.state_dict())
@@ -56,4 +59,4 @@ def test_its_state_is_that_of_torchs_scaler_in_both_directions(start: Start) -> 
 )
 def test_what_a_file_says_of_a_scale_is_not_believed(start: Start, state: Any) -> None:
     with pytest.raises(Unreadable):
-        RunScaler(start(precision="fp16")).load_state_dict(state)
+        RunScaler(start(arithmetic={"precision": "fp16"})).load_state_dict(state)

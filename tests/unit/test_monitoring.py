@@ -79,7 +79,7 @@ def test_the_figures_are_those_of_an_independent_computation(watch: Watch) -> No
         spread = float(torch.stack(losses).detach().var()) * small
         expected.append((mean**0.5, variance, signal, spread))
 
-    lines = watch(check, monitor=Monitoring(every=1, one_in=1))
+    lines = watch(check, records={"monitor": Monitoring(every=1, one_in=1)})
     assert len(lines) == len(expected) == 6
     total = signals = weight = 0.0
     for line, (norm, variance, signal, spread) in zip(lines, expected, strict=True):
@@ -98,12 +98,12 @@ def test_a_large_mean_that_is_shared_out_has_the_norm_of_the_whole(watch: Watch)
         losses = [F.cross_entropy(model(inputs), labels) for inputs, labels in shards]
         expected.append(squared_norm(model, torch.stack(losses).mean()) ** 0.5)
 
-    lines = watch(check, width=width, monitor=Monitoring(every=1, one_in=1))
+    lines = watch(check, width=width, records={"monitor": Monitoring(every=1, one_in=1)})
     assert [line["gradient_norm"] for line in lines] == pytest.approx(expected, rel=1e-5)
 
 
 def test_only_the_steps_that_are_watched_have_figures_and_no_weight_depends_on_it(watch: Watch) -> None:
-    watched, alone = watch(monitor=2), watch()
+    watched, alone = watch(records={"monitor": 2}), watch()
     assert ["gradient_norm" in line for line in watched] == [True, False, True, False, True, False]
     assert [line["loss"] for line in watched] == [line["loss"] for line in alone]
 
@@ -114,7 +114,7 @@ def test_without_a_word_nothing_is_measured(watch: Watch) -> None:
 
 def test_numbers_below_nothing_are_refused() -> None:
     with pytest.raises(JobError, match="monitor=-1"):
-        unisono.init(batch_size=8, monitor=-1)
+        unisono.init(batch_size=8, records={"monitor": -1})
     with pytest.raises(JobError, match="one_in=-2"):
         Monitoring(every=1, one_in=-2)
 
@@ -139,7 +139,7 @@ def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path)
     draw = torch.Generator().manual_seed(4)
     samples = torch.randn(16384, dimensions, generator=draw) * (variance / dimensions) ** 0.5
     samples += (signal / dimensions) ** 0.5
-    run = unisono.init(batch_size=64, shards=8, run_dir=tmp_path / "run", monitor=1)
+    run = unisono.init(batch_size=64, shards=8, run_dir=tmp_path / "run", records={"monitor": 1})
     model = nn.Linear(dimensions, 1, bias=False)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
     for step in run.steps(torch.utils.data.TensorDataset(samples)):

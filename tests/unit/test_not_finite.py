@@ -110,7 +110,7 @@ def test_a_run_whose_weights_have_become_nan_resumes_from_the_newest_checkpoint_
 def test_ten_steps_skipped_in_a_row_are_warned_of_and_so_are_those_before_the_end(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = start(on_nan="skip", batch_size=1, shards=1)
+    run = start(arithmetic={"on_nan": "skip"}, batch_size=1, shards=1)
     model = nn.Linear(1, 1)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     good = {0, 9, 20}  # so the second row alone is long enough

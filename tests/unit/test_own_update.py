@@ -134,7 +134,7 @@ def test_a_policys_factor_holds_in_each_step_of_an_optimizer_and_not_for_schedul
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 def test_a_step_whose_loss_is_no_number_makes_no_update(start: Start) -> None:
-    run = start(batch_size=12, on_nan="skip")
+    run = start(batch_size=12, arithmetic={"on_nan": "skip"})
     prepared(run)
     calls: list[int] = []
     for step in run.steps(batches()):
@@ -145,7 +145,7 @@ def test_a_step_whose_loss_is_no_number_makes_no_update(start: Start) -> None:
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 def test_an_update_that_fails_ends_the_run_and_nothing_of_it_counts(start: Start, tmp_path: Path) -> None:
-    run = start(batch_size=12, checkpoint_every=1)
+    run = start(batch_size=12, checkpoints={"every": 1})
     _, optimizer = prepared(run)
 
     def update() -> None:

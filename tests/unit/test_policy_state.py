@@ -90,7 +90,7 @@ def test_a_run_that_was_cut_off_goes_on_with_what_its_policies_had_changed(
 ) -> None:
     whole, lines = train(Restless())
     monkeypatch.setenv("UNISONO_STOP_AFTER", f"{steps}")
-    cut, _ = train(Restless(), folder="cut", checkpoint_every=1)
+    cut, _ = train(Restless(), folder="cut", checkpoints={"every": 1})
     monkeypatch.delenv("UNISONO_STOP_AFTER")
     again, found = train(Restless(), folder="cut")
     assert cut != whole
@@ -196,7 +196,9 @@ class Cuts(Policy):
 
 def cut_up(path: Path, **settings: Any) -> tuple[str, list[dict[str, Any]]]:
     """A model with buffers and random numbers, under a policy that cuts its batches now so and now so."""
-    with unisono.init(batch_size=64, shards=8, seed=3, run_dir=path, policies=[Cuts()], monitor=1, **settings) as run:
+    with unisono.init(
+        batch_size=64, shards=8, seed=3, run_dir=path, policies=[Cuts()], records={"monitor": 1}, **settings
+    ) as run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20, eps=0.1), nn.Dropout(0.3), nn.Linear(20, 3))
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -229,7 +231,7 @@ def test_a_run_that_was_cut_off_goes_on_with_as_many_shards(
 ) -> None:
     whole, lines = cut_up(tmp_path / "whole")
     monkeypatch.setenv("UNISONO_STOP_AFTER", f"{steps}")
-    cut, _ = cut_up(tmp_path / "cut", checkpoint_every=1)
+    cut, _ = cut_up(tmp_path / "cut", checkpoints={"every": 1})
     monkeypatch.delenv("UNISONO_STOP_AFTER")
     again, found = cut_up(tmp_path / "cut")
     assert cut != whole

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import unisono
 from unisono.errors import JobError
-from unisono.host.processor_paths import PORTABLE, missing_in, variables_of
+from unisono.host.processor_paths import PORTABLE, missing_in, numerics_variables
 from unisono.train.config.portable import KERNELS, LEAST_PRODUCT, require_portable
 
 pytestmark = pytest.mark.unit
@@ -153,9 +153,9 @@ def test_torchs_own_kernels_are_back_when_the_last_run_is_over() -> None:
 
 
 def test_variables_belong_to_the_portable_level_alone() -> None:
-    assert variables_of(None) == {}
-    assert variables_of("native") == {"UNISONO_NUMERICS": "native"}
-    assert variables_of("portable") == {"UNISONO_NUMERICS": "portable", **PORTABLE}
+    assert numerics_variables(None) == {}
+    assert numerics_variables("native") == {"UNISONO_NUMERICS": "native"}
+    assert numerics_variables("portable") == {"UNISONO_NUMERICS": "portable", **PORTABLE}
     assert missing_in(PORTABLE) == []
     assert missing_in({**PORTABLE, "MKL_CBWR": "AVX2"}) == ["MKL_CBWR is AVX2"]
     assert len(missing_in({})) == len(PORTABLE)
@@ -173,7 +173,7 @@ def test_a_process_that_has_loaded_torch_otherwise_is_told_what_to_do(one_worker
     ):
         require_portable(CPU, {name: value for name, value in PORTABLE.items() if name != "MKL_CBWR"})
     with pytest.raises(JobError, match="others in this process"):
-        unisono.init(batch_size=32, numerics="portable", run_dir=tmp_path / "run")
+        unisono.init(batch_size=32, arithmetic={"numerics": "portable"}, run_dir=tmp_path / "run")
     assert not KERNELS.are_in_place
     assert not (tmp_path / "run").exists()
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from said import options
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ray import driver
 from unisono.launch.ray.agent_actor import AgentAccess
 from unisono.launch.ray.request import RayRequest, read_resources
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.tuning import Tuning
 
 pytestmark = pytest.mark.unit
 
-LAUNCH = LaunchSettings(Script(__file__, ("--lr", "0.1")), workers=0, shards=8, checkpoint_every=5)
+LAUNCH = LaunchSettings(Script(__file__, ("--lr", "0.1")), workers=0, options=options(shards=8, checkpoint_every=5))
 
 
 def request(launch: LaunchSettings = LAUNCH, **environ: str) -> RayRequest:
@@ -40,7 +40,9 @@ def test_what_is_no_list_of_resources_is_refused_with_its_form(text: str) -> Non
 
 def test_a_worker_takes_a_core_for_each_thread_of_each_device_unless_told_otherwise() -> None:
     assert request().bundle == {"CPU": 1}
-    assert request(replace(LAUNCH, threads=3, devices_per_worker=2)).bundle == {"CPU": 6}
+    assert request(LAUNCH.with_options({"arithmetic.threads": 3, "communication.devices_per_worker": 2})).bundle == {
+        "CPU": 6
+    }
 
 
 @pytest.mark.parametrize("resources", [{}, {"CPU": 0.0}, {"CPU": -1.0}, {"GPU": float("nan")}])
@@ -65,7 +67,7 @@ def test_the_coordinator_has_no_worker_and_the_agents_get_what_all_workers_have_
     assert "--run-dir" not in joins
     assert joins[-len(common) :] == common
     assert "--no-tuning" not in joins
-    off = replace(LAUNCH, tuning=Tuning.of_this_process(wanted=False), warm_start=False)
+    off = LAUNCH.with_options({"launch.tuning": False, "launch.warm_start": False})
     assert {"--no-tuning", "--no-warm-start"} < set(request(off).agent(None))
 
 

@@ -189,8 +189,8 @@ def test_a_policy_that_ends_the_loop_where_the_run_went_on_is_asked_no_more(reco
 
 def test_a_run_that_went_on_from_a_checkpoint_is_replayed_as_one(tmp_path: Path, one_worker: None) -> None:
     folder = tmp_path / "run"
-    train(folder, Curious(stops=False), lost_at=9, checkpoint_every=8)
-    train(folder, Curious(stops=False), checkpoint_every=8)
+    train(folder, Curious(stops=False), lost_at=9, checkpoints={"every": 8})
+    train(folder, Curious(stops=False), checkpoints={"every": 8})
     record = Record.read(folder)
     decided = [line["step"] for line in record.journal if line["event"] == "decided"]
     assert "resumed" in {line["event"] for line in record.journal}

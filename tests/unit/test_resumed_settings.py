@@ -63,7 +63,7 @@ def sgd(lr: float, **settings: Any) -> Make:
 def test_settings_of_an_optimizer_that_the_checkpoint_replaces_are_told_in_a_line(
     optimizer_of: Make, told: str, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(start(checkpoint_every=1), sgd(0.1, momentum=0.9), until=4)
+    train(start(checkpoints={"every": 1}), sgd(0.1, momentum=0.9), until=4)
     capsys.readouterr()
     train(start(), optimizer_of)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "not as in the script" in line]
@@ -85,7 +85,7 @@ def test_settings_of_an_optimizer_that_the_checkpoint_replaces_are_told_in_a_lin
 def test_what_a_schedule_has_changed_is_no_other_setting(
     schedule_of: Any, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(start(checkpoint_every=1), sgd(0.1, momentum=0.9), schedule_of, until=4)
+    train(start(checkpoints={"every": 1}), sgd(0.1, momentum=0.9), schedule_of, until=4)
     train(start(), sgd(0.1, momentum=0.9), schedule_of)
     assert "not as in the script" not in capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_what_a_schedule_has_changed_is_no_other_setting(
 def test_a_loop_that_is_over_says_so_where_a_finished_run_is_given_more_epochs(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(start(checkpoint_every=1), sgd(0.1))
+    train(start(checkpoints={"every": 1}), sgd(0.1))
     run = start()
     assert train(run, sgd(0.1), epochs=5) == 0
     assert (

@@ -236,8 +236,8 @@ def test_a_model_of_complex_numbers_goes_on_to_the_same_bits(start: Start, tmp_p
         return run.finish()
 
     expected = trains(start(run_dir=tmp_path / "undisturbed"))
-    trains(start(checkpoint_every=2), stop_at=3)
-    assert trains(start(checkpoint_every=2)) == expected
+    trains(start(checkpoints={"every": 2}), stop_at=3)
+    assert trains(start(checkpoints={"every": 2})) == expected
 
 
 def test_a_run_folder_without_a_name_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +250,8 @@ def test_a_run_folder_without_a_name_is_refused(start: Start, tmp_path: Path, mo
 @pytest.mark.parametrize("stop_at", [1, 2, 3, 6, 7, 8, 11])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(start: Start, tmp_path: Path, stop_at: int) -> None:
     expected = resumable(start(run_dir=tmp_path / "undisturbed"))
-    assert resumable(start(checkpoint_every=2), stop_at) is None
-    assert resumable(start(checkpoint_every=2)) == expected
+    assert resumable(start(checkpoints={"every": 2}), stop_at) is None
+    assert resumable(start(checkpoints={"every": 2})) == expected
 
 
 class AloneToo(ParameterServer):
@@ -267,7 +267,7 @@ def test_asynchronous_servers_go_on_with_what_the_optimizers_of_a_checkpoint_hav
 ) -> None:
     """Alone, as in an elastic job of which one worker is left, a worker does what the serial run does."""
     expected = resumable(start(run_dir=tmp_path / "undisturbed"))
-    settings = {"checkpoint_every": 2, "strategy": AloneToo(synchronous=False)}
+    settings = {"checkpoints": {"every": 2}, "strategy": AloneToo(synchronous=False)}
     assert resumable(start(**settings), stop_at) is None
     assert resumable(start(**settings)) == expected
 
@@ -287,7 +287,7 @@ def test_asynchronous_servers_go_on_with_optimizers_that_were_made_after_others(
         return run.finish()
 
     expected = work(start(run_dir=tmp_path / "undisturbed"))
-    settings = {"checkpoint_every": 2, "strategy": AloneToo(synchronous=False)}
+    settings = {"checkpoints": {"every": 2}, "strategy": AloneToo(synchronous=False)}
     assert work(start(**settings), 6) is None
     assert work(start(**settings)) == expected
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_asked_for_in_the_loop_holds_what_the_rest_of_the_body_does
 
 
 def test_weights_of_a_run_can_be_loaded_for_inference(start: Start) -> None:
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     model = train(run)
     weights = run.finish()
     assert unisono.digest(unisono.load(net(), run.dir)) == weights == unisono.digest(model)
@@ -324,10 +324,10 @@ def test_weights_of_a_run_can_be_loaded_for_inference(start: Start) -> None:
 
 
 def test_a_finished_run_started_again_trains_nothing_and_has_the_same_weights(start: Start) -> None:
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     train(run)
     weights = run.finish()
-    again = start(checkpoint_every=1)
+    again = start(checkpoints={"every": 1})
     train(again, loss_fn=None)
     assert again.finish() == weights
 
@@ -352,18 +352,18 @@ def unfreezes(run: unisono.Run, *, at: int, stop_at: int | None = None, later: b
 
 def test_a_run_that_resumes_does_not_train_other_parameters_than_before(start: Start) -> None:
     with pytest.warns(UnisonoWarning, match="changes what is trained"):
-        unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
+        unfreezes(start(checkpoints={"every": 1}), at=1, stop_at=3)
     words = "0.bias is frozen here, and was trained after step 3, where .*freeze and unfreeze between two loops"
     with pytest.raises(CheckpointError, match=words):
-        unfreezes(start(checkpoint_every=1), at=1)
+        unfreezes(start(checkpoints={"every": 1}), at=1)
 
 
 def test_a_run_that_resumes_may_unfreeze_in_its_first_step(start: Start, tmp_path: Path) -> None:
     expected = unfreezes(start(run_dir=tmp_path / "undisturbed"), at=1)
     with pytest.warns(UnisonoWarning, match="changes what is trained"):
-        unfreezes(start(checkpoint_every=1), at=1, stop_at=3)
+        unfreezes(start(checkpoints={"every": 1}), at=1, stop_at=3)
     with pytest.warns(UnisonoWarning, match="changes what is trained"):
-        assert unfreezes(start(checkpoint_every=1), at=1, later=True) == expected
+        assert unfreezes(start(checkpoints={"every": 1}), at=1, later=True) == expected
 
 
 def unfreezes_between_loops(run: unisono.Run, *, loops: int = 2) -> None:
@@ -381,16 +381,16 @@ def unfreezes_between_loops(run: unisono.Run, *, loops: int = 2) -> None:
 def test_a_run_that_resumes_at_the_end_of_a_loop_may_unfreeze_for_the_next_one(start: Start, tmp_path: Path) -> None:
     undisturbed = start(run_dir=tmp_path / "undisturbed")
     unfreezes_between_loops(undisturbed)
-    stopped = start(checkpoint_every=1)
+    stopped = start(checkpoints={"every": 1})
     unfreezes_between_loops(stopped, loops=1)
     stopped.close()
-    resumed = start(checkpoint_every=1)
+    resumed = start(checkpoints={"every": 1})
     unfreezes_between_loops(resumed)
     assert resumed.finish() == undisturbed.finish()
 
 
 def test_a_model_can_be_prepared_again_after_a_change_without_going_back_to_a_checkpoint(start: Start) -> None:
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     model[0].requires_grad_(False)
     run.prepare(model, sgd(model))
@@ -442,8 +442,8 @@ def test_a_run_goes_on_in_a_loop_before_which_its_script_changes_the_model(
         return run.finish()
 
     expected = work(start(run_dir=tmp_path / "undisturbed"))
-    assert work(start(checkpoint_every=1), stop_at) is None
-    assert work(start(checkpoint_every=1)) == expected
+    assert work(start(checkpoints={"every": 1}), stop_at) is None
+    assert work(start(checkpoints={"every": 1})) == expected
 
 
 @pytest.mark.parametrize("stop_at", [4, 6])
@@ -469,8 +469,8 @@ def test_a_run_that_skips_a_loop_draws_behind_it_what_an_undisturbed_one_draws(
         return run.finish()
 
     expected = work(start(run_dir=tmp_path / "undisturbed"))
-    assert work(start(checkpoint_every=1), stop_at) is None
-    assert work(start(checkpoint_every=1)) == expected
+    assert work(start(checkpoints={"every": 1}), stop_at) is None
+    assert work(start(checkpoints={"every": 1})) == expected
 
 
 def test_a_run_goes_on_with_the_layers_in_evaluation_mode_that_its_script_has_left_so(
@@ -489,20 +489,20 @@ def test_a_run_goes_on_with_the_layers_in_evaluation_mode_that_its_script_has_le
         return run.finish()
 
     expected = work(start(run_dir=tmp_path / "undisturbed"))
-    assert work(start(checkpoint_every=1), 3) is None
-    assert work(start(checkpoint_every=1)) == expected
+    assert work(start(checkpoints={"every": 1}), 3) is None
+    assert work(start(checkpoints={"every": 1})) == expected
 
 
 def test_a_run_folder_of_another_job_is_refused_with_the_differences(start: Start) -> None:
-    with start(checkpoint_every=1) as run:
+    with start(checkpoints={"every": 1}) as run:
         train(run)
     with pytest.raises(JobMismatch, match=r"(?s)seed: 7 here, 0 there.*--allow-job-change"):
         start(seed=7)
-    start(seed=7, allow_job_change=True)
+    start(seed=7, checkpoints={"allow_job_change": True})
 
 
 def test_what_was_registered_must_be_registered_again(start: Start) -> None:
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     model = net()
     optimizer = sgd(model)
     run.prepare(model, optimizer)
@@ -563,13 +563,13 @@ def test_a_loop_that_was_interrupted_in_a_step_goes_on_there(start: Start, tmp_p
     with start(run_dir=tmp_path / "other") as undisturbed:
         expected = unisono.digest(train(undisturbed))
     calls: list[int] = []
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     prepared(run)
     with pytest.raises(KeyboardInterrupt):
         for step in run.steps(data()):
             step.run(interrupted_once)
     assert steps_of(run) == 1
-    again = start(checkpoint_every=1)
+    again = start(checkpoints={"every": 1})
     assert unisono.digest(train(again)) == expected
 
 
@@ -622,7 +622,7 @@ def test_a_run_that_has_ended_says_so(start: Start) -> None:
 
 
 def test_a_loop_that_resumes_with_other_data_is_refused(start: Start) -> None:
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     prepared(run)
     for step in run.steps(data(), epochs=2):
         step.run(cross_entropy)
@@ -636,7 +636,7 @@ def test_a_loop_that_resumes_with_other_data_is_refused(start: Start) -> None:
 
 
 def test_a_scheduler_that_is_not_part_of_the_checkpoints_is_warned_of(start: Start) -> None:
-    run = start(checkpoint_every=1)
+    run = start(checkpoints={"every": 1})
     model = net()
     optimizer = sgd(model)
     run.prepare(model, optimizer)
@@ -744,7 +744,7 @@ def test_a_gradient_that_is_not_finite_is_named_before_it_is_clipped(start: Star
 
 
 def test_skipped_steps_are_in_the_journal(start: Start) -> None:
-    run = start(on_nan="skip")
+    run = start(arithmetic={"on_nan": "skip"})
     train(run, lambda model, batch: cross_entropy(model, batch) * math.nan)
     lines = [json.loads(line) for line in (run.dir / "journal.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "skipped"] == [0, 1, 2]
@@ -852,10 +852,10 @@ def test_predictions_that_cannot_be_put_together_are_refused(start: Start, predi
         ({"batch_size": 4, "shards": 8}, "shards=8 is more than batch_size=4"),
         ({"batch_size": 0}, "^batch_size=0: [^;]*$"),
         ({"batch_size": "32"}, "^batch_size='32': [^;]*$"),
-        ({"batch_size": 32, "reduction": "fast"}, "'exact' or 'native'"),
-        ({"batch_size": 32, "precision": "fp8"}, "'float32' or 'bf16'"),
-        ({"batch_size": 32, "bucket_mb": 0.0}, "bucket_mb=0.0"),
-        ({"batch_size": 32, "checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"batch_size": 32, "arithmetic": {"reduction": "fast"}}, "'exact' or 'native'"),
+        ({"batch_size": 32, "arithmetic": {"precision": "fp8"}}, "'float32' or 'bf16'"),
+        ({"batch_size": 32, "arithmetic": {"bucket_mb": 0.0}}, "arithmetic.bucket_mb=0.0"),
+        ({"batch_size": 32, "checkpoints": {"every": 0}}, "checkpoints.every=0"),
         ({"batch_size": 32, "device": "gpu"}, "device='gpu'"),
     ],
 )
@@ -901,7 +901,7 @@ def test_the_environment_sets_what_the_script_leaves_open(start: Start, monkeypa
     monkeypatch.setenv("UNISONO_SHARDS", "4")
     monkeypatch.setenv("UNISONO_THREADS", "2")
     assert (start(shards=None).job.shards, start(shards=None).job.threads) == (4, 2)
-    inner = start(run_dir=start(shards=None).dir / "inner", shards=2, threads=1)
+    inner = start(run_dir=start(shards=None).dir / "inner", shards=2, arithmetic={"threads": 1})
     assert (inner.job.shards, inner.job.threads) == (2, 1)
     monkeypatch.setenv("UNISONO_SHARDS", "many")
     with pytest.raises(JobError, match="UNISONO_SHARDS='many'"):
@@ -979,7 +979,7 @@ def test_losses_that_cannot_be_used_name_step_shard_and_rank(
 
 
 def test_a_step_with_a_nan_loss_changes_nothing_when_it_is_skipped(start: Start) -> None:
-    run = start(on_nan="skip")
+    run = start(arithmetic={"on_nan": "skip"})
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     run.prepare(model, sgd(model))
     before = unisono.digest(model)
@@ -1072,7 +1072,7 @@ def test_the_fused_sgd_that_reads_unset_memory_is_refused(start: Start) -> None:
     fused = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     with pytest.raises(ModelError, match="use foreach=True"):
         start().prepare(model, fused)
-    start(deterministic=False, allow_job_change=True).prepare(model, fused)
+    start(arithmetic={"deterministic": False}, checkpoints={"allow_job_change": True}).prepare(model, fused)
 
 
 def test_an_operation_without_a_deterministic_version_is_named(start: Start) -> None:
@@ -1080,9 +1080,11 @@ def test_an_operation_without_a_deterministic_version_is_named(start: Start) -> 
         torch.zeros(3).put_(torch.tensor([0]), torch.tensor([1.0]))
         return cross_entropy(model, batch)
 
-    with pytest.raises(NondeterministicOperation, match=r"^put_ has no .*unisono\.init\(deterministic=False\)"):
+    with pytest.raises(
+        NondeterministicOperation, match=r"^put_ has no .*unisono\.init\(arithmetic={'deterministic': False}\)"
+    ):
         train(start(), loss_fn)
-    train(start(deterministic=False, allow_job_change=True), loss_fn)
+    train(start(arithmetic={"deterministic": False}, checkpoints={"allow_job_change": True}), loss_fn)
 
 
 def test_steps_without_prepare_and_loops_inside_of_loops_are_refused(start: Start) -> None:
@@ -1202,9 +1204,9 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_not_resumed(start:
                 run.close()
                 return
 
-    work(start(checkpoint_every=1), turned=False)
+    work(start(checkpoints={"every": 1}), turned=False)
     with (
-        start(checkpoint_every=1) as run,
+        start(checkpoints={"every": 1}) as run,
         pytest.raises(CheckpointError, match=r"0\.weight is where .* 1\.weight.*no set"),
     ):
         work(run, turned=True)

@@ -48,7 +48,7 @@ def test_a_run_without_stages_has_nothing_to_measure(tmp_path: Path) -> None:
 def test_a_schedule_is_measured_on_one_worker_of_several_devices() -> None:
     study = ScheduleStudy(Script("train.py"), 3, steps=10, warmup=2)
     found = study.settings("gpipe")
-    assert (found.workers, found.devices_per_worker) == (1, 3)
+    assert (found.workers, found.devices) == (1, 3)
     assert found.extra_environment["UNISONO_STAGE_SCHEDULE"] == "gpipe"
     assert found.extra_environment["UNISONO_STOP_AFTER"] == "12"
     with pytest.raises(JobError, match="--stages 1: the number of devices that hold the stages; at least 2"):

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def write_journal(folder: Path, events: Sequence[tuple[float, dict[str, Any]]]) 
 
 def run_folder(path: Path, workers: int, step_s: float) -> Path:
     path.mkdir(parents=True)
-    (path / "job.json").write_text(Job(batch_size=64, shards=8).model_dump_json())
+    (path / "job.json").write_text(json.dumps(asdict(Job(batch_size=64, shards=8))))
     steps: list[dict[str, Any]] = [
         {"step": step, "loss": 1.0, "batch_size": 64, "world_size": workers, "generation": 1, "position": 64 * step}
         | {"seconds": {"total": 9.0 if step < 3 else step_s}, "epoch": 0, "lr": 0.1}

@@ -211,7 +211,6 @@ def test_a_time_limit_that_is_none_or_too_short_is_refused(limit: str) -> None:
         (job(workers=(5,)), "--workers 5: the job has room for 1 to 4"),
         (job(workers=(1, 1)), "twice"),
         (job(requeues=-1), "--requeues -1"),
-        (job(checkpoint_every=0), "--checkpoint-every 0"),
         (replace(allocated(nodes=2, least_nodes=1), study_words=()), "study with --nodes 1-2"),
         (replace(allocated(nodes=2, cores=1), workers=(1,), study_words=()), "study with --nodes 2"),
         (job(study_words=()), "--cores-per-gpu"),

@@ -111,7 +111,10 @@ def test_options_that_mean_the_same_everywhere_are_taken(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "way"),
     [
-        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "unisono.init(precision='bf16')"),
+        (
+            {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+            "arithmetic={'precision': 'bf16'}",
+        ),
         ({"offload_policy": CPUOffloadPolicy()}, "spread the model over more of them"),
         ({"reshard_after_forward": 2}, "use True or False"),
         ({"shard_placement_fn": lambda _: None}, "slices are cut along the first dimension"),

@@ -124,7 +124,7 @@ def test_a_scheduler_that_watches_the_loss_is_told_it_after_each_epoch(start: St
 
 
 def test_skipped_steps_are_counted_and_an_epoch_of_them_alone_has_no_loss(start: Start) -> None:
-    trainer = trainer_for(start(batch_size=35, on_nan="skip"))
+    trainer = trainer_for(start(batch_size=35, arithmetic={"on_nan": "skip"}))
     odd = {0, 2, 3}
     trainer._loss_fn = lambda model, batch: loss_fn(model, batch) * (math.nan if step[0] in odd else 1.0)
     step = [0]

@@ -123,7 +123,7 @@ def test_one_worker_ends_in_the_bits_of_the_plain_trainer(
 
 def test_float16_is_the_runs_and_goes_on_from_the_trainers_checkpoints(start: Start, tmp_path: Path) -> None:
     def made(name: str) -> Any:
-        run = start(shards=2, precision="fp16", batch_size=None, run_dir=tmp_path / name)
+        run = start(shards=2, arithmetic={"precision": "fp16"}, batch_size=None, run_dir=tmp_path / name)
         settings: dict[str, Any] = {"fp16": True, "save_strategy": "steps", "save_steps": 4}
         return trainer(OnRun, tmp_path, given={"run": run}, **settings)
 
@@ -164,7 +164,11 @@ class Impatient(TrainerCallback):  # type: ignore[misc]
             {},
             "full evaluation in half precision: it rounds the weights for good; use bf16=True or fp16=True",
         ),
-        ({"fp16": True}, {}, "fp16=True: losses are scaled by the run, .* say precision='fp16' where it begins"),
+        (
+            {"fp16": True},
+            {},
+            "fp16=True: losses are scaled by .* say arithmetic={'precision': 'fp16'} where it begins",
+        ),
         ({"torch_compile": True}, {}, "torch_compile=True: compiled steps have bits .* leave it out"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size=True: .* unisono batch-size"),
         ({"enable_jit_checkpoint": True}, {}, "enable_jit_checkpoint=True: a run checkpoints by itself"),

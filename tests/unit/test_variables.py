@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.variables import KNOWN, unknown_variables
+from unisono.settings.names import KNOWN, unknown_variables
 
 pytestmark = pytest.mark.unit
 

@@ -65,7 +65,7 @@ class TestOneWorker:
             return digest, held.detach().clone()
 
         whole = trained(None, run_dir=tmp_path / "whole")
-        interrupted = {"run_dir": tmp_path / "run", "checkpoint_every": 2}
+        interrupted = {"run_dir": tmp_path / "run", "checkpoints": {"every": 2}}
         trained(6, **interrupted)
         before = unisono.load(nn.Linear(4, 3), tmp_path / "run")
         digest, held = trained(None, **interrupted)
@@ -171,9 +171,9 @@ class TestOneWorker:
         with pytest.warns(UnisonoWarning, match=rf"changes what is trained \({what}\): .*one loop for each phase"):
             trained(
                 5,
-                checkpoint_every=2,
+                checkpoints={"every": 2},
             )
         with pytest.raises(
             CheckpointError, match="one loop for each phase|between two loops|go on with the optimizers"
         ):
-            trained(None, checkpoint_every=2)
+            trained(None, checkpoints={"every": 2})

@@ -100,7 +100,7 @@ def test_whoever_waits_for_a_worker_that_does_not_come_back_says_for_which() -> 
     queue = WorkQueue(1, StalenessBound(1), timeout_s=0.1)
     assert [queue.claim(1, 0), queue.claim(2, 1)] == [0, 1]
     queue.push(1)
-    words = "rank 0 waited for its turn in vain, which comes after rank 1, rank 2. It hangs.*failure_timeout_s"
+    words = "rank 0 waited for its turn in vain, which comes after rank 1, rank 2. It hangs.*timeout_s"
     with pytest.raises(NoProgress, match=words):
         queue.claim(0, 2)
     queue.arrived(1)

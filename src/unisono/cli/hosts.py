@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.options import SEVERAL_HOSTS
 from unisono.errors import JobError
 from unisono.host.open_files import allow_open_files
 from unisono.launch.elastic.elastic import ElasticSettings, Range
@@ -20,6 +19,7 @@ from unisono.launch.hosts.hostfile import HostPlan, read_hosts
 from unisono.launch.hosts.ssh import Ssh, is_here
 from unisono.launch.terminal.terminal import Terminal
 from unisono.received import short
+from unisono.settings.table import SEVERAL_HOSTS
 
 if TYPE_CHECKING:  # it loads what only elastic jobs need
     from unisono.launch.elastic.agent import StartedAgents

@@ -10,11 +10,11 @@ import typer
 from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import (
     SCRIPT,
-    DevicesPerWorker,
     FailureTimeout,
-    JobOptions,
+    Module,
     RemoteCommand,
     TokenFile,
+    Training,
     Trusted,
     Url,
     Wait,
@@ -25,6 +25,7 @@ from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, ElasticSettings, Range
 from unisono.launch.ending.result import open_folder, report
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 from unisono.membership.token import read_token, token_file
 
@@ -59,8 +60,8 @@ def join(
     wait_s: Wait = 0,
     agent: Annotated[str | None, typer.Option(hidden=True, help="The id that the launcher gave this agent.")] = None,
     *,
-    job: JobOptions,
-    devices_per_worker: DevicesPerWorker = None,
+    module: Module = False,
+    options: Training,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
 ) -> None:
     """Offer room for N more workers to an elastic job.
@@ -70,7 +71,8 @@ def join(
     """
     if url is None and run_dir is None:
         raise JobError("which job? unisono join https://HOST:PORT …, or unisono join --run-dir FOLDER …")
-    launch = job.settings(script, args, workers=workers, devices_per_worker=devices_per_worker, run_dir=run_dir)
+    launched = Script(script, tuple(args or ()), is_module=module)
+    launch = LaunchSettings.tuned(launched, options, workers=workers, run_dir=run_dir)
     settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
     settings.check()
     raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir), agent, wait_s))
@@ -95,9 +97,10 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
     from unisono.launch.elastic.agent import Joined, new_agent, run_agent
 
     joined = Joined(where.address(), where.token, agent or new_agent())
-    if settings.launch.devices_per_worker is None or where.url is not None:
+    is_said = "devices_per_worker" in settings.launch.options.communication.said
+    if not is_said or where.url is not None:
         found = once_it_answers(Control(joined.address), wait_s if where.url is not None else 0)
-        settings = settings.with_devices(settings.launch.devices_per_worker or found["devices_per_worker"])
+        settings = settings if is_said else settings.with_devices(found["devices_per_worker"])
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
     terminal.say(f"room for {settings.launch.workers} more, run folder {folder.path}")

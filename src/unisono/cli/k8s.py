@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from unisono.cli.options import (
-    DevicesPerWorker,
+    TRAINING,
     FailureTimeout,
-    Grace,
-    JobOptions,
     MaxRestarts,
+    Module,
+    Offered,
     RestartOnError,
     grouped,
 )
@@ -25,6 +25,8 @@ from unisono.launch.k8s.manifests import text_of, write
 from unisono.launch.k8s.secret import new_secret
 from unisono.launch.k8s.training_runtime import train_job, training_runtime
 from unisono.launch.k8s.words import Toleration, label_of, read_selector, read_variables
+from unisono.launch.settings import LaunchSettings, Script
+from unisono.settings.table import Settings
 
 WORKERS = "Pods of workers"
 OBJECTS = "What is written"
@@ -132,11 +134,8 @@ class ObjectOptions:
     ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class LongerGrace(JobOptions):
-    """The options of commands that train a job, with more time to leave: storage of a network is slow."""
-
-    grace_s: Grace = GRACE_S
+LongerGrace = Annotated[Settings, Offered(TRAINING, {"launch.grace_s": GRACE_S})]
+"""The options of a training with more time to leave: storage of a network is slow."""
 
 
 @grouped
@@ -154,8 +153,8 @@ def k8s(
     *,
     pod: PodOptions,
     objects: ObjectOptions,
-    job: LongerGrace,
-    devices_per_worker: DevicesPerWorker = None,
+    module: Module = False,
+    options: LongerGrace,
     max_restarts: MaxRestarts = None,
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
@@ -174,7 +173,7 @@ def k8s(
 
     A JobSet of a coordinator and of pods whose workers join it. kubectl apply starts it.
     """
-    launch = job.settings(script, args, workers=0, devices_per_worker=devices_per_worker)
+    launch = LaunchSettings.tuned(Script(script, tuple(args or ()), is_module=module), options, workers=0)
     settings = ElasticSettings(
         launch,
         Range.read(workers),

@@ -1,12 +1,12 @@
 """The options that several commands have in common, each declared once."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -15,9 +15,10 @@ from unisono.cli.help import HelpfulCommand
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic import MAX_RESTARTS
-from unisono.launch.settings import GRACE_S, LaunchSettings, Script
-from unisono.launch.tuning import Tuning
 from unisono.received import short
+from unisono.settings.reading import TABLE, names_in, settings_by_path, text_of
+from unisono.settings.rows import NamedRow
+from unisono.settings.table import CLUSTERS, FAILURES, SEVERAL_HOSTS, Settings
 
 SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "cls": HelpfulCommand}
 """A command's settings: what stands after the script is the script's, -n and --help too."""
@@ -72,14 +73,6 @@ def named_folder(text: str) -> Path:
     return Path(text)
 
 
-# Groups of options, besides those that a help shows first.
-BITS = "What decides the bits"
-FAILURES = "Failures"
-SPEED = "Speed"
-RECORDS = "Records"
-CLUSTERS = "Clusters and devices"
-SEVERAL_HOSTS = "Several hosts"
-
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
 RunDir = Annotated[
     Path | None,
@@ -101,153 +94,11 @@ RunningIn = Annotated[
         help="The job's run folder; needed if several elastic jobs run.",
     ),
 ]
-Shards = Annotated[
-    int | None,
-    typer.Option(
-        envvar="UNISONO_SHARDS",
-        rich_help_panel=BITS,
-        help="The number of shards of the global batch, unless the script sets it.",
-    ),
-]
-DevicesPerWorker = Annotated[
-    int | None,
-    typer.Option(
-        envvar="UNISONO_DEVICES_PER_WORKER",
-        rich_help_panel=CLUSTERS,
-        help="The devices of each worker, each with a process, unless the script sets them: for too large models.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        envvar="UNISONO_THREADS", rich_help_panel=BITS, help="torch threads per worker, unless the script sets them."
-    ),
-]
-Tuned = Annotated[
-    bool,
-    typer.Option(
-        "--tuning/--no-tuning",
-        envvar="UNISONO_TUNING",
-        rich_help_panel=SPEED,
-        help="Have the workers' memory allocator keep freed memory, which is faster; unisono run --dry-run shows how.",
-    ),
-]
-Grace = Annotated[
-    float,
-    typer.Option(
-        rich_help_panel=FAILURES,
-        help="Seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM.",
-    ),
-]
-Pin = Annotated[
-    bool | None,
-    typer.Option(
-        "--pin/--no-pin",
-        envvar="UNISONO_PIN",
-        rich_help_panel=SPEED,
-        help="Pin workers to cores of their own; by default to NUMA nodes, if the host has several. It decides no bit.",
-        show_default=False,
-    ),
-]
-Notices = Annotated[
-    Literal["aws", "gcp", "azure", "auto"] | None,
-    typer.Option(
-        rich_help_panel=FAILURES,
-        help="Leave in time when the cloud says that it takes this machine away; auto finds out which cloud.",
-    ),
-]
-CheckpointEvery = Annotated[
-    int | None,
-    typer.Option(envvar="UNISONO_CHECKPOINT_EVERY", help="Steps between checkpoints, unless the script sets them."),
-]
-AllowJobChange = Annotated[
-    bool,
-    typer.Option(
-        "--allow-job-change",
-        envvar="UNISONO_ALLOW_JOB_CHANGE",
-        rich_help_panel=BITS,
-        help="Resume although settings differ from the checkpoint's.",
-    ),
-]
-InsecureData = Annotated[
-    bool,
-    typer.Option(
-        "--insecure-data",
-        envvar="UNISONO_INSECURE_DATA",
-        rich_help_panel=SEVERAL_HOSTS,
-        help="Let workers of several hosts speak plain text with each other: in a network that only they are in.",
-    ),
-]
-TimelineKept = Annotated[
-    bool,
-    typer.Option(
-        "--timeline",
-        envvar="UNISONO_TIMELINE",
-        rich_help_panel=RECORDS,
-        help="Write down what each worker does when, for unisono timeline.",
-    ),
-]
-ProfiledSteps = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        envvar="UNISONO_PROFILE",
-        metavar="FIRST:LAST",
-        rich_help_panel=RECORDS,
-        help="Run torch's profiler in these steps: 10:12 for the steps 10 and 11; unisono timeline shows its events.",
-    ),
-]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
         help=f"Elastic: replacements of lost workers, per worker on average; {MAX_RESTARTS} for A:B.",
         show_default=False,
-    ),
-]
-AuditShare = Annotated[
-    float | None,
-    typer.Option(
-        "--audit",
-        envvar="UNISONO_AUDIT",
-        min=0,
-        max=1,
-        rich_help_panel=FAILURES,
-        help="The share of shards that another worker computes again, to find a processor with wrong results.",
-    ),
-]
-Numerics = Annotated[
-    Literal["native", "portable"] | None,
-    typer.Option(
-        envvar="UNISONO_NUMERICS",
-        rich_help_panel=BITS,
-        help="portable: the same bits on x86 processors of several makers and generations, at a price.",
-        show_default=False,
-    ),
-]
-StrategyName = Annotated[
-    str | None,
-    typer.Option(
-        autocompletion=strategies,
-        help="How workers synchronise: all-reduce, parameter-server, model-averaging, pair-averaging, local-sgd or "
-        "diloco; settings after a colon: local-sgd:every=16.",
-    ),
-]
-PolicyNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        autocompletion=policies,
-        help="A policy that adapts the training: noise-scale, ada-scale, goodput, scaling, straggler, topology, "
-        "batch-size-schedule, edge-of-stability or module:Class; repeat for more.",
-    ),
-]
-LogTo = Annotated[
-    str | None,
-    typer.Option(
-        "--log-to",
-        metavar="NAME,…",
-        autocompletion=loggers,
-        help="Where the figures of each step go, besides metrics.jsonl: tensorboard, csv, mlflow, wandb, module:Class.",
     ),
 ]
 WorkerRange = Annotated[
@@ -285,19 +136,16 @@ RestartOnError = Annotated[
     ),
 ]
 WithPage = Annotated[
-    bool, typer.Option("--page", help="Show the job in a browser, too: prints a link; the same as unisono page later.")
+    bool,
+    typer.Option(
+        "--page/--no-page",
+        show_default=False,
+        help="Show the job in a browser, too: prints a link; the same as unisono page later.",
+    ),
 ]
 FailureTimeout = Annotated[
     float,
     typer.Option(rich_help_panel=FAILURES, help="Elastic: seconds of silence after which a worker counts as lost."),
-]
-WarmStart = Annotated[
-    bool,
-    typer.Option(
-        "--warm-start/--no-warm-start",
-        rich_help_panel=SPEED,
-        help="Start faster: load torch once, and fork workers from that process (Linux).",
-    ),
 ]
 ListenAt = Annotated[
     str | None,
@@ -363,12 +211,78 @@ Resources = Annotated[
     ),
 ]
 
-# The options that commands have in common, as one parameter of each.
+# The options of settings, from their table.
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The settings that a command has options for. It stands in the annotation of a parameter of type Settings.
+
+    Attributes:
+        paths: the paths of the settings.
+        defaults: the defaults of the command, by path, where they are others than the table's.
+    """
+
+    paths: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """A parameter for each option, by a name that no other parameter has."""
+        return [_parameter(TABLE[path], self.defaults.get(path)) for path in self.paths]
+
+    def settings(self, given: dict[str, Any]) -> Settings:
+        """The settings that options say; they are taken out of what is given.
+
+        Raises:
+            JobError: a number is out of range; names the option.
+        """
+        values = {}
+        for setting in map(TABLE.__getitem__, self.paths):
+            value = given.pop(_name(setting), None)
+            if setting.plain is tuple:
+                value = names_in(",".join(value or ()))
+            values[setting.path] = value
+        return settings_by_path(values)
+
+
+WORKERS = ("shards", "arithmetic.threads", "launch.tuning")
+"""The settings of commands that start workers of a script."""
+
+TRAINING = tuple(path for path, setting in TABLE.items() if setting.row.option)
+"""The settings of commands whose workers train a job: all that have an option."""
+
+Training = Annotated[Settings, Offered(TRAINING)]
+Starting = Annotated[Settings, Offered(WORKERS)]
+
+COMPLETIONS = {"strategy": strategies, "policies": policies, "records.loggers": loggers}
+
+
+def _name(setting: NamedRow) -> str:
+    return setting.path.replace(".", "__")
+
+
+def _parameter(setting: NamedRow, default: Any) -> Parameter:
+    row, kind = setting.row, list[str] if setting.plain is tuple else setting.plain
+    usual = setting.default if default is None else default
+    usually = "" if usual in (None, (), False, True) or "efault" in setting.text else f"; by default {text_of(usual)}"
+    option = typer.Option(
+        row.option,
+        envvar=row.variable or None,
+        rich_help_panel=row.panel or None,
+        metavar=row.metavar,
+        autocompletion=COMPLETIONS.get(setting.path),
+        show_default=False,
+        help=f"{setting.text.removesuffix('.')}{usually}.".replace("`", ""),
+    )
+    # Without a default, so that what nobody says is left to the script.
+    return Parameter(_name(setting), Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind | None, option])
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that has an option for each field of the data classes among its parameters."""
+    """A command that has an option for each field of the data classes, and each setting, among its parameters."""
     hints = get_type_hints(command, include_extras=True)
+    offered = {name: hint.__metadata__[0] for name, hint in hints.items() if get_args(hint)[:1] == (Settings,)}
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     @wraps(command)
@@ -376,59 +290,21 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         for name, group in groups.items():
             own = [each.name for each in fields(group) if each.name in given]
             given[name] = group(**{each: given.pop(each) for each in own})
+        for name, offer in offered.items():
+            given[name] = offer.settings(given)
         command(**given)
 
     found = list[Parameter]()
     for name, one in signature(command).parameters.items():
-        own = [one.replace(annotation=hints[name])]
-        found += signature(groups[name], eval_str=True).parameters.values() if name in groups else own
+        if name in offered:
+            found += offered[name].parameters
+        elif name in groups:
+            found += signature(groups[name], eval_str=True).parameters.values()
+        else:
+            found.append(one.replace(annotation=hints[name]))
     in_order = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
     expanded.__signature__ = Signature(in_order)  # type: ignore[attr-defined]  # typer reads it
     return expanded
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """The options of commands that start workers of a script."""
-
-    module: Module = False
-    shards: Shards = None
-    threads: Threads = None
-    tuned: Tuned = True
-
-    def settings(self, script: str, args: Sequence[str] | None, **more: Any) -> LaunchSettings:
-        """The settings with which the workers start, with those that are not among these options."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        is_module, tuned, policies = own.pop("module"), own.pop("tuned"), own.pop("policy", None)
-        log_to = own.pop("log_to", None)
-        return LaunchSettings(
-            Script(script, tuple(args or ()), is_module=is_module),
-            tuning=Tuning.of_this_process(wanted=tuned, devices=more.get("devices_per_worker") or 1),
-            policies=tuple(policies or ()),
-            log_to=tuple(filter(None, map(str.strip, (log_to or "").split(",")))),
-            **own,
-            **more,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions(WorkerOptions):
-    """The options of commands whose workers train a job."""
-
-    checkpoint_every: CheckpointEvery = None
-    allow_job_change: AllowJobChange = False
-    insecure_data: InsecureData = False
-    policy: PolicyNames = None
-    numerics: Numerics = None
-    strategy: StrategyName = None
-    log_to: LogTo = None
-    audit: AuditShare = None
-    timeline: TimelineKept = False
-    profile: ProfiledSteps = None
-    grace_s: Grace = GRACE_S
-    notices: Notices = None
-    warm_start: WarmStart = True
-    pin: Pin = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,16 @@ import typer
 from unisono.cli.hosts import HostOptions
 from unisono.cli.options import (
     SCRIPT,
-    DevicesPerWorker,
     DryRun,
     Engine,
     FailureTimeout,
     FaultScript,
     Here,
-    JobOptions,
     KnownAs,
     ListenAt,
     MadeToken,
     MaxRestarts,
+    Module,
     Resources,
     RestartOnError,
     RunDir,
@@ -29,6 +28,7 @@ from unisono.cli.options import (
     ScriptName,
     TlsCert,
     TlsKey,
+    Training,
     WithPage,
     WorkerRange,
     grouped,
@@ -44,7 +44,7 @@ from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import RUNS, open_folder, report
 from unisono.launch.hosts.hostfile import HostPlan
 from unisono.launch.local import launch
-from unisono.launch.settings import LaunchSettings
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 from unisono.named import thing_named
 
@@ -104,8 +104,8 @@ def run(
     workers: WorkerRange = None,
     run_dir: RunDir = None,
     *,
-    job: JobOptions,
-    devices_per_worker: DevicesPerWorker = None,
+    module: Module = False,
+    options: Training,
     max_restarts: MaxRestarts = None,
     restart_on_error: RestartOnError = False,
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
@@ -127,17 +127,16 @@ def run(
     coordinator = entrance.coordinator
     placement = hosts.placement(given)
     wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
-    fitting = wanted.within(usable_cores() // ((job.threads or 1) * (devices_per_worker or 1)))
+    fitting = wanted.within(usable_cores() // (options.arithmetic.threads * options.communication.devices_per_worker))
     room = 0 if cluster.engine else here if here is not None or coordinator is None else fitting
     if placement is not None:
         if here is not None:
             raise JobError("--here with --hosts: name this host among them, as in --hosts localhost:4,b:4")
         room, coordinator = placement.here, coordinator or (":0" if placement.elsewhere else None)
-    settings = job.settings(
-        script,
-        args,
+    settings = LaunchSettings.tuned(
+        Script(script, tuple(args or ()), is_module=module),
+        options,
         workers=wanted.largest if room is None else min(room, wanted.largest),
-        devices_per_worker=devices_per_worker,
         run_dir=run_dir,
         extra_environment=hosts.variables() | _status() | ({} if faults is None else _fault_injection(faults)),
     )

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import CheckpointEvery, Numerics, read_workers
+from unisono.cli.options import Offered, grouped, read_workers
 from unisono.errors import JobError
 from unisono.launch.ending.result import RUNS
 from unisono.launch.settings import Script
 from unisono.launch.slurm.batch_job import REQUEUES, Allocation, BatchJob, read_nodes, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
+from unisono.settings.table import Settings
 
 Words = Annotated[
     list[str] | None,
@@ -47,6 +48,7 @@ Output = Annotated[
 ]
 
 
+@grouped
 def slurm(
     script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
     time: Time,
@@ -68,8 +70,8 @@ def slurm(
     is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a Python module.")] = False,
     python: Interpreter = sys.executable,
     runs: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder in which run folders are made.")] = RUNS,
-    checkpoint_every: CheckpointEvery = None,
-    numerics: Numerics = None,
+    *,
+    options: Annotated[Settings, Offered(("checkpoints.every", "arithmetic.numerics"))],
     requeues: Annotated[
         int, typer.Option(help="The number of times that a preempted job is started again.")
     ] = REQUEUES,
@@ -97,9 +99,8 @@ def slurm(
         study_words=words if study else None,
         modules=tuple(load or ()),
         runs=runs,
-        checkpoint_every=checkpoint_every,
         requeues=requeues,
-        numerics=numerics,
+        options=options,
     )
     text = text_of(job, ["unisono", *sys.argv[1:]])
     require_valid(text)

@@ -7,13 +7,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from unisono.cli.options import SCRIPT, Module, Shards, Threads, Tuned, read_workers
+from unisono.cli.options import SCRIPT, Module, Starting, grouped, read_workers
 from unisono.errors import JobError
 from unisono.launch.settings import Script, Size
 from unisono.launch.tuning import Tuning
@@ -31,6 +31,7 @@ app = typer.Typer()
 
 
 @app.command(**SCRIPT)
+@grouped
 def verify(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script to verify; a module's name with -m.", metavar="SCRIPT")],
@@ -46,8 +47,6 @@ def verify(
     ] = None,
     steps: Annotated[int, typer.Option(help="The number of steps to compare.")] = STEPS,
     module: Module = False,
-    shards: Shards = None,
-    threads: Threads = None,
     devices_per_worker: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker; 1 by default.")
     ] = None,
@@ -60,7 +59,8 @@ def verify(
     stages: Annotated[
         str | None, typer.Option(metavar="N,N,…", help="For models in stages: numbers of devices that carry them.")
     ] = None,
-    tuned: Tuned = True,
+    *,
+    told: Starting,
     keep: Annotated[
         bool, typer.Option("--keep", help="Keep the run folders, with logs and traces, and print where they are.")
     ] = False,
@@ -83,7 +83,8 @@ def verify(
 
     Exit code 0 if all are identical, 1 if not, the script's own if it fails.
     """
-    options = Options(workers, steps, shards, threads, keep, tuned, devices_per_worker, fsdp, stages)
+    threads = told.arithmetic.values.get("threads")
+    options = Options(workers, steps, told.shards, threads, keep, told.launch.tuning, devices_per_worker, fsdp, stages)
     words: Sequence[str] = args or ()
     if not _given(context):
         options, words = options.taken_from(words)
@@ -179,7 +180,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _given(context: typer.Context) -> bool:
     """Whether an option of verify stands before the script."""
-    sources = [context.get_parameter_source(each.name) for each in fields(Options)]
+    options = [each.name for each in context.command.params if each.param_type_name == "option"]
+    sources = [context.get_parameter_source(name) for name in options if name and name != "module"]
     return any(source is not None and source.name == "COMMANDLINE" for source in sources)
 
 

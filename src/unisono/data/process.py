@@ -137,7 +137,7 @@ class LoaderProcess:
         return (
             f"{self._name} (pid {pid}) gave nothing for {timeout_s:g} s while it loaded {self._asked[0].name}: "
             f"standard error has the stack of where it hangs. If it may take that long, allow more with "
-            f"unisono.init(failure_timeout_s=…)"
+            f"unisono.init(faults={{'timeout_s': …}})"
         )
 
 

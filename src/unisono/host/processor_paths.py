@@ -17,7 +17,7 @@ AS_EXPORT = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value 
 """As a shell takes them."""
 
 
-def variables_of(level: str | None) -> dict[str, str]:
+def numerics_variables(level: str | None) -> dict[str, str]:
     """The variables that a process needs from its start, for a level of numerics."""
     return {LEVEL: level, **PORTABLE} if level == "portable" else {} if level is None else {LEVEL: level}
 

@@ -69,8 +69,8 @@ def require_scaling(run: Run, setting: str) -> None:
     if run.job.precision != "fp16":
         raise JobError(
             f"{setting}: losses are scaled by the run, from its beginning, and this one has precision="
-            f"{run.job.precision!r}: say precision='fp16' where it begins, in unisono.init or beside the settings of "
-            f"the framework's own"
+            f"{run.job.precision!r}: say arithmetic={{'precision': 'fp16'}} where it begins, in unisono.init or beside "
+            f"the settings of the framework's own"
         )
 
 

@@ -7,9 +7,9 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from unisono.arguments import require_none_gone
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError
+from unisono.settings.reading import require_none_gone, with_defaults
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, init
 
@@ -24,7 +24,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         run: the run that the script gives; None for the one that is open, or for a new one, which is finished when the
             script ends well.
         settings: arguments of :func:`unisono.init` for a new one, as the script says them.
-        defaults: further ones for a new one, unless the environment says them; one that is given or open has its own.
+        defaults: defaults for a new one by path (``arithmetic.precision``); one that is given or open has its own.
 
     Raises:
         JobError: there are settings, and a run already; or a setting is unknown or out of range.
@@ -41,12 +41,10 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
             f"{guest}({', '.join(sorted(unknown))}=…): neither the framework nor a run has such a setting (those of "
             f"a run are the arguments of unisono.init)"
         )
-    told = process.variables.all()
-    unsaid = {name: value for name, value in defaults.items() if f"UNISONO_{name.upper()}" not in told}
     if run is not None:
         return run
     with generators_kept():  # the script's own seed holds: one line makes no other first weights
-        found = init(**{**unsaid, **settings})
+        found = init(**with_defaults(settings, defaults, process.variables.all()))
     found.inside.ending.also(process.script_end.then(partial(_finish, found)))
     return found
 

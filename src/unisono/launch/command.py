@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.host.processor_paths import LEVEL, variables_of
+from unisono.host.processor_paths import LEVEL, numerics_variables
 from unisono.launch.settings import LaunchSettings
+from unisono.settings.reading import variables_of
 
 PER_WORKER = (
     "UNISONO_RANK",
@@ -143,7 +144,7 @@ def elastic_command(settings: LaunchSettings, run_dir: Path, seat: ElasticSeat |
 
 
 def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
-    threads = str(settings.threads or 1)
+    threads, told = str(settings.threads), variables_of(settings.options)
     return {
         "UNISONO_RUN_DIR": os.path.abspath(run_dir),  # noqa: PTH100 (resolve() would follow the user's links)
         "UNISONO_LAUNCHER_PID": str(os.getpid()),
@@ -152,30 +153,9 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
         # Else each process, and each run that resumes, goes through sets of words in an order of its own.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         **settings.tuning.variables,
-        **variables_of(settings.numerics or os.environ.get(LEVEL)),
-        **_wishes(settings),
+        **numerics_variables(told.get(LEVEL) or os.environ.get(LEVEL)),
+        **told,
     }
-
-
-def _wishes(settings: LaunchSettings) -> dict[str, str]:
-    wishes = {
-        "UNISONO_DEVICES_PER_WORKER": settings.devices_per_worker,
-        "UNISONO_SHARDS": settings.shards,
-        "UNISONO_POLICIES": ",".join(settings.policies) or None,
-        "UNISONO_STRATEGY": settings.strategy,
-        "UNISONO_LOG_TO": ",".join(settings.log_to) or None,
-        "UNISONO_AUDIT": settings.audit,
-        "UNISONO_THREADS": settings.threads,
-        "UNISONO_CHECKPOINT_EVERY": settings.checkpoint_every,
-        "UNISONO_PROFILE": settings.profile,
-    }
-    allowed = {
-        "UNISONO_ALLOW_JOB_CHANGE": settings.allow_job_change,
-        "UNISONO_INSECURE_DATA": settings.insecure_data,
-        "UNISONO_TIMELINE": settings.timeline,
-    }
-    given = {name: str(value) for name, value in wishes.items() if value is not None}
-    return given | {name: "1" for name, is_allowed in allowed.items() if is_allowed}
 
 
 def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
@@ -201,7 +181,7 @@ def elastic_dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What each worker of an elastic job would be started with, for a person to read."""
     lines = ["# PORT is the coordinator's, on loopback; workers are w1, w2 …, with a place of their own each"]
     lines += [f"# {line}" for line in settings.tuning.lines]
-    devices = settings.devices_per_worker or 1
+    devices = settings.devices
     meeting = RendezvousSocket("MEETING", "FD") if devices > 1 else None
     if meeting is not None:
         lines.append("# MEETING and FD are those of a socket on loopback that is opened for the devices of each worker")

@@ -28,6 +28,7 @@ from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.terminal.terminal import Terminal
 from unisono.launch.worker_group import WorkerGroup, insist, send
 from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart, listening
+from unisono.settings.reading import settings_by_path
 
 SETTLE_S = 0.3
 """After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
@@ -83,7 +84,7 @@ class Launcher:
             folder.close()
 
     async def _run(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
-        is_warm = settings.warm_start and sys.platform == "linux"
+        is_warm = settings.options.launch.warm_start and sys.platform == "linux"
         if self._share and is_warm and self._shared is None:
             self._shared = await _template_for_all(settings, folder)
         gains = is_warm and settings.processes > 1  # one worker alone would only begin later
@@ -94,9 +95,9 @@ class Launcher:
 
 async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
     """A fork server that knows of a launch only what others after it have in common with it."""
-    common = LaunchSettings(
-        settings.script, threads=settings.threads, numerics=settings.numerics, tuning=settings.tuning
-    )
+    arithmetic = settings.options.arithmetic.values
+    same = {f"arithmetic.{name}": arithmetic[name] for name in ("threads", "numerics") if name in arithmetic}
+    common = LaunchSettings(settings.script, options=settings_by_path(same), tuning=settings.tuning)
     environment = elastic_command(common, folder.path, None).environment(os.environ)
     with suppress(ColdStart):  # then each tries for itself, and says why not
         return await WarmStart.open(environment, folder.log_of("template"))
@@ -175,7 +176,7 @@ class _FixedWorkers:
     async def _start(self, rank: int, rendezvous: RendezvousSocket | None) -> _Worker:
         command = worker_command(self._settings, self._folder.path, rank, rendezvous)
         meets = int(rendezvous.fd) if rendezvous is not None and rank == 0 else None
-        worker = rank // (self._settings.devices_per_worker or 1)
+        worker = rank // self._settings.devices
         process, output = await self._group.begin(
             rank, lambda output: self._begins.start(command, output, meets), worker
         )
@@ -243,7 +244,7 @@ class _FixedWorkers:
             return
         self._interrupted = number
         self._told.set()
-        grace = self._settings.grace_s
+        grace = self._settings.options.launch.grace_s
         self._group.say(f"{name}: passed on to the workers, which have {grace:g} s to leave (once more kills them)")
         self._pass_on(number)
         asyncio.get_running_loop().call_later(grace, self._kill)

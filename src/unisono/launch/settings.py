@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import JobError
 from unisono.launch.notices.source import NoticeSource
 from unisono.launch.pinning.pins import Pinning
 from unisono.launch.tuning import Tuning
 from unisono.loggers.named import require_loggers
-from unisono.received import LONGEST_S
+from unisono.settings.reading import said_in, settings_by_path
+from unisono.settings.table import Settings
 from unisono.sync.named import strategy_of
 
 
@@ -106,9 +108,6 @@ class Size:
 MOST_WORKERS = 4096
 """That one host offers to a coordinator."""
 
-GRACE_S = 30.0
-"""How long workers that were asked to leave may take, unless told otherwise."""
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
@@ -117,25 +116,10 @@ class LaunchSettings:
     Attributes:
         script: the script or module that each worker runs.
         workers: the number of workers on this host.
-        devices_per_worker: the devices of each worker, each driven by a process, if the person sets them here.
         run_dir: the run folder; None makes a new one below ``runs``.
-        shards: the job's shards, if the person sets them here.
-        threads: torch threads of each worker, if the person sets them here.
-        checkpoint_every: steps between checkpoints, if the person sets them here.
-        policies: policies by name, besides the script's; the workers find out whether modules of them are there.
-        numerics: the level of numerics, if the person sets it here.
-        strategy: the strategy by which the workers synchronise, if the person sets it here.
-        log_to: loggers by name, besides the script's; the workers find out whether modules and packages are there.
-        audit: the share of the work that is computed twice, if the person sets it here.
-        allow_job_change: whether a resumed job may differ from the checkpoint's.
-        insecure_data: whether workers of several hosts may speak plain text with each other.
-        timeline: whether workers write down what they do when.
-        profile: the steps in which torch's profiler runs, as ``FIRST:LAST``, if any.
-        grace_s: seconds that workers may take to leave after the first Ctrl-C or SIGTERM.
-        notices: the cloud that says when it takes this machine away, by its name; None for none.
+        options: what the person who starts the job says of it; the workers find out whether named policies, loggers
+            and packages are there.
         tuning: the settings of the workers' memory allocator.
-        pin: whether workers are pinned to cores; None pins them to NUMA nodes, where there are several.
-        warm_start: whether several workers are forked from a process that has torch loaded, where that is possible.
         extra_environment: further variables for every worker.
         memory_limit_mib: the most memory of the host that each worker may need, with its loader processes, in MiB; a
             worker that needs more is ended. None does not look.
@@ -143,50 +127,56 @@ class LaunchSettings:
 
     script: Script
     workers: int = 1
-    devices_per_worker: int | None = None
     run_dir: Path | None = None
-    shards: int | None = None
-    threads: int | None = None
-    checkpoint_every: int | None = None
-    policies: tuple[str, ...] = ()
-    numerics: str | None = None
-    strategy: str | None = None
-    log_to: tuple[str, ...] = ()
-    audit: float | None = None
-    allow_job_change: bool = False
-    insecure_data: bool = False
-    timeline: bool = False
-    profile: str | None = None
-    grace_s: float = GRACE_S
-    notices: str | None = None
+    options: Settings = field(default_factory=Settings)
     tuning: Tuning = field(default_factory=Tuning)
-    pin: bool | None = None
-    warm_start: bool = True
     extra_environment: dict[str, str] = field(default_factory=dict)
     memory_limit_mib: float | None = None
+
+    @classmethod
+    def tuned(cls, script: Script, options: Settings, **more: Any) -> "LaunchSettings":
+        """Settings whose workers' memory allocator is tuned as the options say, on top of this process's variables."""
+        devices = options.communication.devices_per_worker
+        tuning = Tuning.of_this_process(wanted=options.launch.tuning, devices=devices)
+        return cls(script, options=options, tuning=tuning, **more)
+
+    @property
+    def threads(self) -> int:
+        """The number of torch threads of each worker, as far as it is known here."""
+        return self.options.arithmetic.threads
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of each worker, as far as it is known here."""
+        return self.options.communication.devices_per_worker
 
     @property
     def processes(self) -> int:
         """The number of processes on this host: one for each device of each worker."""
-        return self.workers * (self.devices_per_worker or 1)
+        return self.workers * self.devices
 
     @property
     def pinning(self) -> Pinning:
         """Whether and how the workers are pinned on this host."""
-        return Pinning.of_this_host(self.pin, self.threads or 1)
+        return Pinning.of_this_host(self.options.launch.pin, self.threads)
 
     @property
     def notice_source(self) -> NoticeSource | None:
-        """The address at which the cloud says so; None if nobody listens.
+        """The address at which the cloud says that it takes this machine away; None if nobody listens.
 
         Raises:
             JobError: there is no such cloud, or a variable names no address.
         """
-        return None if self.notices is None else NoticeSource.of_environment(self.notices, os.environ)
+        cloud = self.options.launch.notices
+        return None if cloud is None else NoticeSource.of_environment(cloud, os.environ)
 
     def told(self, variables: Mapping[str, str]) -> "LaunchSettings":
         """The same, with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
+
+    def with_options(self, values: Mapping[str, Any]) -> "LaunchSettings":
+        """The same, with further options, by the paths of their settings."""
+        return replace(self, options=settings_by_path({**said_in(self.options), **values}))
 
     def check(self, fewest: int = 1, *, is_here: bool = True) -> None:
         """Refuse what cannot work, before anything is started.
@@ -198,26 +188,23 @@ class LaunchSettings:
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
         """
-        for name in ("workers", "devices_per_worker", "shards", "threads", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < (fewest if name == "workers" else 1):
-                raise JobError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+        options = self.options
+        if self.workers < fewest:
+            raise JobError(f"--workers {self.workers}: at least 1 is needed")
         if self.processes > MOST_WORKERS:
             raise JobError(f"--workers {self.workers}: at most {MOST_WORKERS} on one host")
-        if not 0 <= self.grace_s <= LONGEST_S:
-            raise JobError(f"--grace-s {self.grace_s:g}: needs a number of seconds, 0 or more, at most {LONGEST_S:g}")
-        if self.shards is not None and self.workers > self.shards:
+        if options.shards is not None and self.workers > options.shards:
             raise JobError(
-                f"--workers {self.workers} with --shards {self.shards}: every worker needs at least one shard; "
-                f"set --shards {self.workers}, or start at most {self.shards} workers"
+                f"--workers {self.workers} with --shards {options.shards}: every worker needs at least one shard; "
+                f"set --shards {self.workers}, or start at most {options.shards} workers"
             )
         _ = self.notice_source
-        if self.strategy is not None:
-            strategy_of(self.strategy)
-        if self.policies:
+        if options.strategy is not None:
+            strategy_of(options.strategy)
+        if options.policies:
             from unisono.adapt.named import require_policies  # loads numpy, whose thread no fork server may have
 
-            require_policies(self.policies, "--policy")
-        require_loggers(self.log_to, "--log-to")
+            require_policies(list(map(str, options.policies)), "--policy")
+        require_loggers(list(map(str, options.records.loggers)), "--log-to")
         if is_here:
             self.script.require_readable()

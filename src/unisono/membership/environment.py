@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from unisono.errors import JobError
-from unisono.membership.variables import LAST_PORT, Variables
 from unisono.received import short
+from unisono.settings.variables import LAST_PORT, Variables
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers what is no real step (a batch script, an interactive shell) from the top of 32 bits."""

@@ -132,7 +132,8 @@ def _new_pem() -> str:
         except NoCertificate as error:
             raise JobError(
                 f"workers of several hosts speak TLS, and on host {platform.node()} {error}: install openssl, or let "
-                f"gradients travel in plain text with --insecure-data or unisono.init(insecure_data=True), in a "
+                f"gradients travel in plain text with --insecure-data or "
+                f"unisono.init(communication={{'insecure_data': True}}), in a "
                 f"network that only this job's hosts are in"
             ) from error
         return made.chain.read_text("ascii") + made.key.read_text("ascii")

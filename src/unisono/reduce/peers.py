@@ -140,7 +140,7 @@ class Peers:
         return NoProgress(
             f"rank {self.rank} of host {platform.node()} waited for rank {rank} of the same host in vain. It hangs, or "
             f"takes longer for something than the others: see its log, or allow more with "
-            f"unisono.init(failure_timeout_s=…)"
+            f"unisono.init(faults={{'timeout_s': …}})"
         )
 
     def _lost(self, rank: int) -> WorkerLost:

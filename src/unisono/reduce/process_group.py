@@ -351,7 +351,7 @@ class ProcessGroupTransport(Transport):
             return NoProgress(
                 f"rank {self.rank} on host {platform.node()} waited for another worker in vain: {first_line}. It "
                 f"hangs, or takes longer for something than the others: see its log, or allow more with "
-                f"unisono.init(failure_timeout_s=…)"
+                f"unisono.init(faults={{'timeout_s': …}})"
             )
         return WorkerLost(
             f"rank {self.rank} lost its connection to another worker: {first_line}. Look for the first error of the "

@@ -65,7 +65,7 @@ def created(size: int) -> int:
     if size > available:
         raise JobError(
             f"the workers of this host need {size / 2**20:.0f} MiB of shared memory each, and {available / 2**20:.0f} "
-            f"MiB are free: start fewer workers on this host, or unisono.init(transport='sockets')"
+            f"MiB are free: start fewer workers on this host, or unisono.init(communication={{'transport': 'sockets'}})"
         )
     # Not /dev/shm: this memory has no name, needs no space set aside, and is gone with its last user.
     descriptor = os.memfd_create("unisono", os.MFD_CLOEXEC)

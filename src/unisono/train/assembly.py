@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import AuditJudge, Verification
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.first_weights import FirstWeights
 from unisono.train.state.policy_state import PolicyState
@@ -87,7 +87,7 @@ class Inside:
     folder: RunFolder
     ending: Ending
     trained: Trained
-    checkpoints: Checkpoints
+    checkpoints: RunCheckpoints
     integrity: Integrity
     exact: ExactSteps
     steps: CurrentSteps
@@ -125,7 +125,7 @@ class Opened:
 
     membership: Membership
     folder: RunFolder
-    checkpoints: Checkpoints
+    checkpoints: RunCheckpoints
     collectives: CollectiveCalls
     leave: LeaveRequest
     fingerprint: dict[str, Any]
@@ -150,7 +150,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
     policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, collectives)
     loop = _loop(base, made, policy_runner)
     base.ending.also(loop.leave)
-    allow = config.recording.allow_job_change
+    allow = config.settings.checkpoints.allow_job_change
     return Inside(
         job=job,
         device=device,
@@ -177,7 +177,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
             allow_job_change=allow,
             measures=config.recording.curvature is not None,
         ),
-        evaluator=Evaluator(job, device, trained, collectives, config.fault_tolerance.failure_timeout_s),
+        evaluator=Evaluator(job, device, trained, collectives, config.settings.faults.timeout_s),
         listeners=base.listeners,
         metrics=base.metrics,
         callbacks=base.callbacks,
@@ -205,13 +205,14 @@ class _Base:
 
 def _base(config: RunConfig, opened: Opened) -> _Base:
     folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing, opened.leave)
-    about = {"job": config.job.model_dump(mode="json"), "fingerprint": opened.fingerprint}
+    about = {"job": asdict(config.job), "fingerprint": opened.fingerprint}
     trained = Trained(about, opened.policy_state)
     results = ResultWriter(folder, trained, membership, config)
     metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
     notices = Notices(folder, membership)
-    recording = config.recording
-    follower = LogFollower(folder, membership, about["job"], recording.loggers, recording.log_every_s)
+    follower = LogFollower(
+        folder, membership, about["job"], config.recording.loggers, config.settings.special.log_every_s
+    )
     told = [metrics, *_watching(config, opened), notices, results, callbacks, timer, LoneUpdates(membership), follower]
     listeners = Listeners(told)
     ending.also(lambda: listeners.tell(lambda one: one.close()))
@@ -220,14 +221,14 @@ def _base(config: RunConfig, opened: Opened) -> _Base:
 
 def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
     """Those who write down what somebody is going to check."""
-    recording, coordinator, found = config.recording, config.communication.coordinator, list[Listener]()
+    recording, coordinator, found = config.recording, config.connection.coordinator, list[Listener]()
     rank = -1 if opened.membership.joins else opened.membership.workers.process
     device = opened.membership.workers.devices.rank
     worker = f"rank-{rank}" if coordinator is None else device_name(coordinator.worker, device)
-    if recording.samples:
+    if config.settings.special.samples:
         found.append(SampleLog(opened.folder.path, worker))
     if opened.spans is not None:
-        host = config.communication.environment.host
+        host = config.connection.environment.host
         found.append(StepTimeline(opened.folder.path, worker, host, opened.spans, opened.membership))
     if recording.profile is not None:
         found.append(TorchProfile(opened.folder.path, worker, recording.profile))
@@ -253,7 +254,7 @@ class _Computing:
 def _computing(base: _Base) -> _Computing:
     config, opened, trained, listeners = base.config, base.opened, base.trained, base.listeners
     membership, checkpoints, folder = opened.membership, opened.checkpoints, opened.folder
-    requests, ending, how, every = base.requests, base.ending, config.execution, config.fault_tolerance.verify_every
+    requests, ending, how, every = base.requests, base.ending, config.execution, config.verify_every
     report = WorkerReport(membership, opened.leave, base.timer, checkpoints)
     copies = StateCopies(trained)
     integrity = Integrity(trained, copies, every, audits=how.audit > 0)
@@ -286,7 +287,7 @@ def _computing(base: _Base) -> _Computing:
         folder,
         listeners,
         ending,
-        again=_again(config.communication.launcher, folder.path),
+        again=_again(config.connection.launcher, folder.path),
     )
     collectives = opened.collectives.changing(recovery)
     synchronisation = Synchronisation(

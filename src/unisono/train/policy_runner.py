@@ -14,7 +14,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.policy_state import Hook, observed
 from unisono.train.state.trained import Trained
 from unisono.train.step.step import Step
@@ -38,7 +38,7 @@ class PolicyRunner:
         job: Job,
         trained: Trained,
         membership: Membership,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         metrics: MetricsLine,
         folder: RunFolder,
         collectives: CollectiveCalls,

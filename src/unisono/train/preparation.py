@@ -125,7 +125,9 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
         raise ModelError("run.pipeline: this model lies in stages already. Name all cuts in one call")
     _require_one_way(devices, "run.pipeline")
     stages, config = Stages.of(model, cuts), inside.exact.config
-    placement = Placement.of(config.stage_schedule or schedule, stages.count, devices.count, devices.rank)
+    placement = Placement.of(
+        config.settings.special.stage_schedule or schedule, stages.count, devices.count, devices.rank
+    )
     if devices.count == 1:
         materialise([model], inside.device)
         return
@@ -134,7 +136,7 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
     if not hasattr(PipelineStage, "_warmup_forward_vote"):
         raise JobError(f"run.pipeline: torch {torch.__version__} has other stages: take torch 2.13 for several devices")
     staging = Staging(model, stages, placement, devices.mesh.verbs.broadcast, inside.device)
-    if config.recording.measures and inside.membership.workers.rank == 0:
+    if config.settings.special.study and inside.membership.workers.rank == 0:
         staging.times = inside.folder.path / f"stages-{devices.rank}.jsonl"
     devices.mesh.losses = placement.last
 
@@ -170,7 +172,7 @@ def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any]
     if inside.job.precision == "fp16" and (sharing := sharing_in(prepared.optimizers)):
         raise ModelError(
             f"precision='fp16': {type(sharing[0]).__name__} goes by the sizes of gradients, which the loss scale "
-            "changes before they are seen: use precision='bf16', which needs none"
+            "changes before they are seen: use 'bf16', which needs none"
         )
     if staging_of(prepared.modules) is not None:
         if state:

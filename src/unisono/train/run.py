@@ -126,7 +126,7 @@ class Run(RunOnDevices):
 
         Raises:
             DataError: the data set or the loader cannot be read by index, a batch cannot be collated, or a loader
-                process failed, died or gave nothing for as long as ``failure_timeout_s``.
+                process failed, died or gave nothing for as long as ``faults.timeout_s``.
             JobError: ``loader_workers`` is no number of processes, or a loader's ``batch_size`` is not the loop's; or
                 ``batch_size`` cannot be had together with policies.
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.

@@ -10,14 +10,12 @@ from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
-from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
-from unisono.arguments import require_kinds, without_gone
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
@@ -25,14 +23,16 @@ from unisono.device import go_on_without_others
 from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
 from unisono.host.signals import NOTICES
-from unisono.job import Compression, Job, NumericsLevel, Precision, Reduction
-from unisono.loggers.logger import Logger
+from unisono.job import Job
 from unisono.membership.environment import Environment
 from unisono.membership.launch_variables import OF_THIS_PROCESS
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.membership.token import is_loopback
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
+from unisono.settings.names import unknown_variables
+from unisono.settings.reading import with_groups
+from unisono.settings.table import Arithmetic, Checkpoints, Communication, Faults, Records
 from unisono.spans import Spans
 from unisono.sync.strategy import Strategy
 from unisono.telemetry import configure as configure_spans
@@ -41,9 +41,9 @@ from unisono.train.assembly import Opened, assemble
 from unisono.train.config.bits import bits_of
 from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.config.run_config import Communication, CoordinatorAccess, Recording, RunConfig
+from unisono.train.config.run_config import Connection, CoordinatorAccess, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.connect import TopologyName, TransportName, connect, connect_devices, mesh_of
+from unisono.train.group.connect import connect, connect_devices, mesh_of
 from unisono.train.group.devices import Devices
 from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
@@ -52,10 +52,9 @@ from unisono.train.group.workers import SAME, Workers
 from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
-from unisono.train.state.checkpoints import Checkpoints, agreed_folder
+from unisono.train.state.checkpoints import RunCheckpoints, agreed_folder
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.state.policy_state import PolicyState
-from unisono.variables import unknown_variables
 
 
 class HostProcess:
@@ -82,17 +81,17 @@ class HostProcess:
 
     def membership(self, config: RunConfig) -> Membership:
         """Connect this worker to the others."""
-        if config.communication.coordinator is not None:
+        if config.connection.coordinator is not None:
             go_on_without_others(config.device)
         return _membership(config)
 
-    def leave_request(self, how: Communication) -> LeaveRequest:
+    def leave_request(self, connection: Connection) -> LeaveRequest:
         """What notes that this worker is asked to leave. Slurm lets people choose the signal by which it does.
 
         Args:
-            how: the settings of the connections between workers, which know the launcher.
+            connection: the place of this worker among the others, which knows the launcher.
         """
-        says = how.launcher != "unisono" and how.environment.rank == 0
+        says = connection.launcher != "unisono" and connection.environment.rank == 0
         return LeaveRequest(NOTICES if "SLURM_JOB_ID" in os.environ else (), says=says)
 
     def note_run(self, run: Run) -> None:
@@ -105,46 +104,30 @@ HOST_PROCESS: ContextVar[HostProcess] = ContextVar("HOST_PROCESS", default=HostP
 """The one of this thread."""
 
 
-@without_gone
+@with_groups
 def init(
     *,
     batch_size: int | None = None,
     seed: int = 0,
     shards: int | None = None,
-    threads: int | None = None,
-    reduction: Reduction = "exact",
-    precision: Precision = "float32",
-    compression: Compression = "none",
-    bucket_mb: float | None = None,
-    deterministic: bool = True,
-    numerics: NumericsLevel | None = None,
-    on_nan: Literal["stop", "skip"] = "stop",
     device: str | int | torch.device | None = None,
-    transport: TransportName | None = None,
-    topology: TopologyName | None = None,
-    insecure_data: bool = False,
-    overlap: bool | None = None,
-    devices_per_worker: int | None = None,
     run_dir: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    keep: int = 3,
-    allow_job_change: bool = False,
-    failure_timeout_s: float = 300.0,
-    verify_every: int | None = None,
-    checks: Literal["some", "all", "none"] | None = None,
-    audit: float | None = None,
-    balance: Literal["even", "speed"] = "even",
-    monitor: int | Monitoring = 0,
-    policies: Sequence[Policy] = (),
     strategy: Strategy | str | None = None,
-    loggers: Sequence[Logger | str] = (),
-    timeline: bool = False,
+    policies: Sequence[Policy | str] = (),
+    arithmetic: Arithmetic | Mapping[str, Any] | None = None,
+    checkpoints: Checkpoints | Mapping[str, Any] | None = None,
+    faults: Faults | Mapping[str, Any] | None = None,
+    communication: Communication | Mapping[str, Any] | None = None,
+    records: Records | Mapping[str, Any] | None = None,
 ) -> Run:
     """Start a run, on however many workers the launcher started.
 
     Call it first: it seeds the random generators, so that a model built after it has the same weights on every
     worker and in every run. The script runs unchanged as ``python train.py``, under ``unisono run``, torchrun and
     srun. An argument goes before the environment, the environment before the default.
+
+    A group of settings is a value of its class, or a dict: ``checkpoints=unisono.Checkpoints(every=100)``,
+    ``checkpoints={"every": 100}``.
 
     Args:
         batch_size: the number of samples in one global batch, shared by all workers; by default each loop's own, which
@@ -153,54 +136,22 @@ def init(
         shards: the number of slices of the global batch, and the most workers the job can use; by default the largest
             power of two up to 8 that leaves 16 samples per shard, and 8 without ``batch_size``. The bits of the weights
             depend on it.
-        threads: the number of torch threads per worker; by default 1. The bits depend on it.
-        reduction: ``exact``, or ``native`` for the backend's own all-reduce with its own order of additions.
-        precision: ``bf16`` and ``fp16`` run forward passes under autocast; with ``fp16`` losses are scaled, and steps
-            whose gradients overflow are skipped.
-        compression: ``bf16`` sends gradients as bfloat16, rounded at every node of the summation tree, so that the bits
-            still do not depend on the number of workers.
-        bucket_mb: the size of the buckets in which gradients are reduced, in MiB; by default 4 on CPUs, and 25 on
-            accelerators.
-        deterministic: whether to refuse operations that have no deterministic version.
-        numerics: ``portable`` for the same bits on x86 processors of several makers and generations, at a price; torch
-            has to be loaded with settings for it, as ``unisono run --numerics portable`` does. By default ``native``.
-        on_nan: the reaction to a loss or gradient that is NaN or infinite: ``stop`` the job or ``skip`` the step.
         device: the device; by default the GPU of the worker's local rank if there is one, else the CPU.
-        transport: the transport of gradients between workers; decides no bit. By default ``shared_memory`` between
-            workers of one host on CPUs, ``hierarchical`` between such hosts, ``sockets`` between other hosts, and on
-            GPUs ``process_group`` (torch's: NCCL, or Gloo).
-        topology: the way of the partial sums between hosts: ``direct``, ``ring``, ``tree`` or ``star``; decides
-            no bit. By default ``auto``, which measures them when the workers have met.
-        insecure_data: whether workers of several hosts may speak plain text with each other, in a network that only the
-            job's hosts are in. By default they speak TLS 1.3, with keys that the coordinator hands out, or that
-            ``UNISONO_DATA_KEYS`` names. Decides no bit.
-        overlap: whether to reduce gradients while the backward pass is still under way. Decides no bit. By default
-            wherever that saves time: not over shared memory when the workers' threads keep all cores busy.
-        devices_per_worker: the number of devices of a worker, for models that do not fit one device: each is driven by
-            a process of its own, and holds its slices of what :meth:`Run.fully_shard` got (default: 1). Decides no bit.
         run_dir: the run folder; one that holds checkpoints of the same job is resumed. By default a new one
             under ``runs/``.
-        checkpoint_every: the number of steps between automatic checkpoints; by default none are written.
-        keep: the number of checkpoints that stay.
-        allow_job_change: whether to resume although settings differ.
-        failure_timeout_s: the seconds for which a worker may be silent, or come no further while others wait for it,
-            before it is given up.
-        verify_every: the number of steps between comparisons of all workers' whole state, of which a copy is kept to go
-            back to. In every step they compare their weights and buffers (default: 100; 0: neither).
-        checks: the part of the gradients' memory that is checked in each step, from where a gradient is taken to the
-            update: ``all``; ``some``, which is all of up to 8 MiB, and as much of larger ones, each part in turn; or
-            ``none``. Decides no bit (default: ``some``).
-        audit: the share of the work, 0 to 1, that is computed again by another worker and compared bit for bit; a third
-            one says who is wrong. Decides no bit (default: 0).
-        balance: ``speed`` gives slower workers fewer shards, in an elastic job. Decides no bit.
-        monitor: the number of steps from one whose gradients' noise is measured to the next; 0 for none. Decides no
-            bit.
-        policies: the policies, which watch the training, and change batch, learning rate and workers while it runs.
         strategy: the synchronisation strategy (default: :class:`~unisono.AllReduce`), as a value or by its name. Only
             all-reduce and the synchronous parameter server are exact.
-        loggers: the loggers that get the figures of each step: ``tensorboard``, ``csv``, ``mlflow``, ``wandb``,
-            ``module:Class``, or a :class:`~unisono.Logger`.
-        timeline: whether to write down what each worker does when, for ``unisono timeline``. Decides no bit.
+        policies: the policies, which watch the training, and change batch, learning rate and workers while it runs; as
+            values or by their names.
+        arithmetic: the way in which workers compute (:class:`~unisono.Arithmetic`): threads, precision, reduction,
+            compression, buckets, determinism, portable numerics, and what happens to a loss that is not finite.
+        checkpoints: the moments at which checkpoints are written, and which stay (:class:`~unisono.Checkpoints`).
+        faults: the ways to find out what went wrong (:class:`~unisono.Faults`): time limits, comparisons, checks of
+            memory, audits.
+        communication: the ways of gradients between workers (:class:`~unisono.Communication`): transport, topology,
+            encryption, overlap, devices of each worker, balance.
+        records: the things that the run writes down (:class:`~unisono.Records`): loggers, timeline, profile, the
+            gradients' noise.
 
     Raises:
         JobError: a setting is of another type or out of range, or there are more workers than shards: says which.
@@ -208,7 +159,6 @@ def init(
         LaunchError: the other workers cannot be reached.
     """
     arguments, process = locals(), HOST_PROCESS.get()
-    require_kinds(init, arguments)
     config = configure(arguments, process.variables.all(), len(process.jobs) + 1)
     process.jobs.append(config.job)
     job, device, about = config.job, config.device, config.adaptation
@@ -225,21 +175,21 @@ def init(
         if bits := _bits(config):
             calls.agree("way to compute", bits, SAME_MACHINES + _or_portable(job))
         folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
-        checkpoints = opened.enter_context(closing(_checkpoints(folder, config.recording)))
-        leave = opened.enter_context(closing(process.leave_request(config.communication)))
+        written = opened.enter_context(closing(_checkpoints(folder, config)))
+        leave = opened.enter_context(closing(process.leave_request(config.connection)))
         opened.callback(process.variables.hide())
-        what = Opened(membership, folder, checkpoints, calls, leave, marks, policy_state, opened.pop_all(), spans)
+        what = Opened(membership, folder, written, calls, leave, marks, policy_state, opened.pop_all(), spans)
     run = Run(assemble(config, what))
     process.note_run(run)
     return _begun(run, config, process.variables.all())
 
 
 def _membership(config: RunConfig) -> Membership:
-    job, communication, environment = config.job, config.communication, config.communication.environment
+    job, connection, environment = config.job, config.connection, config.connection.environment
 
-    count, timeout_s = communication.devices, communication.timeout_s
-    if communication.coordinator is not None:
-        return _elastic(config, communication.coordinator)
+    count, timeout_s = connection.devices, connection.timeout_s
+    if connection.coordinator is not None:
+        return _elastic(config, connection.coordinator)
     place, here = environment.worker(count), environment.device(count)
     job.require_workers(place.world_size)
     devices, mesh = Devices(), None
@@ -252,7 +202,7 @@ def _membership(config: RunConfig) -> Membership:
         timeout_s,
         environment,
         f"/device-{devices.rank}",
-        keys=communication.data_keys,
+        keys=connection.data_keys,
         folder=RUNS if config.recording.folder is None else config.recording.folder.parent,
     )
     generation = Generation(1, place.rank, Split.even(job.shards, place.world_size))
@@ -260,7 +210,7 @@ def _membership(config: RunConfig) -> Membership:
 
 
 def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
-    how, count = config.communication, config.communication.devices
+    how, count = config.connection, config.connection.devices
     here, timeout_s = how.environment, how.timeout_s
     meet = partial(FixedRendezvous, here.device(count), timeout_s, here)
     group: DeviceGroup | None = None
@@ -292,8 +242,8 @@ def _besides(config: RunConfig) -> dict[str, Any]:
         "checked bytes": execution.checked_bytes,
         "audit": execution.audit,
         "monitor": asdict(execution.monitoring),
-        "verify_every": config.fault_tolerance.verify_every,
-        "checkpoint_every": config.recording.checkpoint_every,
+        "verify_every": config.verify_every,
+        "checkpoint_every": config.settings.checkpoints.every,
     }
 
 
@@ -316,19 +266,19 @@ def _or_portable(job: Job) -> str:
 
 def _bits(config: RunConfig) -> dict[str, str]:
     """What this worker computes, where others may be on another host: on one, all compute alike."""
-    how = config.communication
-    here, coordinator = how.environment, how.coordinator
+    here, coordinator = config.connection.environment, config.connection.coordinator
     is_alone = here.world_size == here.local_world_size
     if coordinator is not None:
         is_alone = is_loopback(urlsplit(coordinator.url).hostname or "")
     return {} if is_alone else {f"bits of {name}": digest for name, digest in bits_of(config.device).items()}
 
 
-def _checkpoints(folder: RunFolder, recording: Recording) -> Checkpoints:
+def _checkpoints(folder: RunFolder, config: RunConfig) -> RunCheckpoints:
+    settings = config.settings.checkpoints
     open_store = partial(
-        CheckpointStore, folder.checkpoints, keep=recording.keep, on_event=folder.journal, writer=folder.writer
+        CheckpointStore, folder.checkpoints, keep=settings.keep, on_event=folder.journal, writer=folder.writer
     )
-    return Checkpoints(open_store, every=recording.checkpoint_every)
+    return RunCheckpoints(open_store, every=settings.every)
 
 
 def _begun(run: Run, config: RunConfig, variables: Mapping[str, str]) -> Run:
@@ -342,7 +292,7 @@ def _begun(run: Run, config: RunConfig, variables: Mapping[str, str]) -> Run:
         print(f"unisono: {words}", file=sys.stderr, flush=True)  # noqa: T201  a setting that has no effect
     seed_generators(stream_seed(run.job.seed, Stream.SCRIPT, -1))
     try:
-        for plugin in load_plugins(config.plugins):
+        for plugin in load_plugins(config.settings.special.plugins):
             plugin(run)
     except BaseException:
         run.close()
@@ -353,8 +303,8 @@ def _begun(run: Run, config: RunConfig, variables: Mapping[str, str]) -> Run:
 def _announce(run: Run, config: RunConfig) -> None:
     if not run.is_main:
         return
-    environment, launcher = config.communication.environment, config.communication.launcher
-    open_to_others = {"insecure_data": True} if config.communication.insecure_data else {}
+    environment, launcher = config.connection.environment, config.connection.launcher
+    open_to_others = {"insecure_data": True} if config.settings.communication.insecure_data else {}
     run.inside.folder.journal(
         "started", world_size=run.world_size, launcher=launcher, pid=os.getpid(), **open_to_others
     )

@@ -108,7 +108,7 @@ class StepLoop:
 
     def __post_init__(self) -> None:
         self._contents = Contents()
-        self._feeds = LoopFeeds(self.config.job.seed, self.config.fault_tolerance.failure_timeout_s)
+        self._feeds = LoopFeeds(self.config.job.seed, self.config.settings.faults.timeout_s)
 
     def over(
         self,
@@ -141,7 +141,7 @@ class StepLoop:
         batches = Batches(feed.order.cut, samples, shards)
         first = batches.of(0)
         require_steps(feed, first, samples)
-        noted = "" if self.config.recording.allow_job_change else content
+        noted = "" if self.config.settings.checkpoints.allow_job_change else content
         reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest, noted)
         coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps, begin))
         live = self._loop(coming)
@@ -360,7 +360,8 @@ class StepLoop:
         self.trained.loops += 1
         self._epochs = epochs
         course, source = self._course(feed, batches)
-        cuts = self.config.stop_after, self.config.stop_after_epochs
+        special = self.config.settings.special
+        cuts = special.stop_after, special.stop_after_epochs
         loop = Loop(number, reading, course, epochs, *cuts, max_steps, begin)
         self._joined, self.source, self._feed, self._batches = self.membership.joins, source, feed, batches
         self.steps.is_computing = False

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.options import ScriptName, WorkerOptions, grouped
+from unisono.cli.options import Module, ScriptName, Starting, grouped
 from unisono.cli.tables import bare_table, show_table
 from unisono.errors import JobError
 from unisono.host.cgroup import read_limits
 from unisono.host.memory import MIB, room_mib
 from unisono.launch.local import Launcher
+from unisono.launch.settings import LaunchSettings, Script
 from unisono_lab.commands.study import STUDIES, ScriptArgs, StudyCommand, say_ended
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def batch_size(
     margin: Margin = 0.1,
     json: Json = None,
     *,
-    job: WorkerOptions,
+    module: Module = False,
+    options: Starting,
 ) -> None:
     """Find the largest batch per worker that fits, and the one with the best throughput.
 
@@ -96,7 +98,9 @@ def batch_size(
     if steps < LEAST_STEPS:
         raise JobError(f"--steps {steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
     limit = ROOM_SHARE * room_mib(read_limits()) / workers if memory_limit is None else read_mib(memory_limit)
-    settings = job.settings(script, args, workers=workers, grace_s=TRIAL_GRACE_S, memory_limit_mib=limit)
+    launched = Script(script, tuple(args or ()), is_module=module)
+    settings = LaunchSettings.tuned(launched, options, workers=workers, memory_limit_mib=limit)
+    settings = settings.with_options({"launch.grace_s": TRIAL_GRACE_S})
     settings.check()
     path = file_of(json, settings.script.stem)
     raise typer.Exit(start(search, BatchRunner(settings, steps, path.parent / FAILED_NAME), path))

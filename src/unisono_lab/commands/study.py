@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.text import Text
 
 from unisono.cli.help import HelpfulCommand
-from unisono.cli.options import Resources, WorkerOptions, grouped, read_workers
+from unisono.cli.options import Module, Resources, Starting, grouped, read_workers
 from unisono.cli.tables import bare_table, show_table
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import usable_cores
 from unisono.launch.settings import Script
+from unisono.settings.table import Settings
 
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
@@ -155,7 +156,7 @@ class RunOptions:
     ] = None
     seed: Annotated[int, typer.Option(help="The seed of the random order of runs.")] = 0
 
-    def measurement(self, launched: Script, job: WorkerOptions) -> Measurement:
+    def measurement(self, launched: Script, options: Settings) -> Measurement:
         """What is to be measured of a script.
 
         Raises:
@@ -175,13 +176,13 @@ class RunOptions:
             steps=self.steps,
             epochs=self.epochs,
             baseline=plain,
-            baseline_workers=plain_workers(workers, job.threads or 1, usable_cores()) if plain else (),
-            shards=job.shards,
-            threads=job.threads,
+            baseline_workers=plain_workers(workers, options.arithmetic.threads, usable_cores()) if plain else (),
+            shards=options.shards,
+            threads=options.arithmetic.values.get("threads"),
             warmup_steps=self.warmup,
             seed=self.seed,
             label=self.label or launched.stem,
-            tuned=job.tuned,
+            tuned=options.launch.tuning,
         )
 
 
@@ -222,7 +223,8 @@ def study(
     *,
     runs: RunOptions,
     report: ReportOptions,
-    job: WorkerOptions,
+    module: Module = False,
+    options: Starting,
 ) -> None:
     """Measure a script with several numbers of workers, several times each, and report how it scales.
 
@@ -236,15 +238,16 @@ def study(
 
     What is measured is kept: started again, it measures only what is missing. Exit code 1 if figures are missing.
     """
-    if script is None or measured is not None or (script == COMPARE and not job.module):
+    if script is None or measured is not None or (script == COMPARE and not module):
         return _from_figures(measured, [Path(each) for each in args or ()] if script else None, out, report)
-    launched = Script(script, tuple(args or ()), is_module=job.module)
+    launched = Script(script, tuple(args or ()), is_module=module)
     if stages is not None:
         own = {name: getattr(runs, name) for name in ("repeats", "steps", "warmup", "seed")}
-        own |= {name: getattr(job, name) for name in ("shards", "threads", "tuned")}
+        own |= {"shards": options.shards, "threads": options.arithmetic.values.get("threads")}
+        own["tuned"] = options.launch.tuning
         where = out or STUDIES / f"{runs.label or launched.stem}-stages"
         raise typer.Exit(study_stages(launched, stages, where, **own))
-    measurement = runs.measurement(launched, job)
+    measurement = runs.measurement(launched, options)
     where, wanted = out or STUDIES / measurement.label, report.wanted(f"Scaling study: {measurement.label}")
     raise typer.Exit(start(measurement, place.engine_for(runs.baseline), where, wanted, keeps_going=keep_going))
 

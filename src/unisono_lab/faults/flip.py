@@ -40,7 +40,9 @@ def flip_in_checkpoint(run: Run, bit: int) -> None:
         run.inside.checkpoints.store.wait()  # for the one that is being written
     newest = max(run.inside.folder.checkpoints.glob("step-*[0-9]/model.safetensors"), default=None)
     if newest is None:
-        raise JobError("flip_bit: there is no checkpoint yet: set checkpoint_every, or flip the bit at a later step")
+        raise JobError(
+            "flip_bit: there is no checkpoint yet: set checkpoints={'every': …}, or flip the bit at a later step"
+        )
     flip_in_file(newest, bit)
 
 

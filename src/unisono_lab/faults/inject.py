@@ -17,7 +17,7 @@ import psutil
 from unisono.errors import JobError, LaunchError, UnisonoError
 from unisono.launch.elastic.address import WHERE, Address, Control
 from unisono.membership.token import read_token
-from unisono.membership.variables import Variables
+from unisono.settings.variables import Variables
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono_lab.faults import fault_helper as fault_helper
 from unisono_lab.faults.fault import (

@@ -25,7 +25,7 @@ from unisono.launch.ending.result import in_a_line, last_lines, open_folder
 from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import SilentTerminal
-from unisono.launch.tuning import Tuning
+from unisono.settings.reading import settings_by_path, variables_of, words_of
 from unisono_lab.analysis.results import Results
 from unisono_lab.analysis.study_folder import PlannedCell
 from unisono_lab.measure.measurement import Measurement, surroundings
@@ -65,11 +65,7 @@ class StudyEngine(Protocol):
 
 def _options(settings: LaunchSettings) -> list[str]:
     """Those of ``unisono run`` that a study sets."""
-    return [
-        *([] if settings.shards is None else ["--shards", str(settings.shards)]),
-        *([] if settings.threads is None else ["--threads", str(settings.threads)]),
-        *([] if settings.tuning.is_wanted else ["--no-tuning"]),
-    ]
+    return words_of(settings.options, without=("launch.grace_s",))
 
 
 class OnThisHost:
@@ -180,8 +176,8 @@ class BySlurm:
 
     def typed(self, settings: LaunchSettings) -> list[str]:
         """``srun``."""
-        told = {"UNISONO_SHARDS": settings.shards, "UNISONO_THREADS": settings.threads}
-        return [*(f"{name}={value}" for name, value in told.items() if value), *self._srun(settings), "python"]
+        told = variables_of(settings.options)
+        return [*(f"{name}={value}" for name, value in told.items()), *self._srun(settings), "python"]
 
     @staticmethod
     def _srun(settings: LaunchSettings) -> list[str]:
@@ -273,14 +269,17 @@ class CellRunner:
         """How to start one."""
         wanted, kind = self.measurement, cell.kind
         is_plain = kind.mode == "baseline"
-        return LaunchSettings(
-            Script.from_argv(wanted.baseline if is_plain else wanted.script),
-            workers=1 if is_plain else kind.workers,
+        options = {
             # Of weak scaling's batch there are more shards than these, one for every worker at least.
-            shards=None if is_plain or kind.mode == "weak" else wanted.shards,
-            threads=wanted.plain_threads(kind) if is_plain else wanted.threads,
-            grace_s=TRIAL_GRACE_S,
-            tuning=Tuning.of_this_process(wanted=wanted.tuned),
+            "shards": None if is_plain or kind.mode == "weak" else wanted.shards,
+            "arithmetic.threads": wanted.plain_threads(kind) if is_plain else wanted.threads,
+            "launch.grace_s": TRIAL_GRACE_S,
+            "launch.tuning": None if wanted.tuned else False,
+        }
+        return LaunchSettings.tuned(
+            Script.from_argv(wanted.baseline if is_plain else wanted.script),
+            settings_by_path(options),
+            workers=1 if is_plain else kind.workers,
             extra_environment={} if is_plain else self._told(cell),
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 from unisono.errors import JobError
 from unisono.jsonl import read_lines
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.tuning import Tuning
+from unisono.settings.reading import settings_by_path
 from unisono.train.model.stages import LOOPED, SCHEDULES
 from unisono_lab.measure.engines import OnThisHost
 
@@ -87,15 +87,13 @@ class ScheduleStudy:
             "UNISONO_STAGE_SCHEDULE": schedule,
             "UNISONO_STOP_AFTER": str(self.warmup + self.steps),
         }
-        return LaunchSettings(
-            self.script,
-            workers=1,
-            devices_per_worker=self.devices,
-            shards=self.shards,
-            threads=self.threads,
-            tuning=Tuning.of_this_process(wanted=self.tuned, devices=self.devices),
-            extra_environment=told,
-        )
+        options = {
+            "communication.devices_per_worker": self.devices,
+            "shards": self.shards,
+            "arithmetic.threads": self.threads,
+            "launch.tuning": None if self.tuned else False,
+        }
+        return LaunchSettings.tuned(self.script, settings_by_path(options), workers=1, extra_environment=told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.job import Job
@@ -74,11 +72,9 @@ def _job(folder: RunFolder) -> Job:
         hint = f"; did you mean {folder.path / inside[-1]}?" if inside else ""
         raise JobError(f"{folder.path} is no run folder: it has no job.json{hint}")
     try:
-        return Job.model_validate(found)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise JobError(f"{folder.path / 'job.json'} is no job of this version: {where}: {problem['msg']}") from error
+        return Job(**found)
+    except (JobError, TypeError) as error:
+        raise JobError(f"{folder.path / 'job.json'} is no job of this version: {error}") from error
 
 
 def _damage(file: Path, numbers: Sequence[int]) -> str:

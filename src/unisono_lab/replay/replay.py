@@ -13,7 +13,7 @@ from unisono_lab.replay.record import Record
 from unisono_lab.replay.recorded_view import RecordedStep, gaps, recorded_steps
 from unisono_lab.replay.timeline import decisions_that_hold, lines_that_hold
 
-RECORDING = "record them with unisono.init(monitor=1), or UNISONO_MONITOR_EVERY=1"
+RECORDING = "record them with unisono.init(records={'monitor': 1}), or UNISONO_MONITOR_EVERY=1"
 
 
 @dataclass(frozen=True, slots=True)

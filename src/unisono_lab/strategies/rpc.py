@@ -167,7 +167,7 @@ class RpcEndpoint:
             raise NoProgress(
                 f"{self._called(self._rank)} waited for {self._called(rank)} in vain. It hangs, waits for somebody "
                 f"else, or takes longer for something than the others: see its log, or allow more with "
-                f"unisono.init(failure_timeout_s=…)"
+                f"unisono.init(faults={{'timeout_s': …}})"
             ) from error
         except Unreadable as error:
             self.abort()

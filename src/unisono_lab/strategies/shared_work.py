@@ -99,7 +99,7 @@ class WorkQueue:
                 raise NoProgress(
                     f"{self._called(worker)} waited for its turn in vain, which comes after {out}. It hangs, or takes "
                     f"longer for something than the others: see its log, or allow more with "
-                    f"unisono.init(failure_timeout_s=…)"
+                    f"unisono.init(faults={{'timeout_s': …}})"
                 )
         raise WorkerLost("a worker was lost while others waited for their turn")
 

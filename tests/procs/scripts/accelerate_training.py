@@ -14,7 +14,7 @@ import unisono
 
 set_seed(3)
 accelerator = unisono.accelerate.Accelerator(
-    seed=3, checkpoint_every=2, gradient_accumulation_steps=2 if "accumulate" in sys.argv else 1
+    seed=3, checkpoints={"every": 2}, gradient_accumulation_steps=2 if "accumulate" in sys.argv else 1
 )
 drawn = torch.Generator().manual_seed(0)
 labels = torch.randint(0, 3, (140,), generator=drawn)

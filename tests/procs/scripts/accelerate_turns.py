@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 
-run = unisono.init(seed=3, shards=4, checkpoint_every=2)
+run = unisono.init(seed=3, shards=4, checkpoints={"every": 2})
 named = ProjectConfiguration(project_dir=str(run.dir / "states"), automatic_checkpoint_naming=True, total_limit=2)
 accelerator = unisono.accelerate.Accelerator(run=run, project_config=named)
 drawn = torch.Generator().manual_seed(0)

@@ -86,7 +86,9 @@ def counts() -> dict[str, int]:
 
 
 precision: Any = os.environ.get("PRECISION", "float32")
-run = unisono.init(batch_size=32, seed=0, shards=6, device=os.environ.get("DEVICE") or None, precision=precision)
+run = unisono.init(
+    batch_size=32, seed=0, shards=6, device=os.environ.get("DEVICE") or None, arithmetic={"precision": precision}
+)
 model = {"mlp": mlp, "cnn": Cnn, "gpt": Gpt}[MODEL]()
 optimizer = optimizer_of(model)
 

@@ -30,7 +30,7 @@ class Batches:
             yield {"x": torch.sin(rows[:, None] * torch.arange(1.0, 7.0)), "number": rows}
 
 
-run = unisono.init(batch_size=16, shards=8, seed=1, checkpoint_every=3)
+run = unisono.init(batch_size=16, shards=8, seed=1, checkpoints={"every": 3})
 torch.manual_seed(4)
 model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 3))
 run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))

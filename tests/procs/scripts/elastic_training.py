@@ -82,7 +82,7 @@ class Seen:
         vars(self).update(state)
 
 
-run = unisono.init(batch_size=64, shards=8, seed=3, failure_timeout_s=30)
+run = unisono.init(batch_size=64, shards=8, seed=3, faults={"timeout_s": 30})
 body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
 head = nn.Linear(32, 5)
 models: Any = [body, head]

@@ -61,7 +61,7 @@ streams: dict[str, Callable[[], Any]] = {
     "loader": lambda: DataLoader(Split(), 5),
 }
 
-run = unisono.init(batch_size=48, shards=6, seed=3, failure_timeout_s=30, threads=1)
+run = unisono.init(batch_size=48, shards=6, seed=3, faults={"timeout_s": 30}, arithmetic={"threads": 1})
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 5))
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 training = TensorDataset(torch.arange(576.0).sin().reshape(96, 6), torch.arange(96) % 5)

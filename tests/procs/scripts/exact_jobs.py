@@ -161,12 +161,12 @@ def bf16_parameters() -> Any:
 
 @job
 def bf16_autocast() -> Any:
-    return train(precision="bf16")
+    return train(arithmetic={"precision": "bf16"})
 
 
 @job
 def small_buckets() -> Any:
-    return train(data=images(150), bucket_mb=0.001)
+    return train(data=images(150), arithmetic={"bucket_mb": 0.001})
 
 
 @job
@@ -293,7 +293,7 @@ def metrics_and_a_scheduler() -> Any:
 
 @job
 def gradients_that_are_watched() -> Any:
-    run = unisono.init(batch_size=50, shards=8, seed=3, monitor=Monitoring(every=2, one_in=2))
+    run = unisono.init(batch_size=50, shards=8, seed=3, records={"monitor": Monitoring(every=2, one_in=2)})
     model = Net()
     run.prepare(model, adam(model))
     figures = []
@@ -320,12 +320,12 @@ def draws_between_the_steps() -> Any:
 
 @job
 def reduced_beside_the_backward_pass() -> Any:
-    return train(overlap=True)
+    return train(communication={"overlap": True})
 
 
 @job
 def reduced_after_the_backward_pass() -> Any:
-    return train(overlap=False)
+    return train(communication={"overlap": False})
 
 
 @job
@@ -467,7 +467,7 @@ def an_update_of_the_scripts_own() -> Any:
 
 @job
 def gradients_compressed_to_bf16() -> Any:
-    return train(compression="bf16", batch_size=61)
+    return train(arithmetic={"compression": "bf16"}, batch_size=61)
 
 
 def fused_momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -476,7 +476,7 @@ def fused_momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 @job
 def fused_momentum_on_two_threads() -> Any:
-    return train(make_optimizer=fused_momentum, threads=2)
+    return train(make_optimizer=fused_momentum, arithmetic={"threads": 2})
 
 
 class InTurn(Policy):

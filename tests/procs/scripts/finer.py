@@ -53,7 +53,14 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 run = unisono.init(
-    batch_size=48, shards=6, seed=3, policies=[Finer()], monitor=1, failure_timeout_s=30, threads=1, **OPTIONS
+    batch_size=48,
+    shards=6,
+    seed=3,
+    policies=[Finer()],
+    records={"monitor": 1},
+    faults={"timeout_s": 30, **OPTIONS.get("faults", {})},
+    communication=OPTIONS.get("communication"),
+    arithmetic={"threads": 1},
 )
 torch.manual_seed(1)
 model = nn.Sequential(

@@ -22,8 +22,8 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-settings: dict[str, Any] = {"compression": "bf16"} if way == "compressed" else {}
-run = unisono.init(batch_size=16, seed=0, shards=1 if way == "whole" else 6, precision="fp16", **settings)
+arithmetic = unisono.Arithmetic(precision="fp16", compression="bf16" if way == "compressed" else "none")
+run = unisono.init(batch_size=16, seed=0, shards=1 if way == "whole" else 6, arithmetic=arithmetic)
 model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
 generator = torch.Generator().manual_seed(0)
 inputs, labels = torch.randn(96, 6, generator=generator), torch.randint(0, 3, (96,), generator=generator)

@@ -165,7 +165,7 @@ def transformers_fit() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    run = unisono.init(precision="fp16", **settings)
+    run = unisono.init(arithmetic={"precision": "fp16"}, **settings)
     runs.append(run)
     trainer = MyTrainer(model=Net(), args=arguments, train_dataset=rows, eval_dataset=rows, callbacks=[Told()], run=run)
     trainer.train()

@@ -42,7 +42,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]  # Keras has no type
 points = keras.Input((6,), name="point")
 hidden = layers.Dropout(0.2)(layers.Dense(8, "relu")(points))
 model = keras.Model({"point": points}, layers.Dense(3, "softmax")(hidden))
-model = unisono.keras.Model(model, checkpoint_every=4)
+model = unisono.keras.Model(model, checkpoints={"every": 4})
 model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 training, held_out = Batches(90), Batches(40)
 first = model.fit(training, epochs=3, verbose=0, validation_data=held_out, class_weight={1: 2.0})

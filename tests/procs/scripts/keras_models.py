@@ -12,7 +12,7 @@ import unisono
 
 global_state.set_global_attribute("object_name_uids", None)  # names of layers begin anew in this thread
 keras.utils.set_random_seed(3)
-run = unisono.init(batch_size=32, shards=8, seed=3, checkpoint_every=2)
+run = unisono.init(batch_size=32, shards=8, seed=3, checkpoints={"every": 2})
 numbers = np.random.RandomState(0)
 labels = numbers.randint(0, 3, 100)
 samples = (numbers.rand(100, 6) + labels[:, None] / 4).astype("float32")

@@ -24,7 +24,7 @@ class Exported(keras.Sequential):  # type: ignore[misc]  # Keras has no types
 
 
 layers: Any = Exported([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
-model = unisono.keras.Model(layers, checkpoint_every=2)
+model = unisono.keras.Model(layers, checkpoints={"every": 2})
 model.compile("adam", "sparse_categorical_crossentropy")
 chosen = np.arange(100)
 for _ in range(3):

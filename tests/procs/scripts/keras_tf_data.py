@@ -42,7 +42,7 @@ filtered = whole.filter(plain(lambda inputs, label: label > 0)).shuffle(30, seed
 inputs = keras.Input((6,), name="point")
 hidden = layers.Dropout(0.2)(layers.BatchNormalization()(layers.Dense(8, "relu")(inputs)))
 model = keras.Model({"point": inputs}, layers.Dense(3, "softmax")(hidden))
-model = unisono.keras.Model(model, checkpoint_every=4)
+model = unisono.keras.Model(model, checkpoints={"every": 4})
 model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
 said = [model.fit(training, epochs=3, verbose=0, validation_data=held_out, class_weight={1: 2.0})]
 evaluated = [model.evaluate(training, verbose=0), model.evaluate(repeated, steps=5, verbose=0)]

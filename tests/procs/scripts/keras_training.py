@@ -12,7 +12,7 @@ from keras.src.backend.common import global_state
 import unisono
 
 global_state.set_global_attribute("object_name_uids", None)  # names of layers begin anew in this thread
-run = unisono.init(batch_size=32, shards=8, seed=3, checkpoint_every=4)
+run = unisono.init(batch_size=32, shards=8, seed=3, checkpoints={"every": 4})
 digits = np.random.RandomState(0)
 labels = digits.randint(0, 3, 130)
 images = (digits.rand(130, 6, 6, 1) + labels[:, None, None, None] / 4).astype("float32")

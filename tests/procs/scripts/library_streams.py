@@ -79,7 +79,7 @@ streams: dict[str, Callable[[], Any]] = {
     "stateful-loader": lambda: StatefulDataLoader(streamed(parquet().map(with_noise)), BATCH),
 }
 
-run = unisono.init(batch_size=BATCH, shards=6, seed=3, failure_timeout_s=30, threads=1)
+run = unisono.init(batch_size=BATCH, shards=6, seed=3, faults={"timeout_s": 30}, arithmetic={"threads": 1})
 model, seen = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 5)), Seen()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 run.prepare(model, optimizer, state={"seen": (seen, {"ids": "cat"})})

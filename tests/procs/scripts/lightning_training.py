@@ -21,7 +21,7 @@ warnings.filterwarnings("ignore")
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
-run = unisono.init(batch_size=32, shards=8, seed=3, checkpoint_every=4)
+run = unisono.init(batch_size=32, shards=8, seed=3, checkpoints={"every": 4})
 strategy = unisono.lightning.Strategy(run)
 drawn = torch.Generator().manual_seed(0)
 labels = torch.randint(0, 3, (150,), generator=drawn)

@@ -63,7 +63,9 @@ def loader_of(kind: str) -> DataLoader[Any]:
     return DataLoader(data, BATCH, sampler=samplers[kind](), num_workers=workers)
 
 
-run = unisono.init(batch_size=BATCH, shards=6, seed=3, verify_every=3, failure_timeout_s=30, threads=1)
+run = unisono.init(
+    batch_size=BATCH, shards=6, seed=3, faults={"verify_every": 3, "timeout_s": 30}, arithmetic={"threads": 1}
+)
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 5))
 run.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 

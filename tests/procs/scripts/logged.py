@@ -9,7 +9,7 @@ from torch import nn
 
 import unisono
 
-run = unisono.init(batch_size=28, shards=7, seed=0, checkpoint_every=int(os.environ.get("EVERY", "0")) or None)
+run = unisono.init(batch_size=28, shards=7, seed=0, checkpoints={"every": int(os.environ.get("EVERY", "0")) or None})
 inputs = torch.randn(140, 8, generator=torch.Generator().manual_seed(0))
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1))
 model: Any = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))

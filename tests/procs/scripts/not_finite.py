@@ -31,8 +31,9 @@ def loss_fn(model: Any, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-settings: dict[str, Any] = {"strategy": way} if ":" in way else {"compression": "bf16"} if way == "compressed" else {}
-run = unisono.init(batch_size=16, seed=0, shards=1 if way == "whole" else 4, on_nan=on_nan, **settings)
+arithmetic = {"on_nan": on_nan, "compression": "bf16" if way == "compressed" else "none"}
+strategy = way if ":" in way else None
+run = unisono.init(batch_size=16, seed=0, shards=1 if way == "whole" else 4, arithmetic=arithmetic, strategy=strategy)
 model: Any = nn.Sequential(OrderedDict(body=nn.Linear(6, 5, bias=False), out=Rooted(5, 3)))
 parts = [model.body, model.out]
 if way == "slices":

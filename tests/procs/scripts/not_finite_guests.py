@@ -165,7 +165,7 @@ def accelerate_fit() -> None:
 
 
 sizes: dict[str, Any] = {} if guest == "transformers" else {"batch_size": BATCH}
-run = unisono.init(**sizes, seed=0, shards=4, on_nan=on_nan)
+run = unisono.init(**sizes, seed=0, shards=4, arithmetic={"on_nan": on_nan})
 try:
     globals()[f"{guest}_fit"]()
 except NonFiniteLoss as error:

@@ -98,7 +98,7 @@ def data() -> Any:
     return WHOLE
 
 
-run = unisono.init(batch_size=24, shards=6, seed=3, failure_timeout_s=30, threads=1)
+run = unisono.init(batch_size=24, shards=6, seed=3, faults={"timeout_s": 30}, arithmetic={"threads": 1})
 model = nn.Linear(4, 3)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
 

@@ -12,7 +12,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--fails-with", type=int, default=0)
 options = arguments.parse_args()
 
-run = unisono.init(batch_size=32, shards=4, run_dir="own", checkpoint_every=2)
+run = unisono.init(batch_size=32, shards=4, run_dir="own", checkpoints={"every": 2})
 if run.world_size == options.fails_with:
     raise RuntimeError(f"there are {run.world_size} of us")
 draw = torch.Generator().manual_seed(1)

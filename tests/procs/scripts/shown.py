@@ -31,7 +31,7 @@ def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return loss
 
 
-run = unisono.init(batch_size=32, shards=8, seed=0, monitor=1, policies=[Market()])
+run = unisono.init(batch_size=32, shards=8, seed=0, records={"monitor": 1}, policies=[Market()])
 inputs = torch.linspace(-1, 1, 256).reshape(-1, 1)
 dataset = TensorDataset(inputs, 3 * inputs + 1)
 model = nn.Linear(1, 1)

@@ -213,7 +213,9 @@ CASES = {
     "matrices": Case(language, whole_matrices, {"shards": 6, "batch_size": 18}, clip_norm=1.0),
     "pairs": Case(pairs, AdamW, {"shards": 5, "batch_size": 15}),
     "images": Case(residual, Factors, {"shards": 6, "batch_size": 24}),
-    "narrow": Case(residual, AdamW, {"shards": 6, "batch_size": 18, "precision": "bf16", "compression": "bf16"}),
+    "narrow": Case(
+        residual, AdamW, {"shards": 6, "batch_size": 18, "arithmetic": {"precision": "bf16", "compression": "bf16"}}
+    ),
 }
 
 

@@ -266,7 +266,7 @@ CASES = {
         texts,
         LAYERS,
         torch.optim.Adagrad,
-        {"shards": 6, "batch_size": 18, "precision": "bf16", "compression": "bf16"},
+        {"shards": 6, "batch_size": 18, "arithmetic": {"precision": "bf16", "compression": "bf16"}},
     ),
 }
 

@@ -37,7 +37,7 @@ class Restless(unisono.Policy):
             self.measure_links()
 
 
-run = unisono.init(batch_size=64, shards=8, seed=4, policies=[Restless()], monitor=Monitoring(every=2))
+run = unisono.init(batch_size=64, shards=8, seed=4, policies=[Restless()], records={"monitor": Monitoring(every=2)})
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(12, 64), nn.LayerNorm(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -42,7 +42,7 @@ class Restless(unisono.Policy):
             self.resize(SIZES[self.changes // 3 % len(SIZES)])
 
 
-run = unisono.init(batch_size=48, shards=6, seed=4, policies=[Restless()], keep=100)
+run = unisono.init(batch_size=48, shards=6, seed=4, policies=[Restless()], checkpoints={"keep": 100})
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, batch: Any) -> Any:
     return (model(inputs).squeeze(1) - targets).square().mean()
 
 
-run = unisono.init(batch_size=32, shards=4, seed=4, policies=chosen(), monitor=1)
+run = unisono.init(batch_size=32, shards=4, seed=4, policies=chosen(), records={"monitor": 1})
 draw = torch.Generator().manual_seed(2)
 inputs = torch.randn(4096, 4, generator=draw)
 targets = inputs.sum(1) + 6 * torch.randn(4096, generator=draw)

@@ -24,7 +24,7 @@ import unisono
 
 tqdm.monitor_interval = 0  # no thread of its own
 logging.disable_progress_bar()
-run = unisono.init(seed=3, shards=6, checkpoint_every=3)
+run = unisono.init(seed=3, shards=6, checkpoints={"every": 3})
 text = Path(decoder.__file__).read_bytes()
 lengths = [9 + number * 7 % 16 for number in range(64)]  # batches are padded
 rows = [list(text[number * 25 : number * 25 + length]) for number, length in enumerate(lengths)]

@@ -18,7 +18,7 @@ TROUBLE = json.loads(os.environ.get("TROUBLE", "[]"))
 PACE_S = float(os.environ.get("PACE_S", "0.005"))
 TIMEOUT_S = float(os.environ.get("TIMEOUT_S", "30"))
 
-run = unisono.init(batch_size=64, shards=8, seed=5, failure_timeout_s=TIMEOUT_S, balance="speed")
+run = unisono.init(batch_size=64, shards=8, seed=5, faults={"timeout_s": TIMEOUT_S}, communication={"balance": "speed"})
 model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 run.prepare(model, optimizer)

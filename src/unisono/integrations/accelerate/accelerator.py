@@ -58,7 +58,7 @@ class Accelerator(RecordingAccelerator):
         if said.get("cpu"):
             ours.setdefault("device", "cpu")
         precision = precision_of(said)
-        defaults = {"precision": precision} if precision in _NARROW else {}  # it is part of the job
+        defaults = {"arithmetic.precision": precision} if precision in _NARROW else {}  # it is part of the job
         self.run = run_for("unisono.accelerate.Accelerator", run, ours, defaults)
         if said.get("mixed_precision") is None and self.run.job.precision in _NARROW:
             own["mixed_precision"] = self.run.job.precision

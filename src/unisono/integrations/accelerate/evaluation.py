@@ -96,9 +96,7 @@ class EvaluationLoop:
     def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
         self._run, self._loader = run, loader
         inside, seed = run.inside, run.job.seed
-        self._feed = Feed.of(
-            loader, Asked(), LoopKey(seed, NO_LOOP), inside.loop.config.fault_tolerance.failure_timeout_s
-        )
+        self._feed = Feed.of(loader, Asked(), LoopKey(seed, NO_LOOP), inside.loop.config.settings.faults.timeout_s)
         self._cut = self._feed.order.cut(EVALUATION_EPOCH, self._feed.batch_size or 1)
         self._next, self._own = 0, 0  # the first batch that nobody has gathered, and this worker's
         self._gathered, self._is_shared = 0, False

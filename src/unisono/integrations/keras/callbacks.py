@@ -184,7 +184,8 @@ def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, *, trains: boo
     for one in chosen:
         if isinstance(one, keras.callbacks.BackupAndRestore):
             raise JobError(
-                "BackupAndRestore: leave it out. unisono.init(checkpoint_every=…, run_dir=…) keeps more, and goes on "
+                "BackupAndRestore: leave it out. unisono.init(checkpoints={'every': …}, run_dir=…) keeps more, and "
+                "goes on "
                 "in the middle of an epoch"
             )
     shown = [one for one in chosen if type(one).__name__ == "ProgbarLogger"]

@@ -55,7 +55,7 @@ class Model:
 
     def __init__(self, model: Any, run: Run | None = None, **settings: Any) -> None:
         require_kept(model)
-        precision = {"precision": "fp16"} if scales_loss(model) else {}
+        precision = {"arithmetic.precision": "fp16"} if scales_loss(model) else {}
         self.keras_model, self.run = model, run_for("unisono.keras.Model", run, settings, precision)
         self._on_run = OnRun(model, self.run)
 

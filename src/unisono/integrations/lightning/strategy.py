@@ -58,7 +58,9 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         is_half = getattr(precision_plugin, "scaler", None) is not None
-        self.run = run_for("unisono.lightning.Strategy", run, settings, {"precision": "fp16"} if is_half else {})
+        self.run = run_for(
+            "unisono.lightning.Strategy", run, settings, {"arithmetic.precision": "fp16"} if is_half else {}
+        )
         self.cluster_environment = WorkersEnvironment(self.run)
         self.evaluating = Evaluating(self.run, self)
         self._fits = Fits(self.run)

@@ -271,4 +271,4 @@ def _settings(args: Any) -> dict[str, Any]:
     accumulated = args.gradient_accumulation_steps
     shards = accumulated if accumulated > 1 else min(DEFAULT_SHARDS, args.per_device_train_batch_size)
     is_half = args.fp16 or getattr(args, "mixed_precision", "no") == "fp16"
-    return {"seed": args.seed, "shards": shards, **({"precision": "fp16"} if is_half else {})}
+    return {"seed": args.seed, "shards": shards, **({"arithmetic.precision": "fp16"} if is_half else {})}

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from unisono.host.cgroup import processor, read_limits
-from unisono.host.processor_paths import LEVEL, variables_of
+from unisono.host.processor_paths import LEVEL, numerics_variables
 from unisono.launch.doctor.diagnosis import FAILED, GIB, Diagnosis, Facts
 from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
@@ -149,7 +149,7 @@ def driver() -> Facts:
 def torch() -> Facts:
     """What PyTorch says, in a process of its own."""
     command = [sys.executable, "-m", "unisono.launch.doctor.torch_facts"]
-    told = {**os.environ, **variables_of(os.environ.get(LEVEL))}
+    told = {**os.environ, **numerics_variables(os.environ.get(LEVEL))}
     found = subprocess.run(command, capture_output=True, text=True, timeout=LOADING_TORCH_S, check=False, env=told)
     if found.returncode == 0:
         return parse_object(found.stdout.splitlines()[-1])

@@ -344,7 +344,7 @@ class ElasticAgent:
             self._gives_up.set()
             return
         self._interrupted = number
-        grace = self._settings.launch.grace_s
+        grace = self._settings.launch.options.launch.grace_s
         self._group.say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
         takes_coordinator = self._joined is None and bool(self._notice)
         if self._others is None:

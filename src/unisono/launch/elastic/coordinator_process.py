@@ -18,7 +18,9 @@ from unisono.launch.elastic.elastic import ElasticSettings
 from unisono.launch.elastic.entrance import LOOPBACK, certificate_file
 from unisono.launch.ending.result import last_lines
 from unisono.launch.program import start_program
+from unisono.launch.settings import LaunchSettings
 from unisono.membership.token import token_file
+from unisono.settings.reading import words_of
 
 # What a person types on another host to bring more workers.
 
@@ -52,40 +54,24 @@ def _room(settings: ElasticSettings) -> int:
 
 def wishes(settings: ElasticSettings) -> list[str]:
     """Settings that all workers of a job need to have in common, as far as they were given to the launcher."""
-    launch = settings.launch
-    given = {
-        "--shards": launch.shards,
-        "--threads": launch.threads,
-        "--checkpoint-every": launch.checkpoint_every,
-        "--numerics": launch.numerics,
-        "--strategy": launch.strategy,
-        "--log-to": ",".join(launch.log_to) or None,
-        "--audit": launch.audit,
-        "--profile": launch.profile,
-    }
-    return [
-        *(word for name, value in given.items() if value is not None for word in (name, str(value))),
-        *(word for name in launch.policies for word in ("--policy", name)),
-        *(["--allow-job-change"] if launch.allow_job_change else []),
-        *(["--timeline"] if launch.timeline else []),
-        *(["--insecure-data"] if launch.insecure_data else []),
-        *(["--failure-timeout-s", f"{settings.failure_timeout_s:g}"] if not settings.has_default_timeout else []),
-    ]
+    timeout = [] if settings.has_default_timeout else ["--failure-timeout-s", f"{settings.failure_timeout_s:g}"]
+    return [*words_of(settings.launch.options, without=("launch", DEVICES)), *timeout]
 
 
 def job_words(settings: ElasticSettings) -> list[str]:
-    """The last words of a command that starts a coordinator or an agent for a job: its wishes, and the script."""
-    launch = settings.launch
-    return [
-        *("--grace-s", f"{launch.grace_s:g}"),
-        *([] if launch.notices is None else ["--notices", launch.notices]),
-        *([] if launch.pin is None else ["--pin" if launch.pin else "--no-pin"]),
-        *([] if launch.warm_start else ["--no-warm-start"]),
-        *([] if launch.tuning.is_wanted else ["--no-tuning"]),
-        *wishes(settings),
-        *launch.script.argv,
-    ]
+    """The last words of a command that starts a coordinator or an agent for a job: its options, and the script."""
+    timeout = [] if settings.has_default_timeout else ["--failure-timeout-s", f"{settings.failure_timeout_s:g}"]
+    return [*words_of(settings.launch.options, without=(DEVICES,)), *timeout, *settings.launch.script.argv]
 
+
+def devices_words(launch: LaunchSettings) -> list[str]:
+    """The option that says how many devices each worker has, if the person has set it."""
+    devices = launch.options.communication
+    return ["--devices-per-worker", str(launch.devices)] if "devices_per_worker" in devices.said else []
+
+
+DEVICES = "communication.devices_per_worker"
+"""The setting that the coordinator tells those who join."""
 
 BACKLOG = 1024
 """Connections that the kernel keeps for a coordinator that is just being started again."""
@@ -244,7 +230,7 @@ def server_command(settings: ElasticSettings, run_dir: Path, listening: Listenin
         "--largest": str(settings.workers.largest),
         "--max-restarts": str(settings.max_restarts),
         "--failure-timeout": str(settings.failure_timeout_s),
-        "--devices": str(settings.launch.devices_per_worker or 1),
+        "--devices": str(settings.launch.devices),
         **({"--wanted": str(settings.begin_with)} if settings.begin_with is not None else {}),
     }
     flags = [

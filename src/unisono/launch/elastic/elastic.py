@@ -86,7 +86,7 @@ class ElasticSettings:
 
     def with_devices(self, count: int | None) -> ElasticSettings:
         """The same, with workers of so many devices each."""
-        return replace(self, launch=replace(self.launch, devices_per_worker=count))
+        return replace(self, launch=self.launch.with_options({"communication.devices_per_worker": count}))
 
     @property
     def has_default_timeout(self) -> bool:

@@ -46,7 +46,7 @@ class Starter:
     def __init__(self, job: JobContext, say: Callable[[str], None]) -> None:
         self._job = job
         launch = job.settings.launch
-        log = job.run_dir / "logs" / "template.log" if launch.warm_start and launch.workers else None
+        log = job.run_dir / "logs" / "template.log" if launch.options.launch.warm_start and launch.workers else None
         common = elastic_command(launch, job.run_dir, None)
         self._start = WorkerStart(Warm(common, log), say)
 
@@ -57,7 +57,7 @@ class Starter:
     @property
     def devices(self) -> int:
         """The number of devices of each worker."""
-        return self._job.settings.launch.devices_per_worker or 1
+        return self._job.settings.launch.devices
 
     async def start(
         self, worker: str, place: int, output: WorkerOutput, device: int = 0, meeting: RendezvousSocket | None = None

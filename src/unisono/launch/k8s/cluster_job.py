@@ -124,7 +124,7 @@ class ClusterJob:
     @property
     def devices(self) -> int:
         """The number of devices of each worker."""
-        return self.settings.launch.devices_per_worker or 1
+        return self.settings.launch.devices
 
     @property
     def workers_per_pod(self) -> int:
@@ -139,7 +139,7 @@ class ClusterJob:
     @property
     def cores(self) -> str:
         """The cores of each pod of workers, as a quantity of Kubernetes."""
-        return self.pods.cores or str(self.workers_per_pod * self.devices * (self.settings.launch.threads or 1))
+        return self.pods.cores or str(self.workers_per_pod * self.devices * self.settings.launch.threads)
 
     def check(self) -> None:
         """Refuse what cannot work on any cluster.
@@ -180,7 +180,7 @@ class ClusterJob:
             )
         if self.workers_per_pod * self.devices > MOST_WORKERS:
             raise JobError(f"--workers-per-pod {self.workers_per_pod}: at most {MOST_WORKERS} devices in a pod")
-        if self.pods.gpus and self.pod_count > 1 and not self.settings.launch.insecure_data:
+        if self.pods.gpus and self.pod_count > 1 and not self.settings.launch.options.communication.insecure_data:
             raise JobError(
                 f"--gpus {self.pods.gpus} in {self.pod_count} pods: NCCL, which GPUs of several pods speak, cannot "
                 "encrypt. Say --insecure-data if nobody else is in the pods' network"

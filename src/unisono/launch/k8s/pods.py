@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.launch.elastic.coordinator_process import job_words
+from unisono.launch.elastic.coordinator_process import devices_words, job_words
 from unisono.launch.k8s.cluster_job import ClusterJob
 from unisono.launch.k8s.secret import CERTIFICATE, KEY, TOKEN
 
@@ -56,7 +56,7 @@ def coordinator_pod(job: ClusterJob, name: str) -> Manifest:
         ),
         *("--tls-cert", f"{KEYS}/{CERTIFICATE}", "--tls-key", f"{KEYS}/{KEY}"),
         *(["--restart-on-error"] if settings.restart_on_error else []),
-        *_devices(job),
+        *devices_words(job.settings.launch),
         *escaped(job_words(settings)),
     ]
     container = {
@@ -79,7 +79,7 @@ def worker_pod(job: ClusterJob, name: str) -> Manifest:
         *("--agent", f"{NODE}-$(JOB_COMPLETION_INDEX)"),  # so the next pod of this index says that the last one is lost
         *("--token-file", f"{KEYS}/{TOKEN}", "--certificate", f"{KEYS}/{CERTIFICATE}"),
         *("--run-dir", f"{RUNS}/{name}"),
-        *_devices(job),
+        *devices_words(job.settings.launch),
         *escaped(job_words(job.settings)),
     ]
     container = {"name": NODE, **_container(job, words, seen), "resources": _resources(job)}
@@ -97,11 +97,6 @@ def worker_pod(job: ClusterJob, name: str) -> Manifest:
 def _host(name: str) -> str:
     """The name under which name servers know the coordinator's pod, whatever its address."""
     return f"{name}-{COORDINATOR}-0-0.{name}"
-
-
-def _devices(job: ClusterJob) -> list[str]:
-    devices = job.settings.launch.devices_per_worker
-    return [] if devices is None else ["--devices-per-worker", str(devices)]
 
 
 def _container(job: ClusterJob, words: list[str], seen: Sequence[str]) -> Manifest:
@@ -132,7 +127,7 @@ def _pod(job: ClusterJob, container: Manifest, seen: Sequence[str]) -> Manifest:
     runs = {"emptyDir": {}} if job.claim is None else {"persistentVolumeClaim": {"claimName": job.claim}}
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": int(job.settings.launch.grace_s) + LEFT_OVER_S,
+        "terminationGracePeriodSeconds": int(job.settings.launch.options.launch.grace_s) + LEFT_OVER_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {

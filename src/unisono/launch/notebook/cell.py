@@ -12,13 +12,14 @@ from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import PREEMPTED, JobError, LaunchError, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.command_process import CommandProcess
-from unisono.launch.elastic.coordinator_process import wishes
+from unisono.launch.elastic.coordinator_process import job_words
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ending.result import RUNS, last_lines
 from unisono.launch.notebook.cell_script import script_of
 from unisono.launch.notebook.live import JobDisplay, Tail, cell_here, figures_of, in_a_line
-from unisono.launch.settings import GRACE_S, LaunchSettings, Script
+from unisono.launch.settings import LaunchSettings, Script
 from unisono.received import read_object
+from unisono.settings.reading import settings_by_path
 
 SCRIPT, OUTPUT, RETURNED = "cell.py", "cell.log", "returned.json"
 """In the run folder: what the workers run, what they print, and what the function returned."""
@@ -71,7 +72,7 @@ def run(
     policies: Sequence[str] = (),
     strategy: str | None = None,
     timeline: bool = False,
-    grace_s: float = GRACE_S,
+    grace_s: float = 30.0,
     variables: Mapping[str, str] | None = None,
 ) -> NotebookEnd:
     """Train what a function says on workers of this host, show how it goes in the cell, and wait for the end.
@@ -109,11 +110,15 @@ def run(
         Script(str(folder / SCRIPT)),
         workers=sizes.largest,
         run_dir=folder,
-        checkpoint_every=checkpoint_every,
-        policies=tuple(policies),
-        strategy=strategy,
-        timeline=timeline,
-        grace_s=grace_s,
+        options=settings_by_path(
+            {
+                "checkpoints.every": checkpoint_every,
+                "policies": tuple(policies),
+                "strategy": strategy,
+                "records.timeline": timeline or None,
+                "launch.grace_s": grace_s,
+            }
+        ),
         extra_environment=dict(variables or {}),
     )
     _prepare(folder, text)
@@ -141,8 +146,7 @@ class _Job:
     def run(self) -> NotebookEnd:
         """From its start to its end."""
         launch = self._settings.launch
-        words = ["run", "-n", str(self._settings.workers), "--run-dir", str(self._folder), *wishes(self._settings)]
-        words += ["--grace-s", f"{launch.grace_s:g}", *launch.script.argv]
+        words = ["run", "-n", str(self._settings.workers), "--run-dir", str(self._folder), *job_words(self._settings)]
         with (self._folder / OUTPUT).open("wb") as output:
             process = CommandProcess(words, launch.extra_environment, str(Path.cwd()), output)
         try:
@@ -157,7 +161,7 @@ class _Job:
         except KeyboardInterrupt:
             self._cell.show("interrupted: the workers leave with a checkpoint (once more kills them)", [])
             process.leave()
-            self._follow(process, time.monotonic() + self._settings.launch.grace_s + ENDS_S)
+            self._follow(process, time.monotonic() + self._settings.launch.options.launch.grace_s + ENDS_S)
             self._cell.show(f"left; run_dir={str(self._folder)!r} goes on from the checkpoint", [])
             raise
 

@@ -92,7 +92,7 @@ class CoordinatorActor:
                 if agents.are_over and not why and process.wait(FAREWELL_S) is None:
                     why = f"no agent is left; the last one: {agents.last_words}"
                     process.leave()
-            agents.until_ended(self._request.settings.launch.grace_s)
+            agents.until_ended(self._request.settings.launch.options.launch.grace_s)
         finally:
             agents.close()
         return why, agents.ends

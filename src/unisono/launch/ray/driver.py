@@ -15,6 +15,7 @@ from unisono.errors import PREEMPTED, JobError, LaunchError, UnisonoError
 from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.ray.request import RayEnd, RayRequest
 from unisono.launch.settings import LaunchSettings, Script
+from unisono.settings.reading import settings_by_path
 
 WAIT_S = 0.5
 """Between two looks: a signal is heard in between."""
@@ -63,7 +64,7 @@ def run(
         Script(script, tuple(args), is_module=module),
         workers=0,
         run_dir=None if run_dir is None else Path(run_dir),
-        checkpoint_every=checkpoint_every,
+        options=settings_by_path({"checkpoints.every": checkpoint_every}),
         extra_environment=dict(variables or {}),
     )
     settings = ElasticSettings(launch, sizes, max_restarts=max_restarts, failure_timeout_s=failure_timeout_s)

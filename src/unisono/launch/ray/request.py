@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.errors import JobError
 from unisono.launch.command import PER_WORKER
-from unisono.launch.elastic.coordinator_process import job_words
+from unisono.launch.elastic.coordinator_process import devices_words, job_words
 from unisono.launch.elastic.elastic import ElasticSettings
 
 RESOURCE = re.compile(r"([A-Za-z_][\w.:/-]{0,127})=([0-9.]{1,16})", re.ASCII)
@@ -66,7 +66,7 @@ class RayRequest:
             name: value for name, value in environ.items() if name.startswith("UNISONO_") and name not in PER_WORKER
         }
         launch = settings.launch
-        cores = (launch.threads or 1) * (launch.devices_per_worker or 1)
+        cores = launch.threads * launch.devices
         return cls(
             settings,
             dict(resources) if resources is not None else {"CPU": cores},
@@ -114,10 +114,9 @@ class RayRequest:
         Args:
             run_dir: the job's run folder, if it is to be seen there; else a new one is made.
         """
-        devices = self.settings.launch.devices_per_worker
         return [
             *([] if run_dir is None else ["--run-dir", str(run_dir)]),
-            *([] if devices is None else ["--devices-per-worker", str(devices)]),
+            *devices_words(self.settings.launch),
             *job_words(self.settings),
         ]
 

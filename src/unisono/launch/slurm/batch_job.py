@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import JobError
-from unisono.host.processor_paths import variables_of
+from unisono.host.processor_paths import LEVEL, numerics_variables
 from unisono.launch.ending.result import RUNS
 from unisono.launch.settings import Script
 from unisono.launch.slurm.words import CONTROL, NOTICE_S, directive, require_line, seconds_of
 from unisono.received import short
+from unisono.settings.reading import variables_of
+from unisono.settings.table import Settings
 
 NAME = re.compile(r"\w[\w.,:@/+=~-]*")
 """Of an account, a partition or a module: no blank, and no dash at its beginning."""
@@ -128,9 +130,8 @@ class BatchJob:
         study_words: the arguments of a scaling study of the script; None if the job just trains.
         modules: the environment modules to load.
         runs: the folder in which run folders are made.
-        checkpoint_every: steps between checkpoints; None for what the script says.
         requeues: the number of times that the job may be started again.
-        numerics: the level of numerics; None for what the script says.
+        options: what the person says of the training.
     """
 
     script: Script
@@ -142,9 +143,8 @@ class BatchJob:
     study_words: tuple[str, ...] | None = None
     modules: tuple[str, ...] = ()
     runs: Path = RUNS
-    checkpoint_every: int | None = None
     requeues: int = REQUEUES
-    numerics: str | None = None
+    options: Settings = field(default_factory=Settings)
 
     def check(self) -> None:
         """Refuse what cannot work on any cluster.
@@ -158,8 +158,6 @@ class BatchJob:
             require_name("--module", module)
         if not self.python or self.python.startswith("-") or CONTROL.search(self.python):
             raise JobError(f"--python {short(self.python)}: no name or path of an interpreter")
-        if self.checkpoint_every is not None and self.checkpoint_every < 1:
-            raise JobError(f"--checkpoint-every {self.checkpoint_every}: at least 1")
         if self.requeues < 0:
             raise JobError(f"--requeues {self.requeues}: at least 0")
         self._check_array()
@@ -190,8 +188,8 @@ class BatchJob:
     @property
     def variables(self) -> dict[str, str]:
         """What the script sets for all tasks, before torch is loaded."""
-        every = {} if self.checkpoint_every is None else {"UNISONO_CHECKPOINT_EVERY": str(self.checkpoint_every)}
-        return every | variables_of(self.numerics)
+        told = variables_of(self.options)
+        return told | numerics_variables(told.get(LEVEL))
 
     @property
     def study(self) -> bool:

@@ -292,9 +292,9 @@ def _losses(case: Case) -> Cause:
 def _unrepeatable(case: Case, what: str) -> Cause:
     if case.finding.jobs[1].get("deterministic") is False:
         return Cause(
-            f"an operation without a deterministic version, which deterministic=False allows; or {what} draws on "
-            f"something that no seed covers (os.urandom, the time, a generator seeded by the system)",
-            "take deterministic=False out of unisono.init: the operation is then named, and can be replaced",
+            f"an operation without a deterministic version, which arithmetic={{'deterministic': False}} allows; or "
+            f"{what} draws on something that no seed covers (os.urandom, the time, a generator seeded by the system)",
+            "take 'deterministic': False out of unisono.init: the operation is then named, and can be replaced",
             CHANCE,
         )
     return Cause(
@@ -326,9 +326,9 @@ def _clip(case: Case) -> Cause:
 def _gradients(case: Case) -> Cause:
     if case.finding.jobs[1].get("reduction") == "native":
         return Cause(
-            'the job uses reduction="native": the backend adds the gradients in an order of its own, which depends on '
-            "the number of workers. It is not promised to be exact",
-            'use reduction="exact" (the default) for the same bits on any number of workers',
+            'the job uses "reduction": "native": the backend adds the gradients in an order of its own, which depends '
+            "on the number of workers. It is not promised to be exact",
+            'use "reduction": "exact" (the default) for the same bits on any number of workers',
             (Topic.NATIVE,),
         )
     if case.by_chance:

@@ -105,7 +105,7 @@ VARIABLES: Mapping[object, Topic] = {
 }
 """Variables of the environment, by name."""
 
-SETTINGS: Mapping[tuple[str | None, object], Topic] = {
+SETTINGS: Mapping[tuple[object, object], Topic] = {
     ("deterministic", False): Topic.RELAXED,
     ("reduction", "native"): Topic.NATIVE,
 }
@@ -206,7 +206,10 @@ def _everywhere(tree: ast.Module, aliases: Aliases) -> Iterator[tuple[int, Topic
             topic = _topic_of_call(node, aliases)
             if topic is not None and not (topic is Topic.ORDER and node in ordered):
                 yield node.lineno, topic
-            yield from ((each.value.lineno, topic) for each in node.keywords if (topic := _topic_of_setting(each)))
+            yield from _settings({each.arg: each.value for each in node.keywords})
+        elif isinstance(node, ast.Dict):  # of a group
+            keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+            yield from _settings(dict(zip(keys, node.values, strict=True)))
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
             yield node.lineno, ATTRIBUTES[node.attr]
         elif isinstance(node, ast.Constant) and node.value in VARIABLES:
@@ -229,8 +232,10 @@ def _topic_of_call(call: ast.Call, aliases: Aliases) -> Topic | None:
     return None
 
 
-def _topic_of_setting(keyword: ast.keyword) -> Topic | None:
-    return SETTINGS.get((keyword.arg, keyword.value.value)) if isinstance(keyword.value, ast.Constant) else None
+def _settings(said: Mapping[object, ast.expr]) -> Iterator[tuple[int, Topic]]:
+    for name, value in said.items():
+        if isinstance(value, ast.Constant) and (topic := SETTINGS.get((name, value.value))):
+            yield value.lineno, topic
 
 
 def _is_set(node: ast.expr) -> bool:

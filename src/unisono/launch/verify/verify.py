@@ -21,6 +21,7 @@ from unisono.launch.verify.comparison import Finding, Moments, RunTrace, Stage, 
 from unisono.launch.verify.comparison import read_moments as moments_of
 from unisono.launch.verify.hints import Hint, read_hints
 from unisono.received import parse_object
+from unisono.settings.reading import settings_by_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,13 @@ class VerifyRequest:
         return LaunchSettings(
             self.script,
             workers=size.workers,
-            devices_per_worker=size.devices,
-            shards=self.shards,
-            threads=self.threads,
+            options=settings_by_path(
+                {
+                    "communication.devices_per_worker": size.devices,
+                    "shards": self.shards,
+                    "arithmetic.threads": self.threads,
+                }
+            ),
             tuning=self.tuning,
             extra_environment={"UNISONO_TRACE": str(trace.absolute()), "UNISONO_STOP_AFTER": str(steps)},
         )

@@ -3,61 +3,57 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
 
 from unisono.adapt.ada_scale import LinearScaling
 from unisono.adapt.curvature_question import question_of
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
-from unisono.arguments import require_none_gone
 from unisono.device import choose_device, is_accelerator
 from unisono.errors import JobError
-from unisono.host.processor_paths import LEVEL
 from unisono.job import Job, default_shards
+from unisono.loggers.logger import Logger
 from unisono.loggers.named import loggers_of
 from unisono.membership.environment import recognise
 from unisono.membership.messages import MOST_DEVICES
-from unisono.membership.variables import Variables
 from unisono.received import LONGEST_S, short, whole_number
+from unisono.settings.reading import require_none_gone, settings_from
+from unisono.settings.table import SHORTEST_S, Settings
+from unisono.settings.variables import Variables
 from unisono.sync.named import strategy_of
-from unisono.sync.strategy import AllReduce
+from unisono.sync.strategy import AllReduce, Strategy
 from unisono.train.config.run_config import (
     CHECKS,
     SHARED_FROM,
     Adaptation,
-    Communication,
+    Connection,
     CoordinatorAccess,
     Execution,
-    FaultTolerance,
     Recording,
     RunConfig,
     StrategyConstraints,
 )
 
-SHORTEST_S = 1e-6
-"""Seconds that a launcher may give a silent worker: a microsecond."""
-
-BACKSTOP = 3.0
-"""How many times ``failure_timeout_s`` workers of an elastic job wait for each other."""
-
-VERIFY_EVERY = 100
-
-LOG_EVERY_S = 1.0
-"""Seconds after which loggers get what is new."""
-
-WARMUP_STEPS = 100
-"""Steps, with the script's own batch, over whose samples the learning rate grows."""
+KINDS: Mapping[str, Any] = {
+    "device": str | int | torch.device | None,
+    "strategy": Strategy | str | None,
+    "policies": Sequence[Policy | str],
+    "records.loggers": Sequence[Logger | str],
+    "records.monitor": int | Monitoring,
+}
+"""The types of settings that only scripts have to know: of the table's room nothing above it is imported."""
 
 BATCH = ("UNISONO_BATCH_SIZE", "UNISONO_BATCH_SCALE")
 """Variables that set the batch."""
 
-IN_JOB = ("seed", "reduction", "precision", "compression", "deterministic", "on_nan")
-"""Arguments that go into the job as they are."""
+BACKSTOP = 3.0
+"""How many times ``faults.timeout_s`` workers of an elastic job wait for each other."""
 
 BUCKET_MB = 4.0
 """Of buckets that are reduced on CPUs while the next ones are computed."""
@@ -65,243 +61,184 @@ BUCKET_MB = 4.0
 BUCKET_MB_OF_DEVICES = 25.0
 """Of buckets for each of which a device is waited for, or that go over links which small messages do not fill."""
 
-G = TypeVar("G")
-
 
 def configure(said: Mapping[str, Any], environ: Mapping[str, str], number: int = 1) -> RunConfig:
-    """Work out how a run is carried out: an argument goes before the environment, the environment before the default.
-
-    Except ``UNISONO_BATCH_SIZE``, ``UNISONO_BATCH_SCALE`` and ``UNISONO_STAGE_SCHEDULE``, which are there to change
-    what every script says.
+    """Work out how a run is carried out.
 
     Args:
-        said: all arguments of :func:`unisono.init`, by name, of the types that it says.
+        said: all arguments of :func:`unisono.init`, by name.
         environ: the variables of the environment.
         number: the number of the run in its process, from 1.
 
     Raises:
         JobError: an argument or a variable is out of range, or two of them exclude each other; says what to change.
     """
-    told = _Told(environ)
-    require_none_gone(told)
-    recording, tolerance = _recording(said, told, number), _fault_tolerance(said, told)
-    communication = _communication(said, told, tolerance, number)
-    device = choose_device(said["device"], communication.environment.local_rank)
-    job = _job(said, told, BUCKET_MB_OF_DEVICES if is_accelerator(device) else BUCKET_MB)
-    adaptation = _adaptation(said, told, job, recording)
-    return RunConfig(
-        job,
-        device,
-        communication,
-        tolerance,
-        _execution(said, told, tolerance, adaptation, recording),
-        recording,
-        adaptation,
-        stop_after=told.whole("UNISONO_STOP_AFTER"),
-        stop_after_epochs=told.whole("UNISONO_STOP_AFTER_EPOCHS"),
-        plugins=told.names("UNISONO_PLUGINS"),
-        batch_set_by=next((name for name in BATCH if told.whole(name) is not None), None),
-        script_batch_size=said["batch_size"],
-        stage_schedule=told.get("UNISONO_STAGE_SCHEDULE") or "",
+    require_none_gone(environ)
+    settings = settings_from(said, environ, KINDS)
+    connection, recording = _connection(settings, environ, number), _recording(settings, Variables(environ), number)
+    device = choose_device(settings.device, connection.environment.local_rank)
+    job = _job(settings, BUCKET_MB_OF_DEVICES if is_accelerator(device) else BUCKET_MB)
+    adaptation = _adaptation(settings, job, recording)
+    execution = _execution(settings, adaptation, recording)
+    special = settings.special
+    by = (
+        "UNISONO_BATCH_SIZE" if special.batch_size else "UNISONO_BATCH_SCALE" if "batch_scale" in special.said else None
     )
+    return RunConfig(job, device, settings, connection, execution, recording, adaptation, by)
 
 
-class _Told(Variables):
-    """The launcher's ``UNISONO_*`` variables; None for one that is not set."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__(environ)
-        self.environ = environ
-
-    def path(self, name: str) -> Path | None:
-        text = self.get(name)
-        return Path(text) if text else None
-
-    def names(self, name: str) -> tuple[str, ...]:
-        return tuple(word.strip() for word in (self.get(name) or "").split(",") if word.strip())
-
-    def whole(self, name: str, least: int = 1) -> int | None:
-        return self.count(name, "", least) if name in self else None
-
-
-def _first(*given: G | None) -> G | None:
-    return next((value for value in given if value is not None), None)
-
-
-def _job(said: Mapping[str, Any], told: _Told, bucket_mb: float) -> Job:
-    batch_size: Any = _first(told.whole("UNISONO_BATCH_SIZE"), said["batch_size"])
-    shards: Any = _first(said["shards"], told.whole("UNISONO_SHARDS"))
-    factor = told.whole("UNISONO_BATCH_SCALE") or 1
-    if factor > 1 and isinstance(batch_size, int) and batch_size >= 1:  # a shard has as many samples as before
+def _job(settings: Settings, bucket_mb: float) -> Job:
+    batch_size, shards = settings.special.batch_size or settings.batch_size, settings.shards
+    factor = settings.special.batch_scale
+    if factor > 1 and batch_size is not None:  # a shard has as many samples as before
         shards = default_shards(batch_size) if shards is None else shards
         batch_size, shards = batch_size * factor, shards * factor
-    threads: Any = _first(said["threads"], told.whole("UNISONO_THREADS"), 1)
-    numerics = said["numerics"] or told.get(LEVEL) or "native"
-    unchanged = {name: said[name] for name in IN_JOB}
-    bucket_mb = bucket_mb if said["bucket_mb"] is None else said["bucket_mb"]
-    return Job.create(
-        batch_size=batch_size, shards=shards, threads=threads, numerics=numerics, bucket_mb=bucket_mb, **unchanged
-    )
+    values = {"bucket_mb": bucket_mb, **settings.arithmetic.values}
+    return Job.create(batch_size=batch_size, shards=shards, seed=settings.seed, **values)
 
 
-def _recording(said: Mapping[str, Any], told: _Told, number: int) -> Recording:
-    every = _first(said["checkpoint_every"], told.whole("UNISONO_CHECKPOINT_EVERY"))
-    for name, value in {"checkpoint_every": every, "keep": said["keep"]}.items():
-        if value is not None and value < 1:
-            raise JobError(f"{name}={short(value)}: needs to be a positive whole number")
-    profile, curvature = _profile(told), told.path("UNISONO_CURVATURE")
-    loggers = loggers_of((*said["loggers"], *told.names("UNISONO_LOG_TO")), "loggers, UNISONO_LOG_TO")
+def _recording(settings: Settings, variables: Variables, number: int) -> Recording:
+    special, records = settings.special, settings.records
+    profile = _profile(records.profile)
+    loggers = loggers_of(records.loggers, "loggers, UNISONO_LOG_TO")
+    launched = variables.get("UNISONO_RUN_DIR")
     return Recording(
-        _folder(said["run_dir"], told, number),
-        told.path("UNISONO_RUN_DIR"),
-        told.whole("UNISONO_TERM"),
-        every,
-        said["keep"],
-        allow_job_change=said["allow_job_change"] or told.switch("UNISONO_ALLOW_JOB_CHANGE") is True,
-        trace=told.path("UNISONO_TRACE"),
-        samples=told.switch("UNISONO_SAMPLES") is True,
-        measures=told.switch("UNISONO_STUDY") is True,
-        loggers=loggers if curvature is None else (),
-        log_every_s=told.number("UNISONO_LOG_EVERY_S", SHORTEST_S, LONGEST_S) or LOG_EVERY_S,
-        timeline=said["timeline"] or told.switch("UNISONO_TIMELINE") is True or profile is not None,
+        _folder(settings, launched, number),
+        None if launched is None else Path(launched),
+        variables.count("UNISONO_TERM", "", 1) if "UNISONO_TERM" in variables else None,
+        trace=None if special.trace is None else Path(special.trace),
+        loggers=loggers if special.curvature is None else (),
+        timeline=records.timeline or profile is not None,
         profile=profile,
-        curvature=curvature,
+        curvature=None if special.curvature is None else Path(special.curvature),
     )
 
 
-def _profile(told: _Told) -> range | None:
-    if (text := told.get("UNISONO_PROFILE")) is None:
+def _profile(text: str | None) -> range | None:
+    if text is None:
         return None
     first, _, last = text.partition(":")
     steps = whole_number(first), whole_number(last)
     if steps[0] is None or steps[1] is None or not 0 <= steps[0] < steps[1]:
-        raise told.refusal("UNISONO_PROFILE", "use FIRST:LAST, such as 10:12 for the steps 10 and 11")
+        raise JobError(f"UNISONO_PROFILE={short(text)}: use FIRST:LAST, such as 10:12 for the steps 10 and 11")
     return range(steps[0], steps[1])
 
 
-def _folder(argument: str | os.PathLike[str] | None, told: _Told, number: int) -> Path | None:
+def _folder(settings: Settings, launched: str | None, number: int) -> Path | None:
     # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
-    if argument == "":
+    special, own = settings.special, settings.run_dir
+    if own == "":
         raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
-    is_ours = told.path("UNISONO_TRACE") or told.path("UNISONO_CURVATURE") or told.switch("UNISONO_STUDY")
-    if argument is not None and not is_ours:
-        return Path(argument)
+    if own is not None and not (special.trace or special.curvature or special.study):
+        return Path(own)
     # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
-    launched = told.path("UNISONO_RUN_DIR")
-    return launched if launched is None or number == 1 else launched / f"run-{number}"
+    return None if launched is None else Path(launched) if number == 1 else Path(launched) / f"run-{number}"
 
 
-def _fault_tolerance(said: Mapping[str, Any], told: _Told) -> FaultTolerance:
-    timeout_s, every = said["failure_timeout_s"], _first(said["verify_every"], told.whole("UNISONO_VERIFY_EVERY", 0))
-    if not 0 < timeout_s <= LONGEST_S:
-        raise JobError(f"failure_timeout_s={short(timeout_s)}: needs to be positive, and at most {LONGEST_S:g}")
-    every = VERIFY_EVERY if every is None else every
-    if every < 0:
-        raise JobError(f"verify_every={short(every)}: use a number of steps, or 0 for never")
-    return FaultTolerance(timeout_s, every or None)
-
-
-def _communication(said: Mapping[str, Any], told: _Told, tolerance: FaultTolerance, number: int) -> Communication:
-    coordinator = CoordinatorAccess.from_environ(told.environ)
+def _connection(settings: Settings, environ: Mapping[str, str], number: int) -> Connection:
+    coordinator = CoordinatorAccess.from_environ(environ)
     if number > 1 and coordinator is not None:
         raise JobError(
             "a script whose workers may change has one run: this is its second unisono.init. Start the second run in a "
             "script of its own, or both with unisono run -n N, without a range and without --max-restarts"
         )
-    timeout_s, told_s = tolerance.failure_timeout_s, told.number("UNISONO_FAILURE_TIMEOUT_S", SHORTEST_S, LONGEST_S)
-    return Communication(
-        said["transport"] or told.get("UNISONO_TRANSPORT") or "auto",
-        said["topology"] or told.get("UNISONO_TOPOLOGY") or "auto",
+    _require_devices(settings, environ, coordinator)
+    timeout_s, variables = settings.faults.timeout_s, Variables(environ)
+    told = variables.number("UNISONO_FAILURE_TIMEOUT_S", SHORTEST_S, LONGEST_S)
+    keys = settings.special.data_keys
+    return Connection(
+        settings.communication,
         # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
         timeout_s if coordinator is None else BACKSTOP * timeout_s,
-        min(timeout_s, told_s or math.inf) / 2,
-        recognise(told.environ),
+        min(timeout_s, told or math.inf) / 2,
+        recognise(environ),
         coordinator,
-        _devices(said, told, coordinator),
-        insecure_data=said["insecure_data"] or told.switch("UNISONO_INSECURE_DATA") is True,
-        data_keys=told.path("UNISONO_DATA_KEYS"),
+        None if keys is None else Path(keys),
     )
 
 
-def _devices(said: Mapping[str, Any], told: _Told, coordinator: CoordinatorAccess | None) -> int:
-    """The number of devices of a worker.
+def _require_devices(settings: Settings, environ: Mapping[str, str], coordinator: CoordinatorAccess | None) -> None:
+    """Refuse several devices of a worker where they cannot be.
 
     Raises:
-        JobError: it is none, or something is asked for that a worker of several devices cannot do.
+        JobError: something is asked for that a worker of several devices cannot do; names it.
     """
-    wanted: int | None = _first(said["devices_per_worker"], told.whole("UNISONO_DEVICES_PER_WORKER"))
-    count = 1 if wanted is None else wanted
-    if count < 1:
-        raise JobError(f"devices_per_worker={short(count)}: needs a number of devices, at least 1")
-    environment = recognise(told.environ)
+    count = settings.communication.devices_per_worker
+    environment = recognise(environ)
     if coordinator is not None and (count > MOST_DEVICES or count != environment.world_size):
         raise JobError(
             f"devices_per_worker={count}: the launcher has started {environment.world_size} for each worker of this "
             f"elastic job, and at most {MOST_DEVICES} are possible: say it with unisono run --devices-per-worker, "
             f"and leave it out of the script"
         )
-    if count == 1:
-        return 1
     asked = {
-        "policies": bool(said["policies"]) or "UNISONO_POLICIES" in told,
-        "monitor": bool(said["monitor"]) or "UNISONO_MONITOR_EVERY" in told,
-        "audit": bool(_first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)),
-        "strategy": bool(said["strategy"] or told.get("UNISONO_STRATEGY")),
-        "precision='fp16'": said["precision"] == "fp16",
+        "policies": bool(settings.policies),
+        "monitor": bool(settings.records.monitor),
+        "audit": bool(settings.faults.audit),
+        "strategy": settings.strategy is not None,
+        "precision='fp16'": settings.arithmetic.precision == "fp16",
     }
-    if refused := [name for name, is_asked in asked.items() if is_asked]:
+    if (refused := [name for name, is_asked in asked.items() if is_asked]) and count > 1:
         raise JobError(
             f"devices_per_worker={count}: workers of several devices do not go together with {', '.join(refused)} yet. "
             f"Leave it out, or use one device per worker"
         )
-    return count
 
 
-def _adaptation(said: Mapping[str, Any], told: _Told, job: Job, recording: Recording) -> Adaptation:
-    policies = (*said["policies"], *_policies_from_outside(said, told, job))
+def _adaptation(settings: Settings, job: Job, recording: Recording) -> Adaptation:
+    made = _policies(settings, job)
+    policies = (*made, *_scaling(settings, job, made))
     if policies:
         job.require_batch_size(f"policies={', '.join(policy.name for policy in policies)}")
-    compares = recording.trace is not None or recording.samples
+    compares = recording.trace is not None or settings.special.samples
     return Adaptation(
         policies,
-        strategy_of(said["strategy"] or told.get("UNISONO_STRATEGY") or AllReduce()),
+        strategy_of(settings.strategy or AllReduce()),
         StrategyConstraints(job.reduction, compares, job.precision == "fp16"),
-        said["balance"] == "speed",
     )
 
 
-def _policies_from_outside(said: Mapping[str, Any], told: _Told, job: Job) -> list[Policy]:
-    """Those that are named, and for a multiple of the script's batch the one that multiplies the learning rate.
+def _policies(settings: Settings, job: Job) -> list[Policy]:
+    """Those that the script makes, and those that are named."""
+    names = [each for each in settings.policies if isinstance(each, str)]
+    batch_size = job.require_batch_size(f"policies={','.join(names)}") if names else 0
+    made = iter(policies_named(names, batch_size, "policies, UNISONO_POLICIES"))
+    return [next(made) if isinstance(each, str) else each for each in settings.policies]
+
+
+def _scaling(settings: Settings, job: Job, others: Sequence[Policy]) -> list[Policy]:
+    """For a multiple of the script's batch, the policy that multiplies the learning rate.
 
     It grows from the script's to so many times that: Goyal et al., arXiv 1706.02677.
     """
-    names = told.names("UNISONO_POLICIES")
-    batch_size = job.require_batch_size(f"UNISONO_POLICIES={','.join(names)}") if names else 0
-    named = policies_named(names, batch_size, "UNISONO_POLICIES")
-    factor, warmup = told.whole("UNISONO_BATCH_SCALE") or 1, told.whole("UNISONO_BATCH_SCALE_WARMUP") or WARMUP_STEPS
+    factor = settings.special.batch_scale
     if factor == 1:
-        return named
-    if any(isinstance(one, LinearScaling) for one in (*said["policies"], *named)):
+        return []
+    if any(isinstance(policy, LinearScaling) for policy in others):
         raise JobError(
             f"UNISONO_BATCH_SCALE={factor} multiplies the learning rate, and so does the LinearScaling among "
             f"this run's policies: leave one of the two out"
         )
     own = job.require_batch_size(f"UNISONO_BATCH_SCALE={factor}") // factor
-    return [*named, LinearScaling(factor, warmup * own)]
+    return [LinearScaling(factor, settings.special.batch_scale_warmup * own)]
 
 
-def _execution(
-    said: Mapping[str, Any],
-    told: _Told,
-    tolerance: FaultTolerance,
-    adaptation: Adaptation,
-    recording: Recording,
-) -> Execution:
-    overlap, every = told.switch("UNISONO_OVERLAP"), told.whole("UNISONO_MONITOR_EVERY")
-    monitoring = said["monitor"]
+def _execution(settings: Settings, adaptation: Adaptation, recording: Recording) -> Execution:
+    return Execution(
+        settings.communication.overlap,
+        _monitoring(settings, adaptation),
+        CHECKS[settings.faults.checks],
+        settings.faults.audit,
+        looks=settings.faults.verify_every > 0,
+        # Whoever watches the optimizers of `unisono verify` wants to see them update all that they have.
+        shared_from=SHARED_FROM if recording.trace is None else math.inf,
+    )
+
+
+def _monitoring(settings: Settings, adaptation: Adaptation) -> Monitoring:
+    monitoring = settings.records.monitor
     if not isinstance(monitoring, Monitoring):
-        needed = any(policy.needs_monitor for policy in adaptation.policies)
-        monitoring = Monitoring(monitoring or every or int(needed))
+        monitoring = Monitoring(monitoring or int(any(policy.needs_monitor for policy in adaptation.policies)))
     if not monitoring.curvature_every:
         asked = [policy.curvature_every for policy in adaptation.policies if policy.curvature_every]
         monitoring = replace(monitoring, curvature_every=min(asked, default=0))
@@ -312,18 +249,4 @@ def _execution(
                 f"Monitoring(curvature_every={monitoring.curvature_every}): with the strategy {adaptation.strategy} "
                 f"workers have weights of their own: leave it out, or use strategy='all-reduce'"
             )
-    checks = said["checks"] or told.get("UNISONO_CHECKS") or "some"
-    audit: Any = _first(said["audit"], told.number("UNISONO_AUDIT", 0, 1), 0.0)
-    if checks not in CHECKS:
-        raise JobError(f"checks={short(checks)}: use {', '.join(map(repr, CHECKS))}")
-    if not 0 <= audit <= 1:
-        raise JobError(f"audit={short(audit)}: use a share between 0 and 1, such as 0.01")
-    return Execution(
-        _first(said["overlap"], overlap),
-        monitoring,
-        CHECKS[checks],
-        audit,
-        looks=tolerance.verify_every is not None,
-        # Whoever watches the optimizers of `unisono verify` wants to see them update all that they have.
-        shared_from=SHARED_FROM if recording.trace is None else math.inf,
-    )
+    return monitoring

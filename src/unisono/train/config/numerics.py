@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def autocast(job: Job, device: torch.device) -> torch.autocast:
 
 def fingerprint(job: Job, device: torch.device) -> dict[str, Any]:
     """Everything that workers must have in common for their bits to agree, field by field."""
-    fields: dict[str, Any] = {f"job.{name}": value for name, value in job.model_dump(mode="json").items()}
+    fields: dict[str, Any] = {f"job.{name}": value for name, value in asdict(job).items()}
     return (
         fields
         | bits_of_device(device)

@@ -12,10 +12,11 @@ from unisono.adapt.norms import Monitoring
 from unisono.adapt.policy import Policy
 from unisono.errors import JobError
 from unisono.host.cgroup import usable_cores
-from unisono.job import Job, Reduction
+from unisono.job import Job
 from unisono.loggers.logger import Logger
 from unisono.membership.environment import Environment
 from unisono.reduce.transport import Transport
+from unisono.settings.table import Communication, Settings
 from unisono.sync.strategy import AllReduce, Strategy
 
 CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
@@ -58,52 +59,35 @@ class CoordinatorAccess:
 
 
 @dataclass(frozen=True, slots=True)
-class Communication:
-    """The settings of the connections between workers. They decide no bit.
+class Connection:
+    """The place of this worker among the others, and how long it waits for them.
 
     Attributes:
-        transport: the name of the transport; ``auto`` takes shared memory on one host, and inside of each host if they
-            have equal numbers of workers.
-        topology: the way of the partial sums over a process group; ``auto`` takes the fastest. Any other implies a
-            process group.
+        how: the settings of the connections between workers.
         timeout_s: the longest wait for another worker, in seconds.
         silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         environment: the place of this worker among those that were started with it.
         coordinator: the access to the coordinator of an elastic job; None for a job whose workers stay the same.
-        devices: the number of devices of a worker, each driven by a process of its own.
-        insecure_data: whether what workers of several hosts tell each other may be read and changed by others.
         data_keys: the file with the keys of the network between hosts; None where there is a coordinator, which hands
             some out, and where there is one host.
     """
 
-    transport: str = "auto"
-    topology: str = "auto"
+    how: Communication = field(default_factory=Communication)
     timeout_s: float = 300.0
     silence_s: float = 150.0
     environment: Environment = field(default_factory=lambda: Environment("single", 0, 1, 0, 1, ""))
     coordinator: CoordinatorAccess | None = None
-    devices: int = 1
-    insecure_data: bool = False
     data_keys: Path | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of a worker, each driven by a process of its own."""
+        return self.how.devices_per_worker
 
     @property
     def launcher(self) -> str:
         """The launcher that started this worker: one of ours, if there is a coordinator."""
         return self.environment.launcher if self.coordinator is None else "unisono"
-
-
-@dataclass(frozen=True, slots=True)
-class FaultTolerance:
-    """The settings of failure detection and of state comparison. They decide no bit.
-
-    Attributes:
-        failure_timeout_s: the seconds for which one may be silent.
-        verify_every: the number of steps between comparisons of their whole state; None to compare neither it nor
-            their weights.
-    """
-
-    failure_timeout_s: float = 300.0
-    verify_every: int | None = 100
 
 
 SHARED_FROM = 5e7
@@ -145,20 +129,14 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The settings of what a run writes down, and where.
+    """What a run writes down, and where.
 
     Attributes:
         folder: the run folder; None for a new one.
         launcher_folder: the folder that the launcher has made; None without a launcher of ours.
         launcher_term: the term in which the launcher holds its folder; None if it holds none.
-        checkpoint_every: the number of steps between automatic checkpoints; None for none.
-        keep: the number of checkpoints that stay.
-        allow_job_change: whether a folder may hold another job.
         trace: the folder for the digests of each step's weights; None for none.
-        samples: whether the samples of each worker and step are noted.
-        measures: whether the results tell what a study wants to know.
         loggers: the loggers that get the figures of each step.
-        log_every_s: the seconds after which they get what is new.
         timeline: whether each worker's spans are noted.
         profile: the steps in which torch's profiler runs on each worker; None for none.
         curvature: the folder in which ``unisono curvature`` says what to measure on a checkpoint, instead of training.
@@ -167,14 +145,8 @@ class Recording:
     folder: Path | None = None
     launcher_folder: Path | None = None
     launcher_term: int | None = None
-    checkpoint_every: int | None = None
-    keep: int = 3
-    allow_job_change: bool = False
     trace: Path | None = None
-    samples: bool = False
-    measures: bool = False
     loggers: tuple[Logger, ...] = ()
-    log_every_s: float = 1.0
     timeline: bool = False
     profile: range | None = None
     curvature: Path | None = None
@@ -197,7 +169,7 @@ class StrategyConstraints:
         scales_losses: whether the workers agree on a factor of their losses in each step.
     """
 
-    reduction: Reduction = "exact"
+    reduction: str = "exact"
     compares_bits: bool = False
     scales_losses: bool = False
 
@@ -224,7 +196,7 @@ class StrategyConstraints:
         if self.scales_losses and not strategy.is_exact:
             raise JobError(
                 f"precision='fp16': with strategy={str(strategy)!r} workers have weights of their own, and would scale "
-                f"their losses differently: use precision='bf16', or strategy='all-reduce'"
+                f"their losses differently: use 'bf16', or strategy='all-reduce'"
             )
         strategy.require(workers)
 
@@ -237,13 +209,11 @@ class Adaptation:
         policies: the policies, in the order in which they are asked.
         strategy: the strategy by which workers synchronise.
         constraints: the constraints on this strategy, and on those that policies choose.
-        balances: whether shards are split by speed.
     """
 
     policies: tuple[Policy, ...] = ()
     strategy: Strategy = field(default_factory=AllReduce)
     constraints: StrategyConstraints = field(default_factory=StrategyConstraints)
-    balances: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,34 +223,29 @@ class RunConfig:
     Attributes:
         job: the job to train.
         device: the device on which this worker computes.
-        communication: the connections between workers.
-        fault_tolerance: the workers' care of each other.
+        settings: all that script and environment say.
+        connection: the place of this worker among the others.
         execution: the settings of the computation that decide no bit.
         recording: the run folder, and what is written down besides.
         adaptation: strategy and policies.
-        stop_after: the number of steps of the whole job after which a loop is cut short; None to go on to its end.
-        stop_after_epochs: the same in passes over the data set.
-        plugins: the plugins from outside, ``module:function`` each.
         batch_set_by: the variable of the environment that sets the batch, whatever the script and its loops ask for.
-        script_batch_size: the batch that the script asks for, where the environment sets it; None if its loops say it.
-        stage_schedule: the schedule of stages, whatever the script says; empty for the script's.
     """
 
     job: Job
     device: torch.device
-    communication: Communication = field(default_factory=Communication)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    settings: Settings = field(default_factory=Settings)
+    connection: Connection = field(default_factory=Connection)
     execution: Execution = field(default_factory=Execution)
     recording: Recording = field(default_factory=Recording)
     adaptation: Adaptation = field(default_factory=Adaptation)
-    stop_after: int | None = None
-    stop_after_epochs: int | None = None
-    plugins: tuple[str, ...] = ()
     batch_set_by: str | None = None
-    script_batch_size: int | None = None
-    stage_schedule: str = ""
 
     @property
     def asked_batch_size(self) -> int | None:
         """The batch that the script asks for, whatever the environment makes of it; None if its loops say it."""
-        return self.job.batch_size if self.batch_set_by is None else self.script_batch_size
+        return self.job.batch_size if self.batch_set_by is None else self.settings.batch_size
+
+    @property
+    def verify_every(self) -> int | None:
+        """The steps between comparisons of the workers' whole state; None to compare neither it nor their weights."""
+        return self.settings.faults.verify_every or None

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,25 +20,17 @@ from unisono.membership.environment import Environment
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore, form_group, own_address
 from unisono.membership.token import is_loopback
 from unisono.plan.split import Split
-from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short
 from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
-from unisono.train.config.run_config import Communication, RunConfig
+from unisono.settings.table import Communication
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.network import Network
 from unisono.train.group.rendezvous import Rendezvous
 from unisono.train.group.workers import Workers
-
-# From an environment to workers that can talk to each other.
-
-TransportName = Literal["auto", "shared_memory", "hierarchical", "sockets", "process_group", "nccl"]
-
-TopologyName = Literal["auto", "direct", "ring", "tree", "star"]
-
-TRANSPORTS = ("auto", "shared_memory", "hierarchical", "sockets", "process_group", "nccl")
 
 
 def connect(
@@ -58,9 +49,7 @@ def connect(
             another kind of device or transport; says why.
         LaunchError: the other workers cannot be reached.
     """
-    job, how, environment = config.job, config.communication, rendezvous.environment
-    _require_known("transport", how.transport, TRANSPORTS)
-    _require_known("topology", how.topology, ("auto", *TOPOLOGIES))
+    job, environment = config.job, rendezvous.environment
     if environment.world_size == 1:
         return Workers(generation, Solo(job.shards), devices=devices, device=config.device)
     chosen = _chosen(config, environment)
@@ -72,16 +61,11 @@ def connect(
     host = "" if is_loopback(host) else host  # which is one host, whatever its workers call it
     network = Network(config, rendezvous, host, generation)
     everyone = Workers(generation, network.transport(generation), host, devices, network.keys, config.device)
-    if chosen == "hierarchical" and _share_hosts(everyone, environment, how):
+    if chosen == "hierarchical" and _share_hosts(everyone, environment, config.connection.how):
         return Workers(
             generation, _over_hosts(everyone, rendezvous, network), host, devices, network.keys, config.device
         )
     return everyone
-
-
-def _require_known(setting: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise JobError(f"{setting}={short(value)}: use one of {', '.join(map(repr, known))}")
 
 
 def _require_same_place(config: RunConfig, rendezvous: Rendezvous) -> None:
@@ -90,7 +74,7 @@ def _require_same_place(config: RunConfig, rendezvous: Rendezvous) -> None:
     Raises:
         JobError: this worker's are others than those of rank 0; says both.
     """
-    here, how = rendezvous.environment, config.communication
+    here, how = rendezvous.environment, config.connection.how
     mine = f"{config.device.type} and transport={how.transport!r}"
     board = TorchRendezvousStore(dist.PrefixStore("place", rendezvous.store()), rendezvous.timeout_s)
     if here.rank == 0:
@@ -103,7 +87,7 @@ def _require_same_place(config: RunConfig, rendezvous: Rendezvous) -> None:
 
 
 def _chosen(config: RunConfig, environment: Environment) -> str:
-    how, one_host = config.communication, environment.local_world_size == environment.world_size
+    how, one_host = config.connection.how, environment.local_world_size == environment.world_size
     obstacle = _obstacle(config, one_host=one_host)
     if how.transport == "nccl" and not is_accelerator(config.device):
         raise JobError("transport='nccl' cannot be used: the workers compute on CPUs; leave it out, or use 'sockets'")
@@ -117,7 +101,7 @@ def _chosen(config: RunConfig, environment: Environment) -> str:
 
 
 def _obstacle(config: RunConfig, *, one_host: bool) -> str:
-    how, reduction = config.communication, config.job.reduction
+    how, reduction = config.connection.how, config.job.reduction
     if config.device.type != "cpu":
         return f"the workers compute on {config.device.type}"
     if reduction != "exact":
@@ -161,7 +145,7 @@ def _over_hosts(everyone: Workers, rendezvous: Rendezvous, network: Network) -> 
 
 def connect_devices(config: RunConfig, rendezvous: Rendezvous, mesh: Mesh) -> Devices:
     """Connect the devices of this worker for a generation. They are on one host. Collective among them."""
-    here, how = rendezvous.environment, config.communication
+    here, how = rendezvous.environment, config.connection
     generation = Generation(1, here.rank, Split.even(here.world_size, here.world_size))
     with ExitStack() as opened:
         inside = connect(config, generation, rendezvous)
@@ -203,7 +187,7 @@ def _speaking_beside(mesh: DeviceMesh) -> Workers:
 
 def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
     """The devices of this worker as torch's default process group: FSDP's collective calls need one by name."""
-    here, process = rendezvous.environment, config.communication.environment
+    here, process = rendezvous.environment, config.connection.environment
     if dist.is_initialized():
         raise JobError(
             "devices_per_worker needs torch's default process group for the devices of each worker, and the script has "
@@ -216,7 +200,7 @@ def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
             store=dist.PrefixStore("devices", rendezvous.store()),
             rank=here.rank,
             world_size=here.world_size,
-            timeout=timedelta(seconds=config.communication.timeout_s),
+            timeout=timedelta(seconds=config.connection.timeout_s),
         )
     sys.excepthook = hook  # torch's writes a rank before each line, once more for every group that there was
     return init_device_mesh(config.device.type, (here.world_size,))

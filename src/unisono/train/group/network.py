@@ -35,7 +35,7 @@ class Network:
     """
 
     def __init__(self, config: RunConfig, rendezvous: Rendezvous, host: str, generation: Generation) -> None:
-        how = config.communication
+        how = config.connection.how
         self._config, self._rendezvous, self._host = config, rendezvous, host
         backend, self._why = self._agreed(generation)
         # Torch's own where it is asked for by name, on GPUs, and where sums may be added up in its order.
@@ -46,7 +46,7 @@ class Network:
             raise JobError(
                 f"rank {rendezvous.environment.rank} on host {platform.node()}: between hosts {backend} speaks plain "
                 f"text with whoever calls. In a network that only this job's hosts are in, say so: "
-                f"unisono.init(insecure_data=True), or UNISONO_INSECURE_DATA=1. Else leave out "
+                f"unisono.init(communication={{'insecure_data': True}}), or UNISONO_INSECURE_DATA=1. Else leave out "
                 f"transport='process_group' and reduction='native', and let workers compute on CPUs"
             )
         self.keys: NetworkKeys | None = None
@@ -63,14 +63,14 @@ class Network:
         Raises:
             JobError: NCCL is asked for, and cannot be used; says why.
         """
-        device, wanted = self._config.device, self._config.communication.transport
+        device, wanted = self._config.device, self._config.connection.how.transport
         if not is_accelerator(device):
             return "gloo", ""
         if not speaks_nccl(device):
             backend, why = "gloo", f"torch has no NCCL for {device.type}"
         else:
             board = TorchRendezvousStore(
-                PrefixStore("devices", self._rendezvous.store()), self._config.communication.timeout_s
+                PrefixStore("devices", self._rendezvous.store()), self._config.connection.timeout_s
             )
             board.post(f"device of {generation.rank}", identity(device).encode())
             backend, why = _common_backend([board.read(f"device of {rank}") for rank in range(generation.world_size)])
@@ -90,7 +90,7 @@ class Network:
         Raises:
             LaunchError: the others cannot be reached.
         """
-        store, timeout_s = PrefixStore(scope, self._rendezvous.store()), self._config.communication.timeout_s
+        store, timeout_s = PrefixStore(scope, self._rendezvous.store()), self._config.connection.timeout_s
         rank, where = generation.rank, torch.device("cpu")
         if self.keys is None:
             group = form_group(store, generation, self._backend, timeout_s)

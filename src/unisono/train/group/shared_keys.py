@@ -22,7 +22,7 @@ LOOK_S = 0.1
 CURES = (
     "make keys once with `unisono keys keys.pem`, copy the file to each host, and set UNISONO_DATA_KEYS to its path; "
     "or let gradients travel in plain text, in a network that only this job's hosts are in: "
-    "unisono.init(insecure_data=True), or UNISONO_INSECURE_DATA=1"
+    "unisono.init(communication={'insecure_data': True}), or UNISONO_INSECURE_DATA=1"
 )
 
 

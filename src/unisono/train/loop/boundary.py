@@ -8,7 +8,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import Verification
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import Requests
 from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Trained
@@ -38,7 +38,7 @@ class Boundary:
     verification: Verification
     recovery: Recovery
     snapshots: Snapshots
-    checkpoints: Checkpoints
+    checkpoints: RunCheckpoints
     requests: Requests
 
     def loop_begins(self) -> None:

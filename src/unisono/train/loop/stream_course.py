@@ -82,7 +82,8 @@ class StreamCourse:
         if steps:
             raise DataError(
                 f"run.steps(begin={steps}) of a stream: it would have to be read from its beginning. Go on from a "
-                f"checkpoint of the run's own (unisono.init(checkpoint_every=…)), which knows how far it was read"
+                f"checkpoint of the run's own (unisono.init(checkpoints={{'every': …}})), which knows how far it was "
+                "read"
             )
         return position
 

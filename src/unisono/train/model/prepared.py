@@ -319,7 +319,8 @@ def refuse_unset_memory(optimizers: Sequence[Optimizer]) -> None:
             if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and narrow:
                 raise ModelError(
                     "torch's SGD(fused=True, momentum=…) gives other bits for 16-bit parameters depending on what was "
-                    "in memory before: use foreach=True, or accept it with unisono.init(deterministic=False)"
+                    "in memory before: use foreach=True, or accept it with unisono.init(arithmetic={'deterministic': "
+                    "False})"
                 )
 
 

@@ -120,7 +120,8 @@ _WAYS = {
     "mesh": "the devices are those of the worker: leave it out, and start workers with --devices-per-worker",
     "dp_mesh_dims": "the devices are those of the worker: leave it out, and start workers with --devices-per-worker",
     "shard_placement_fn": "slices are cut along the first dimension, on which bits depend: leave it out",
-    "mp_policy": "it would decide bits on several devices alone: leave it out, and say unisono.init(precision='bf16')",
+    "mp_policy": "it would decide bits on several devices alone: leave it out, and say "
+    "unisono.init(arithmetic={'precision': 'bf16'})",
     "offload_policy": "slices stay on their devices: leave it out, and spread the model over more of them",
     "ignored_params": "gradients are added up in slices alone: only frozen parameters can be left out",
 }

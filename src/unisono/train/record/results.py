@@ -20,7 +20,6 @@ from unisono.data.order import Order
 from unisono.device import most_memory, wait_for
 from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.memory import MIB, own_peak_mib
-from unisono.job import Reduction as Name
 from unisono.plan.batches import Batches
 from unisono.reduce.buckets import ALIGNMENT, Bucket
 from unisono.reduce.reducer import REDUCTIONS
@@ -61,10 +60,10 @@ class ResultWriter(Listener):
             workers: the workers of this generation.
         """
         if workers.is_main:
-            self._folder.ready(self._config.fault_tolerance.failure_timeout_s)
+            self._folder.ready(self._config.settings.faults.timeout_s)
         save()
         about: dict[str, Any] = {"workers": workers.gather_json(peak_memory(self._config.device))}
-        if self._config.recording.measures and self._trained.prepared is not None:
+        if self._config.settings.special.study and self._trained.prepared is not None:
             parameters = self._trained.prepared.parameters.values()
             about["gradient_bytes"] = sum(each.numel() * each.itemsize for each in parameters)
             about["reduction"] = reduction_probe(workers.transport, self._config.job.reduction, self._config.device)
@@ -171,7 +170,7 @@ LARGE = 2**20
 ROUNDS = 10
 
 
-def reduction_probe(transport: Transport, reduction: Name, device: torch.device) -> dict[str, float] | None:
+def reduction_probe(transport: Transport, reduction: str, device: torch.device) -> dict[str, float] | None:
     """Reduce a small and a large bucket of zeros some times, and take the shortest of each. Collective.
 
     By the model of an all-reduce by halves: 2 ⌈log2 W⌉ latency + 2 (W - 1)/W · bytes / bandwidth (Thakur, Rabenseifner
@@ -196,7 +195,7 @@ def reduction_probe(transport: Transport, reduction: Name, device: torch.device)
     }
 
 
-def _seconds(transport: Transport, reduction: Name, device: torch.device, numel: int) -> float:
+def _seconds(transport: Transport, reduction: str, device: torch.device, numel: int) -> float:
     mine = transport.split.of(transport.rank)
     rows = len(transport.tree.cover(mine.start, mine.stop)) or 1  # who serves gives one that nobody reads
     partials = [row[0] for row in transport.allocate([Bucket((), numel, torch.float32, device)], rows)]

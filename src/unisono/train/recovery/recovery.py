@@ -20,7 +20,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import forget_passes
 from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import Ending, Requests
 from unisono.train.state.registered import OWN
 from unisono.train.state.schedulers import holds_schedulers, unregistered_schedulers
@@ -45,7 +45,7 @@ class Snapshots:
     def __init__(
         self,
         trained: Trained,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         membership: Membership,
         steps: CurrentSteps,
         listeners: Listeners,
@@ -173,7 +173,7 @@ class Recovery(Recovers):
         trained: Trained,
         integrity: Integrity,
         requests: Requests,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         snapshots: Snapshots,
         folder: RunFolder,
         listeners: Listeners,
@@ -217,7 +217,7 @@ class Recovery(Recovers):
             raise JobMismatch(
                 f"step {self._trained.progress.position.step}: the loop's body has changed weights, and a worker that "
                 f"lacks the update before that cannot get it without that change: start the job again, it goes on from "
-                f"its newest checkpoint. With verify_every above 0 a run goes back by itself"
+                f"its newest checkpoint. With faults.verify_every above 0 a run goes back by itself"
             )
 
     def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:

@@ -20,7 +20,7 @@ from unisono.train.recovery.copies import START_AGAIN, StateCopies
 from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
 from unisono.train.recovery.known_states import BOUNDARY
 from unisono.train.recovery.recovery import Snapshots
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.registered import Differing, differing, digests_of_objects
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
@@ -43,7 +43,7 @@ class AuditJudge:
         membership: Membership,
         trained: Trained,
         integrity: Integrity,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         listeners: Listeners,
     ) -> None:
         self._membership, self._trained, self._integrity = membership, trained, integrity

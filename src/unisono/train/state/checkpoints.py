@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from unisono.train.group.workers import Workers
 
 
 @dataclass(slots=True)
-class Checkpoints:
+class RunCheckpoints:
     """The checkpoints of one run. Only the main worker has a store, on each of its devices.
 
     Attributes:
@@ -156,7 +156,7 @@ def require_same_job(ours: dict[str, Any], theirs: dict[str, Any], where: str, *
         raise JobMismatch(
             f"{where} belongs to another job or machine (here: this run, there: what was found):\n  {listed}\n"
             f"Use another run folder, restore the settings, or accept that the bits will differ from an "
-            f"undisturbed run: --allow-job-change, or unisono.init(allow_job_change=True)"
+            f"undisturbed run: --allow-job-change, or unisono.init(checkpoints={{'allow_job_change': True}})"
         )
     return unequal
 
@@ -228,9 +228,9 @@ def _hold(folder: RunFolder) -> None:
 
 
 def _keep_job(folder: RunFolder, config: RunConfig) -> None:
-    ours, theirs = config.job.model_dump(mode="json"), folder.read_job()
+    ours, theirs = asdict(config.job), folder.read_job()
     if theirs is not None:
-        allow = config.recording.allow_job_change
+        allow = config.settings.checkpoints.allow_job_change
         changed = require_same_job(ours, theirs, f"the run folder {folder.path}", allow=allow)
         if changed:
             folder.journal("job changed", differences=changed)

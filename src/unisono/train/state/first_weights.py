@@ -19,7 +19,7 @@ from unisono.train.model.held import OUTSIDE
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import slice_of
 from unisono.train.model.tensors import Values, digest_tensors, set_all
-from unisono.train.state.checkpoints import Checkpoints, require_same_job
+from unisono.train.state.checkpoints import RunCheckpoints, require_same_job
 from unisono.train.state.registered import kept, restoring
 from unisono.train.state.sliced_state import sliced_state
 from unisono.train.state.state import module_part
@@ -41,7 +41,7 @@ class FirstWeights:
     def __init__(
         self,
         trained: Trained,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         folder: RunFolder,
         fingerprint: dict[str, Any],
         *,

@@ -113,7 +113,7 @@ class PolicyState:
             about.policies,
             job.batch_size or job.shards,  # a loop that says its own comes later
             job.shards,
-            balances=about.balances,
+            balances=config.settings.communication.balance == "speed",
             strategy=about.strategy,
             constraints=about.constraints,
         )

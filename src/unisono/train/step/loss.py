@@ -226,7 +226,7 @@ class Shard:
                 raise LossError(
                     "precision='fp16': the loss function went backward by itself (BackwardDone), from a loss that "
                     "nobody had scaled: return the loss (in Keras, optimizer.scale_loss(loss) scales it), or use "
-                    "precision='bf16'"
+                    "arithmetic={'precision': 'bf16'}"
                 )
             _weigh(parameters, self.report.weight)
             return
@@ -354,5 +354,6 @@ class explained:  # noqa: N801  a context manager, named like one
             operation = text.split(" ", 1)[0]
             raise NondeterministicOperation(
                 f"{operation} has no deterministic implementation on this device, so the same job could end in other "
-                f"bits: replace the operation, or accept that: unisono.init(deterministic=False). torch says: {text}"
+                f"bits: replace the operation, or accept that: unisono.init(arithmetic={{'deterministic': False}}). "
+                f"torch says: {text}"
             ) from error

@@ -253,7 +253,8 @@ class StepUpdate:
             hint = f"No loss scale down to {LEAST:g} keeps float16 from overflowing. "
         raise NonFiniteLoss(
             f"step {call.step}: {trouble}; nothing was updated. {hint}Lower the learning rate, clip gradients, "
-            f'check the data; or skip such steps with unisono.init(on_nan="skip"). Steps are exact: if this does not '
+            f"check the data; or skip such steps with unisono.init(arithmetic={{'on_nan': 'skip'}}). Steps are exact: "
+            "if this does not "
             f"come again from an older checkpoint, a bit has flipped, and the memory of the hosts wants a test"
         )
 

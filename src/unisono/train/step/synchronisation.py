@@ -14,7 +14,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.control import Flags
 from unisono.train.group.membership import Membership
 from unisono.train.model.at_rest import Seen
-from unisono.train.state.checkpoints import Checkpoints
+from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
@@ -92,7 +92,7 @@ class WorkerReport:
         checkpoints: the checkpoints of the run, which know how long the newest one took.
     """
 
-    def __init__(self, membership: Membership, leave: LeaveRequest, timer: Timer, checkpoints: Checkpoints) -> None:
+    def __init__(self, membership: Membership, leave: LeaveRequest, timer: Timer, checkpoints: RunCheckpoints) -> None:
         self._membership, self._leave, self._timer, self._checkpoints = membership, leave, timer, checkpoints
 
     def flags(self, formed_s: float, seen: Seen) -> Flags:
@@ -143,7 +143,7 @@ class Synchronisation:
         steps: CurrentSteps,
         trained: Trained,
         membership: Membership,
-        checkpoints: Checkpoints,
+        checkpoints: RunCheckpoints,
         requests: Requests,
         report: WorkerReport,
         listeners: Listeners,

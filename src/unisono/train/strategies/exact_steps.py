@@ -346,7 +346,7 @@ class ExactSteps:
             losses = [part.loss for part in attempt.report.shards if part.weight]
             found |= monitors.see(step.number, attempt.norms, losses)
             found |= {"norms": asdict(attempt.norms)} if adapts else {}
-        if (attempt.norms is not None or adapts or self.config.recording.measures) and not step.calls:
+        if (attempt.norms is not None or adapts or self.config.settings.special.study) and not step.calls:
             found |= monitors.times
         elif not step.calls:
             found["shard_s"] = [float(f"{each.shard_s:.4g}") for each in monitors.timings]

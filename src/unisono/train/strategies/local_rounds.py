@@ -246,7 +246,7 @@ def synchroniser_of(config: RunConfig, trained: Trained, workers: Workers) -> Sy
         trained: the state of the run, with a strategy whose workers have weights of their own between two rounds.
         workers: the workers of this generation.
     """
-    strategy, timeout_s = trained.policy_state.strategy, config.communication.timeout_s
+    strategy, timeout_s = trained.policy_state.strategy, config.connection.timeout_s
     if not strategy.part:
         raise JobError(f"strategy={str(strategy)!r} cannot be used here")
     made: Synchroniser = imported(strategy.part, "strategy")(

@@ -1,5 +1,6 @@
 """Variables of the environment: text that becomes numbers and switches, or is refused by name."""
 
+import math
 from collections.abc import Mapping
 
 from unisono.errors import JobError
@@ -43,13 +44,16 @@ class Variables:
             raise self.refusal(name, f"needs a whole number of at least {least}{limit}")
         return found
 
-    def number(self, name: str, least: float, most: float) -> float | None:
-        """A decimal number from ``least`` to ``most``; None if the variable is not set."""
+    def number(
+        self, name: str, least: float = -math.inf, most: float = math.inf, *, whole: bool = False
+    ) -> float | None:
+        """A number from ``least`` to ``most``; None if the variable is not set."""
         if (value := self.get(name)) is None:
             return None
-        found = decimal_number(value)
+        found = whole_number(value) if whole else decimal_number(value)
         if found is None or not least <= found <= most:
-            raise self.refusal(name, f"needs a number of at least {least:g} and at most {most:g}")
+            limits = "" if math.inf in (-least, most) else f" of at least {least:g} and at most {most:g}"
+            raise self.refusal(name, f"needs a {'whole ' if whole else ''}number{limits}")
         return found
 
     def switch(self, name: str) -> bool | None:
