@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from unisono.data.own_generators import own_generators_kept
-from unisono.data.streams import generators_kept, seed_generators
+from unisono.data.streams import generators_kept, own_generators_kept, seed_generators
 from unisono.errors import CheckpointError, DataError
 from unisono.plan.order import Stream, stream_seed
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from unisono.data.opened_stream import opens_readers
 from unisono.data.shards import is_indexed
-from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
+from unisono.data.stream_reader import Reader, ReaderKey, ReaderState, opens_readers
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError
 from unisono.integrations.keras.batches import (

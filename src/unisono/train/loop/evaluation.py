@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from unisono.arguments import require_kinds
 from unisono.checkpoint.layout import empty_as, form_of
-from unisono.data.batch_feed import BatchFeed
 from unisono.data.content import CONTENT, Contents, Glance
 from unisono.data.feed import Asked, Feed
-from unisono.data.loop_feeds import feed_of
+from unisono.data.loop_feeds import BatchFeed, feed_of
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate
 from unisono.data.stream_feed import StreamFeed
