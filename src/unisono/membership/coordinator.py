@@ -31,8 +31,7 @@ from unisono.membership.messages import (
     from_worker,
 )
 from unisono.membership.parser import parse
-from unisono.membership.state_entry import changes, merge, restored, whole
-from unisono.membership.state_log import Everything, Journal, StateLog
+from unisono.membership.state_log import Everything, Journal, StateLog, changes, merge, restored, whole
 
 STATE_LOG = "coordinator.jsonl"
 """In the run folder: from it the coordinator starts again."""
