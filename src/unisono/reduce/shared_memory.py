@@ -9,10 +9,9 @@ from torch import Tensor
 from unisono.errors import JobMismatch
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
-from unisono.reduce.host_memory import Gathered, part_of, share_segments
+from unisono.reduce.host_memory import Gathered, pages, part_of, share_segments
 from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
-from unisono.reduce.segment import pages
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import PIECE
 

@@ -30,10 +30,10 @@ from unisono.received import short
 from unisono.train.config.numerics import autocast
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
-from unisono.train.loop.batch_blocks import BatchBlocks
 from unisono.train.loop.blocks import (
     EVALUATION_EPOCH,
     NO_LOOP,
+    BatchBlocks,
     BlockPlace,
     Blocks,
     CutBlocks,

@@ -12,7 +12,7 @@ from unisono.checkpoint.layout import DTYPES
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.transport import Transport
-from unisono.train.model.listed_place import MOST_DIMENSIONS
+from unisono.train.model.places import MOST_DIMENSIONS
 
 
 class Combining:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from unisono.errors import ModelError
 from unisono.received import short
-from unisono.train.model.listed_place import ListedPlace
-from unisono.train.model.places import RULES, BufferPlace
+from unisono.train.model.places import RULES, BufferPlace, ListedPlace
 from unisono.train.model.tensors import version_of
 
 

@@ -32,10 +32,9 @@ from unisono.train.state.ending import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
-from unisono.train.step.curvature_probe import CurvatureProbe
+from unisono.train.step.curvature_probe import CurvatureProbe, MeasuredCalls
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
-from unisono.train.step.measured_calls import MeasuredCalls
 from unisono.train.step.owned_update import own_update_of
 from unisono.train.step.step import Step
 from unisono.train.step.step_update import Attempt
