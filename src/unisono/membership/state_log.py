@@ -24,10 +24,7 @@ Rows = Mapping[str, Iterable[str]]
 """Ids of rows, by the name of their table."""
 
 _STATE: TypeAdapter[State] = TypeAdapter(State)
-_ROWS: dict[str, TypeAdapter[Any]] = {
-    "workers": TypeAdapter(Worker),
-    "agents": TypeAdapter(Agent),
-}
+_ROWS: dict[str, TypeAdapter[Any]] = {"workers": TypeAdapter(Worker), "agents": TypeAdapter(Agent)}
 _TYPES = get_type_hints(State)
 _FIELDS: dict[str, TypeAdapter[Any]] = {
     field.name: TypeAdapter(_TYPES[field.name]) for field in fields(State) if field.name not in {*_ROWS, *SAID_AGAIN}
