@@ -45,11 +45,7 @@ class SharedMemoryTransport(HostTransport):
         super().resplit(split)
 
     def reduce(
-        self,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None = None,
-        tally: Tally | None = None,
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
     ) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
         gathered = self._memory.gather(bucket, partials)

@@ -14,15 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 
-from unisono.adapt.curvature import (
-    Curvature,
-    Vector,
-    confidence_of,
-    critical_step,
-    dot,
-    largest_eigenvalue,
-    trace_of,
-)
+from unisono.adapt.curvature import Curvature, Vector, confidence_of, critical_step, dot, largest_eigenvalue, trace_of
 from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.adapt.norms import GradientNorms
 from unisono.errors import JobError, LossError, ModelError

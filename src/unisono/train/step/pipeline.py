@@ -181,6 +181,9 @@ class Passes:
         staging: the stages.
         tick: a function that is called when this device has got on.
         spans: the spans of this device, if they are kept.
+
+    Attributes:
+        weights: the weights of the shards, which go from the last stage to all others with what goes back.
     """
 
     def __init__(
@@ -196,12 +199,7 @@ class Passes:
     ) -> None:
         self._call, self._shards, self._gradients, self._buffers = call, shards, gradients, buffers
         self._forward, self._staging, self._tick, self._spans = forward, staging, tick, spans
-        self._weights = [0.0] * len(shards)
-
-    @property
-    def weights(self) -> list[float]:
-        """The weights of the shards, which go from the last stage to all others with what goes back."""
-        return self._weights
+        self.weights = [0.0] * len(shards)
 
     def name(self, place: int) -> str:
         """A shard, for people."""
@@ -252,7 +250,7 @@ class Passes:
 
     def backward_done(self, block: int, place: int, weight: float) -> None:
         """The backward pass of a block is done, for one shard of a weight; there was none without weight."""
-        self._weights[place] = weight
+        self.weights[place] = weight
         self._gradients.take(block, place)
         self._tick()
 
@@ -269,12 +267,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        prepared: Prepared,
-        staging: Staging,
-        devices: Devices,
-        device: torch.device,
-        spans: Spans | None = None,
+        self, prepared: Prepared, staging: Staging, devices: Devices, device: torch.device, spans: Spans | None = None
     ) -> None:
         self._prepared, self._staging, self._devices, self._spans = prepared, staging, devices, spans
         (self._module,) = prepared.modules

@@ -158,15 +158,7 @@ class WeightsWatch:
         survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        buffers: Buffers,
-        *,
-        is_only: bool,
-        looks: bool,
-        survives: bool,
-    ) -> None:
+    def __init__(self, prepared: Prepared, buffers: Buffers, *, is_only: bool, looks: bool, survives: bool) -> None:
         self._prepared, self._is_only = prepared, is_only
         weights, kept = list(prepared.weights().values()), partial(kept_by, prepared.optimizers)
         self._cause = UpdateCause() if survives and not is_only else None
@@ -211,13 +203,7 @@ class WeightsWatch:
             return flags
         seen, self._looked = (self._looked or self.look())(), None
         return [
-            replace(
-                own,
-                digest=seen.digest,
-                flipped=own.flipped or seen.has_flipped,
-                amiss=seen.amiss,
-            )
-            for own in flags
+            replace(own, digest=seen.digest, flipped=own.flipped or seen.has_flipped, amiss=seen.amiss) for own in flags
         ]
 
     @property
