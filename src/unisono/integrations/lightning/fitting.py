@@ -221,6 +221,7 @@ class OneFit:
     Attributes:
         training: what computes the steps.
         is_over: whether the training has come to its end.
+        may_ask: whether a collective call can be made: not between the loop's entrance and its first step.
     """
 
     def __init__(self, run: Run, trainer: Any) -> None:
@@ -230,14 +231,9 @@ class OneFit:
         self._state = FitState(self.training)
         self._steps: Generator[Step, None, None] | None = None
         self._again: Mapping[str, Any] | None = None
-        self._has_begun = False
+        self.may_ask = False
         self._ahead: Step | None = None  # that the run has gone back to from the training's end
         self._let_go: Callable[[], None] = lambda: None
-
-    @property
-    def may_ask(self) -> bool:
-        """Whether a collective call can be made: not between the loop's entrance and its first step."""
-        return self._has_begun
 
     def prepare(self) -> None:
         """Give all workers the same weights."""
@@ -277,7 +273,7 @@ class OneFit:
             self._state.load(again)  # what Lightning has set back on its way here
         for rows in self._trainer.strategy.rows:
             rows.begin()
-        self._has_begun = True
+        self.may_ask = True
         if self.training.step is not None and not self.training.step.calls:
             raise JobError(
                 "on_train_batch_start returned -1, which leaves the rest of an epoch out: the run's epochs are as long "
@@ -301,10 +297,10 @@ class OneFit:
         if self._steps is None or self.training.step is None:
             return True
         self._run.inside.loop.end_here()
-        self._has_begun = False
+        self.may_ask = False
         self._ahead = next(self._steps, None)
         if self._ahead is None:
-            self._has_begun = True
+            self.may_ask = True
             return True
         loop._restarting = True  # as for a worker that joins
         loop.reset()
@@ -333,7 +329,7 @@ class OneFit:
     def load(self, state: Mapping[str, Any]) -> None:
         """Stand there."""
         self._state.load(state)
-        if not self._has_begun:
+        if not self.may_ask:
             self._again = state
 
 

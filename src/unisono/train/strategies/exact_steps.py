@@ -270,12 +270,7 @@ class ExactSteps:
         return Change(make, then)
 
     def _update(
-        self,
-        step: Step,
-        attempt: Attempt,
-        update: Callable[[], None] | None,
-        setting: Setting,
-        notes: Sequence[Note],
+        self, step: Step, attempt: Attempt, update: Callable[[], None] | None, setting: Setting, notes: Sequence[Note]
     ) -> _Found:
         """Make the update of a step, and note what is known of it as long as its weights are."""
         if update is not None:
