@@ -26,7 +26,7 @@ from unisono.membership.state import (
     step,
 )
 from unisono.membership.state.roster import MintedGeneration
-from unisono.membership.state_entry import changes, merge, whole
+from unisono.membership.state_log import changes, merge, whole
 
 SHARDS = 8
 

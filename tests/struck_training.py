@@ -15,7 +15,7 @@ from unisono.checkpoint.codec import unflatten
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.plan.batches import Position
 from unisono.plan.tree import Node
-from unisono.train.group.change import Change, Stateless
+from unisono.train.group.change import Change, Recovers
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
@@ -67,7 +67,7 @@ class Outcome:
     losses: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
-class Training(Stateless):
+class Training(Recovers):
     """One worker's script, and what a run does around it."""
 
     def __init__(

@@ -3,7 +3,7 @@
 from mutants.mutant import Mutant
 
 OWNED = "train/step/owned_update.py"
-PIECES = "train/step/shared_pieces.py"
+PIECES = "train/step/step_update.py"
 KFAC = "unisono_lab/second_order/kfac.py"
 LAYERS = "unisono_lab/second_order/kfac_layers.py"
 GRADIENTS = "train/step/gradients.py"

@@ -4,7 +4,7 @@ from mutants.mutant import LINE, PUBLISHED, SERVICE, STORE, Mutant
 
 COORDINATOR = "membership/coordinator.py"
 STATE_LOG = "membership/state_log.py"
-STATE_ENTRY = "membership/state_entry.py"
+STATE_ENTRY = "membership/state_log.py"
 JSON_LINES = "jsonl.py"
 KEYVALUE = "membership/keyvalue.py"
 CONVERSATION = "membership/connection.py"

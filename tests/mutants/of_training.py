@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant(
         "the state of the next generation is taken from its first rank",
         ELASTIC,
-        "        source=new.source,\n",
-        "        source=0,\n",
+        "StateTransfer(source=new.source,",
+        "StateTransfer(source=0,",
         ACTS,
     ),
 )

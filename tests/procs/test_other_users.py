@@ -22,8 +22,8 @@ from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.plan.split import Split
 from unisono.reduce.admission import present
 from unisono.reduce.data_network import NetworkKeys
+from unisono.reduce.host_memory import Segment, created
 from unisono.reduce.rpc_message import address_of, calling, listen
-from unisono.reduce.segment import Segment, created
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.connect import connect

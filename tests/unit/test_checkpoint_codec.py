@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from same_trees import same
-from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.decoder import DEEPEST
+from unisono.checkpoint.codec import DEEPEST, flatten, unflatten
 from unisono.checkpoint.tensors import copies, pieces
 from unisono.errors import CheckpointError
 

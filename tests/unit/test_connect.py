@@ -13,8 +13,7 @@ from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import Connection, RunConfig
-from unisono.train.group.connect import connect, mesh_of
-from unisono.train.group.network import topology_over
+from unisono.train.group.connect import connect, mesh_of, topology_over
 from unisono.train.group.rendezvous import FixedRendezvous
 
 pytestmark = pytest.mark.unit

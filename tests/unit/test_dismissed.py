@@ -26,7 +26,7 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.group.change import Stateless
+from unisono.train.group.change import Recovers
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.workers import Workers
@@ -124,7 +124,7 @@ def test_a_dismissed_worker_exits_with_code_0_wherever_it_stands(
 ) -> None:
     departed: list[str] = []
 
-    class Noting(Stateless):
+    class Noting(Recovers):
         def depart(self, dismissed: Dismissed) -> NoReturn:
             departed.append(dismissed.reason)
             raise dismissed

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.host.cgroup import CgroupLimits, read_limits
 from unisono.launch.doctor import doctor
-from unisono.launch.doctor.diagnosis import FAILED, Diagnosis
+from unisono.launch.doctor.doctor import FAILED, Diagnosis
 
 pytestmark = pytest.mark.unit
 

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.thread_crew import Trade, train
 from unisono.errors import ModelError
 from unisono.job import Job
-from unisono.train.model.forward_writes import EVERY, FIRST, ForwardWrites
 from unisono.train.run import Run
+from unisono.train.step.weights_watch import EVERY, FIRST, ForwardWrites
 
 pytestmark = pytest.mark.unit
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 import hostile
 from forged import forge, state_json
-from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.decoder import DEEPEST
+from unisono.checkpoint.codec import DEEPEST, flatten, unflatten
 from unisono.checkpoint.layout import KEPT, is_kept
 from unisono.checkpoint.snapshot import read_snapshot
 from unisono.checkpoint.tensors import tensors_of

@@ -27,7 +27,7 @@ from unisono.train.config.run_config import Execution
 from unisono.train.group.devices import Devices
 from unisono.train.model import whole_matrix as registry
 from unisono.train.run import Run
-from unisono.train.step.matrices import matrices_of
+from unisono.train.step.owned_update import matrices_of
 from waves import waved
 
 pytestmark = [

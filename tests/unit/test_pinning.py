@@ -10,8 +10,7 @@ from uuid import uuid4
 import pytest
 
 from unisono.host.cgroup import CORES, leave_too_few_cores, usable_cores
-from unisono.launch.pinning.layout import Machine, Tenant, Topology, cpus_of, node_for
-from unisono.launch.pinning.pins import Pinning, Pins
+from unisono.launch.pinning.pins import Machine, Pinning, Pins, Tenant, Topology, cpus_of, node_for
 
 pytestmark = pytest.mark.unit
 

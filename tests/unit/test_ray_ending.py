@@ -9,8 +9,8 @@ import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.launch.elastic.elastic import AgentEnd, ElasticSettings, Range
-from unisono.launch.ray.agent_actor import AgentAccess
-from unisono.launch.ray.ending import after_the_coordinator
+from unisono.launch.ray.agents import AgentAccess
+from unisono.launch.ray.coordinator_actor import after_the_coordinator
 from unisono.launch.ray.request import RayRequest
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal

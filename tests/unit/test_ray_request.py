@@ -10,7 +10,7 @@ from said import options
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.ray import driver
-from unisono.launch.ray.agent_actor import AgentAccess
+from unisono.launch.ray.agents import AgentAccess
 from unisono.launch.ray.request import RayRequest, read_resources
 from unisono.launch.settings import LaunchSettings, Script
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from unisono.data.loader_processes import Processes
-from unisono.data.readers_ahead import ReadersAhead
 from unisono.data.sampler_order import LoopKey
 from unisono.data.stream_reader import ReaderState
 from unisono.data.stream_readers import OpenReaders, Readers, Wish
+from unisono.data.stream_source import ReadersAhead
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.train.record.recorder import Recorder
+from unisono.train.record.metrics_line import Recorder
 
 pytestmark = pytest.mark.unit
 

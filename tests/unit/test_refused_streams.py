@@ -12,9 +12,9 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 from unisono.data.feed import Asked
-from unisono.data.library_streams import gives_whole_batches
 from unisono.data.loop_feeds import feed_of
 from unisono.data.sampler_order import LoopKey
+from unisono.data.stream_feed import gives_whole_batches
 from unisono.errors import DataError
 
 pytestmark = pytest.mark.unit

@@ -9,7 +9,7 @@ import torch
 from unisono.adapt.view import BatchShape
 from unisono.data.shards import ShardsRequest
 from unisono.plan.batches import Position
-from unisono.train.loop.shard_loader import Part, ShardLoader
+from unisono.train.loop.course import Part, ShardLoader
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.reducer import Reducer, exact
 from unisono.reduce.transport import Solo
 from unisono.train.step.gradients import Fusion
-from unisono.train.step.staged_gradients import StagedGradients
+from unisono.train.step.pipeline import StagedGradients
 
 pytestmark = pytest.mark.unit
 

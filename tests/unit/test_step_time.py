@@ -32,11 +32,11 @@ def test_a_worker_has_whole_shards_of_the_job_however_fine_they_are_cut() -> Non
 
 
 def test_useful_numbers_of_workers_are_those_at_which_the_busiest_has_fewer_shards() -> None:
-    assert useful_sizes(8, 1, 8) == [1, 2, 3, 4, 8]
-    assert useful_sizes(12, 1, 12) == [1, 2, 3, 4, 6, 12]
-    assert useful_sizes(8, 5, 7) == [5]
-    assert useful_sizes(4, 1, 100) == [1, 2, 4]
-    assert useful_sizes(4, 6, 100) == [4]
+    assert useful_sizes(8, 1, 8) == (1, 2, 3, 4, 8)
+    assert useful_sizes(12, 1, 12) == (1, 2, 3, 4, 6, 12)
+    assert useful_sizes(8, 5, 7) == (5,)
+    assert useful_sizes(4, 1, 100) == (1, 2, 4)
+    assert useful_sizes(4, 6, 100) == (4,)
 
 
 @pytest.mark.parametrize("seed", range(10))

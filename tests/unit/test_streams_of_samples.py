@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from unisono.adapt.view import BatchShape
-from unisono.data.alike import alike
 from unisono.data.sampler_order import LoopKey
+from unisono.data.shards import alike
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
 from unisono.data.stream_readers import OpenReaders, Wish

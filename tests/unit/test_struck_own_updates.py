@@ -20,11 +20,11 @@ from one_at_a_time import BLOWS, Blow, blows_on
 from struck_run import Play, act_out, flipped, loss, momentum, network, samples_of, state_of
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
-from unisono.train.model.forward_writes import FIRST
 from unisono.train.model.tensors import digest_tensors, tensors_of
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 from unisono.train.step.step import Step
+from unisono.train.step.weights_watch import FIRST
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore:BatchNorm")]
 

@@ -296,7 +296,9 @@ def test_a_server_adds_nothing_of_its_own_to_a_native_sum(with_workers: WithWork
     torch.manual_seed(0)
     values = [torch.randn(640, dtype=torch.float64) for _ in range(8)]
     split = Split.even(8, 3).with_servers(1)
-    totals = with_workers(split, lambda own: native(own, "b", partials_of(values, split.of(own.rank)), 2.0).clone())
+    totals = with_workers(
+        split, lambda own: native(own, "b", partials_of(values, split.of(own.rank)), 2.0, None).clone()
+    )
     assert all(torch.allclose(total, tree_sum(values) / 2, rtol=1e-12) for total in totals)
 
 

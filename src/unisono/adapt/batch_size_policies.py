@@ -37,9 +37,10 @@ class ShardLimit:
         """Into how many shards a batch is to be cut; None if it does not matter."""
         return None if self.samples is None else shards_for(batch_size, view.base_shards, self.samples)
 
-    def is_kept(self, view: View) -> bool:
-        """Whether the batch is cut as it should be."""
-        return self.shards(view.batch_size, view) in (None, view.shards)
+    def keep(self, policy: Policy, view: View) -> None:
+        """Have a policy cut the batch as it should be."""
+        if (shards := self.shards(view.batch_size, view)) not in (None, view.shards):
+            policy.set_batch_size(view.batch_size, shards, largest_shard=self.samples)
 
 
 # A learning rate that changes smoothly.
@@ -93,9 +94,7 @@ class BatchSizeSchedule(Policy):
 
     def before_train(self, view: View) -> None:
         """The first batch may be too much at once for a worker."""
-        if not self._limit.is_kept(view):
-            shards = self._limit.shards(view.batch_size, view)
-            self.set_batch_size(view.batch_size, shards, largest_shard=self._limit.samples)
+        self._limit.keep(self, view)
 
     def after_epoch(self, view: View) -> None:
         """The next one may be one of those."""
@@ -153,9 +152,7 @@ class NoiseScalePolicy(Policy):
 
     def before_train(self, view: View) -> None:
         """The first batch may be too much at once for a worker."""
-        if not self._limit.is_kept(view):
-            shards = self._limit.shards(view.batch_size, view)
-            self.set_batch_size(view.batch_size, shards, largest_shard=self._limit.samples)
+        self._limit.keep(self, view)
 
     def after_step(self, view: View) -> None:
         """Go on with the ramp, or look."""

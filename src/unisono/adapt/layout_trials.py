@@ -90,7 +90,8 @@ class Layout:
         return self.batch_size / self.shards
 
 
-def useful_sizes(shards: int, fewest: int, most: int) -> list[int]:
+@lru_cache(1024)
+def useful_sizes(shards: int, fewest: int, most: int) -> tuple[int, ...]:
     """Numbers of workers that are worth something: with one worker less the slowest one would have more shards.
 
     With 8 shards those are 1, 2, 3, 4 and 8: 5, 6 and 7 workers wait for the one with two shards, as 4 do.
@@ -103,11 +104,6 @@ def useful_sizes(shards: int, fewest: int, most: int) -> list[int]:
     Returns:
         them, smallest first.
     """
-    return [*_useful_sizes(shards, fewest, most)]
-
-
-@lru_cache(1024)
-def _useful_sizes(shards: int, fewest: int, most: int) -> tuple[int, ...]:
     first = min(max(1, fewest), shards)
     return tuple(
         workers

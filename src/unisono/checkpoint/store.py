@@ -66,12 +66,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int = 3,
-        on_event: Callable[..., None] | None = None,
-        writer: Writer | None = None,
+        self, folder: Path, *, keep: int = 3, on_event: Callable[..., None] | None = None, writer: Writer | None = None
     ) -> None:
         self._folder = Path(folder).absolute()
         self._keep, self._rights = keep, writer

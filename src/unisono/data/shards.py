@@ -1,7 +1,7 @@
 """One shard's samples, fetched, augmented and collated alike wherever that happens."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -12,12 +12,34 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from unisono.data.alike import alike
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.streams import DrawWatch, seed_generators
 from unisono.errors import DataError, UnisonoWarning
 from unisono.plan.batches import Batch
 from unisono.plan.order import Indices
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two samples hold the same: tensors, arrays, numbers, text and bytes, in lists, tuples and mappings.
+
+    Of other things only the type is compared.
+    """
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and bool(((one == other) | ((one != one) & (other != other))).all())
+        )
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(alike(*pair) for pair in zip(one, other, strict=True))
+    return not isinstance(one, int | float | str | bytes) or bool(one == other or (one != one and other != other))
+
 
 Collate = Callable[[list[Any]], Any]
 

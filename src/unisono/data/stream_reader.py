@@ -5,15 +5,70 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data._utils import worker
 
-from unisono.data.opened_stream import open_stream, opens_readers
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import parse_json
+
+
+class OpenedStream(NamedTuple):
+    """A stream that is read.
+
+    Attributes:
+        iterator: the iterator over its samples.
+        tell: a function that returns the state behind the last sample; None if nothing tells it. Then it is opened at
+            the beginning, whatever state was given.
+    """
+
+    iterator: Any
+    tell: Callable[[], Any] | None
+
+
+def opens_readers(stream: Any) -> bool:
+    """Whether a stream opens its readers itself."""
+    return hasattr(stream, "open_reader")
+
+
+def open_stream(stream: Any, number: int, readers: int, state: Any, *, keeps: bool) -> OpenedStream:
+    """Open a stream for one of its readers.
+
+    Args:
+        stream: the stream; nobody else reads it.
+        number: the number of the reader.
+        readers: the number of readers.
+        state: the state to go on from; None for the beginning.
+        keeps: whether the states of streams that do not open their readers themselves are exact: their iterator's, or
+            their own.
+    """
+    if opens_readers(stream):
+        return _going_on(stream.open_reader(number, readers), state)
+    iterator = iter(stream)
+    if not keeps:
+        return OpenedStream(iterator, None)
+    if iterator is not stream and _tells(iterator):
+        return _going_on(iterator, state)
+    if not _tells(stream):
+        return OpenedStream(iterator, None)
+    if state is not None:
+        stream.load_state_dict(state)
+        iterator = iter(stream)
+    return OpenedStream(iterator, stream.state_dict)
+
+
+def _going_on(iterator: Any, state: Any) -> OpenedStream:
+    if not _tells(iterator):
+        return OpenedStream(iterator, None)
+    if state is not None:
+        iterator.load_state_dict(state)
+    return OpenedStream(iterator, iterator.state_dict)
+
+
+def _tells(thing: Any) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +154,7 @@ class Reader:
         begin: a function that is called with the reader's number before its copy of the stream is opened, as a loader
             process of torch calls ``worker_init_fn``. One that looks how many there are has split the copy.
         keeps: whether the states that streams tell of themselves are used; see
-            :func:`~unisono.data.opened_stream.open_stream`.
+            :func:`~unisono.data.stream_reader.open_stream`.
 
     Raises:
         DataError: the stream cannot be copied, or has become shorter than it was.

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from unisono.data.alike import alike
 from unisono.data.sampler_order import LoopKey
-from unisono.data.shards import Collate, collated, one_thread
+from unisono.data.shards import Collate, alike, collated, one_thread
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError

@@ -3,11 +3,7 @@
 import shlex
 from collections.abc import Mapping
 
-PORTABLE: Mapping[str, str] = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_CBWR": "COMPATIBLE",
-}
+PORTABLE: Mapping[str, str] = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
 """For torch's own vectors, oneDNN (convolutions) and MKL (matrix products, LAPACK)."""
 
 LEVEL = "UNISONO_NUMERICS"

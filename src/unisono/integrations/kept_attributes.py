@@ -1,14 +1,42 @@
-"""What is kept of other people's objects that have no state of their own: in checkpoints, and for workers that join."""
+"""Other people's objects: what is kept of them, under which name, and attributes that are others for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 from warnings import warn
 
 from unisono.checkpoint.codec import flatten
 from unisono.errors import CheckpointError, UnisonoWarning
+from unisono.train.run import Run
+
+
+@contextmanager
+def put(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """An object has another attribute or method in here, by itself: others of its class have their own."""
+    has_own, before = name in vars(thing), vars(thing).get(name)
+    vars(thing)[name] = value
+    try:
+        yield
+    finally:
+        if has_own:
+            vars(thing)[name] = before
+        else:
+            del vars(thing)[name]
+
+
+def free_name(run: Run, guest: str) -> str:
+    """A name that nothing registered has yet: there may be several models or trainers.
+
+    Args:
+        run: the run.
+        guest: the name of the framework.
+    """
+    taken = run.inside.trained.registered
+    numbered = (f"{guest} {number}" for number in range(2, len(taken) + 3))
+    return next(name for name in (guest, *numbered) if name not in taken)
 
 
 class KeptAttributes:

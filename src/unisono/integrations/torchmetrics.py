@@ -11,13 +11,8 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mea
 
 from unisono.errors import ModelError
 
-_RULES = {
-    dim_zero_sum: "sum",
-    dim_zero_mean: "mean",
-    dim_zero_max: "max",
-    dim_zero_min: "min",
-    dim_zero_cat: "cat",
-}
+RULES = {dim_zero_sum: "sum", dim_zero_mean: "mean", dim_zero_max: "max", dim_zero_min: "min", dim_zero_cat: "cat"}
+"""How a run combines what shards make of a metric's state, by torchmetrics' reduction of it."""
 
 
 def state_of(metrics: nn.Module, name: str = "metrics") -> dict[str, Any]:
@@ -38,13 +33,13 @@ def state_of(metrics: nn.Module, name: str = "metrics") -> dict[str, Any]:
         metric.sync_on_compute = False
         metric.compute_with_cache = False  # a result that was kept before others' samples came
         for key, combine in metric._reductions.items():
-            if combine not in _RULES:
+            if combine not in RULES:
                 raise ModelError(
                     f"{path}, a {type(metric).__name__}, combines its state {key} in a way of its own "
                     f"({getattr(combine, '__name__', combine)}): update it outside of the loss function, with what "
                     f"run.predict returns"
                 )
-    return {path: (one, {key: _RULES[how] for key, how in one._reductions.items()}) for path, one in found.items()}
+    return {path: (one, {key: RULES[how] for key, how in one._reductions.items()}) for path, one in found.items()}
 
 
 def _metrics_in(root: nn.Module, name: str) -> Iterator[tuple[str, Metric]]:

@@ -4,22 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from unisono.membership.messages import (
-    PROTOCOL,
-    Count,
-    JobOver,
-    Message,
-    Name,
-    Refused,
-    Seconds,
-    Target,
-    Text,
-    Unreached,
-    Welcome,
-)
+from unisono.membership import messages
 
 
-class AgentHello(Message):
+class AgentHello(messages.Message):
     """The first message on an agent's connection.
 
     Attributes:
@@ -31,15 +19,15 @@ class AgentHello(Message):
     """
 
     kind: Literal["agent"] = "agent"
-    protocol: Count = PROTOCOL
-    agent: Name
-    host: Name
+    protocol: messages.Count = messages.PROTOCOL
+    agent: messages.Name
+    host: messages.Name
     workers: Annotated[int, Field(ge=0, le=4096)]
-    running: tuple[Name, ...] = Field(default=(), max_length=4096)
-    probes: Text = ""
+    running: tuple[messages.Name, ...] = Field(default=(), max_length=4096)
+    probes: messages.Text = ""
 
 
-class WorkerEnded(Message):
+class WorkerEnded(messages.Message):
     """A worker's process has ended.
 
     Attributes:
@@ -48,12 +36,12 @@ class WorkerEnded(Message):
     """
 
     kind: Literal["ended"] = "ended"
-    worker: Name
+    worker: messages.Name
     code: int = Field(ge=-4096, le=4096)
-    error: Text = ""
+    error: messages.Text = ""
 
 
-class AgentLeaving(Message):
+class AgentLeaving(messages.Message):
     """This agent was asked to leave, and all of its workers with it; by one without room, the whole job.
 
     Attributes:
@@ -61,10 +49,10 @@ class AgentLeaving(Message):
     """
 
     kind: Literal["agent_leaving"] = "agent_leaving"
-    reason: Text = ""
+    reason: messages.Text = ""
 
 
-class Probed(Message):
+class Probed(messages.Message):
     """The result of a :class:`Probe`.
 
     Attributes:
@@ -73,11 +61,11 @@ class Probed(Message):
     """
 
     kind: Literal["probed"] = "probed"
-    reached: tuple[Name, ...] = Field(default=(), max_length=4096)
-    unreached: tuple[Unreached, ...] = Field(default=(), max_length=4096)
+    reached: tuple[messages.Name, ...] = Field(default=(), max_length=4096)
+    unreached: tuple[messages.Unreached, ...] = Field(default=(), max_length=4096)
 
 
-class Start(Message):
+class Start(messages.Message):
     """Start these workers.
 
     Attributes:
@@ -86,11 +74,11 @@ class Start(Message):
     """
 
     kind: Literal["start"] = "start"
-    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
-    delay_s: Seconds = 0.0
+    workers: tuple[messages.Name, ...] = Field(min_length=1, max_length=4096)
+    delay_s: messages.Seconds = 0.0
 
 
-class End(Message):
+class End(messages.Message):
     """End these workers.
 
     Attributes:
@@ -100,11 +88,11 @@ class End(Message):
     """
 
     kind: Literal["end"] = "end"
-    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
+    workers: tuple[messages.Name, ...] = Field(min_length=1, max_length=4096)
     how: Literal["leave", "kill", "drop"]
 
 
-class Probe(Message):
+class Probe(messages.Message):
     """Find out whether connections can be made to these hosts, and from them to this one.
 
     Attributes:
@@ -112,10 +100,10 @@ class Probe(Message):
     """
 
     kind: Literal["probe"] = "probe"
-    targets: tuple[Target, ...] = Field(min_length=1, max_length=4096)
+    targets: tuple[messages.Target, ...] = Field(min_length=1, max_length=4096)
 
 
-class LeftOut(Message):
+class LeftOut(messages.Message):
     """Workers of this host take no part, since they and others could not connect.
 
     Attributes:
@@ -123,10 +111,10 @@ class LeftOut(Message):
     """
 
     kind: Literal["left_out"] = "left_out"
-    reason: Text = ""
+    reason: messages.Text = ""
 
 
-class TurnedAway(Message):
+class TurnedAway(messages.Message):
     """Workers of this host have failed before they took part, and no others are started in their places.
 
     Attributes:
@@ -135,13 +123,14 @@ class TurnedAway(Message):
     """
 
     kind: Literal["turned_away"] = "turned_away"
-    reason: Text = ""
-    places: Count = 0
+    reason: messages.Text = ""
+    places: messages.Count = 0
 
 
 FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving | Probed, Field(discriminator="kind")]
 ToAgent = Annotated[
-    Welcome | Start | End | Probe | LeftOut | TurnedAway | JobOver | Refused, Field(discriminator="kind")
+    messages.Welcome | Start | End | Probe | LeftOut | TurnedAway | messages.JobOver | messages.Refused,
+    Field(discriminator="kind"),
 ]
 
 from_agent: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)

@@ -12,15 +12,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
 from unisono.membership.connection import Conversation, Reconnection, ShutOut, call
-from unisono.membership.messages import (
-    FromWorker,
-    Refused,
-    StoreReply,
-    StoreRequest,
-    ToWorker,
-    WorkerHello,
-    to_worker,
-)
+from unisono.membership.messages import FromWorker, Refused, StoreReply, StoreRequest, ToWorker, WorkerHello, to_worker
 from unisono.membership.parser import LONGEST_MESSAGE
 from unisono.membership.token import context_for, is_private
 

@@ -13,20 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from unisono.membership.messages import (
-    Arrived,
-    Finished,
-    FromWorker,
-    JobOver,
-    Leaving,
-    Progress,
-    Ready,
-    Refused,
-    StoreReply,
-    StoreRequest,
-    ToWorker,
-    WorkerHello,
-)
+from unisono.membership import messages
 from unisono.membership.token import OUTDATED, REFUSED
 
 FIRST_PAUSE_S = 0.05
@@ -162,10 +149,15 @@ class Reconnection:
 MOST_UNSENT = 256
 """Messages that wait for a connection."""
 
-_FAREWELLS = (Refused, JobOver)  # after these nobody is there to talk to
-_STANDING = (Ready, Arrived, Leaving, Finished)  # true until something comes of it: said again on a new connection
-_SAID_ANEW = (WorkerHello, Progress, StoreRequest, *_STANDING)
-_OF_A_GENERATION = (Ready, Arrived)  # until the next generation
+_FAREWELLS = (messages.Refused, messages.JobOver)  # after these nobody is there to talk to
+_STANDING = (
+    messages.Ready,
+    messages.Arrived,
+    messages.Leaving,
+    messages.Finished,
+)  # true until something comes of it: said again on a new connection
+_SAID_ANEW = (messages.WorkerHello, messages.Progress, messages.StoreRequest, *_STANDING)
+_OF_A_GENERATION = (messages.Ready, messages.Arrived)  # until the next generation
 
 
 class Conversation:
@@ -182,14 +174,14 @@ class Conversation:
         is_over: whether nothing more is said: the coordinator has said farewell, or the process ends.
     """
 
-    def __init__(self, hello: WorkerHello) -> None:
+    def __init__(self, hello: messages.WorkerHello) -> None:
         self.is_connected = False
         self.is_over = False
         self._hello = hello
         self._numbers = itertools.count(1)
-        self._unsent: deque[FromWorker] = deque()
-        self._standing: dict[str, FromWorker] = {}
-        self._asked: dict[int, tuple[StoreRequest, Future[StoreReply]]] = {}
+        self._unsent: deque[messages.FromWorker] = deque()
+        self._standing: dict[str, messages.FromWorker] = {}
+        self._asked: dict[int, tuple[messages.StoreRequest, Future[messages.StoreReply]]] = {}
 
     @property
     def generation(self) -> int:
@@ -202,7 +194,7 @@ class Conversation:
         for kind in [kind for kind, message in self._standing.items() if isinstance(message, _OF_A_GENERATION)]:
             del self._standing[kind]
 
-    def say(self, message: FromWorker) -> None:
+    def say(self, message: messages.FromWorker) -> None:
         """Have a message sent.
 
         While there is no connection, :class:`Progress` is left out, and of other messages the latest are kept.
@@ -211,15 +203,15 @@ class Conversation:
             return
         if isinstance(message, _STANDING):
             self._standing[message.kind] = message
-        if self.is_connected or not isinstance(message, (Progress, *_STANDING)):
+        if self.is_connected or not isinstance(message, (messages.Progress, *_STANDING)):
             self._unsent.append(message)
         while len(self._unsent) > MOST_UNSENT and not self.is_connected:
             self._unsent.popleft()
 
-    def ask(self, request: StoreRequest) -> tuple[int, Future[StoreReply]]:
+    def ask(self, request: messages.StoreRequest) -> tuple[int, Future[messages.StoreReply]]:
         """Have a request sent, again and again until it is answered or given up; its number and its answer."""
         request = request.model_copy(update={"id": next(self._numbers)})
-        answer: Future[StoreReply] = Future()
+        answer: Future[messages.StoreReply] = Future()
         self._asked[request.id] = request, answer
         if self.is_connected:
             self._unsent.append(request)
@@ -241,25 +233,25 @@ class Conversation:
         self.is_connected = False
 
     @property
-    def next(self) -> FromWorker | None:
+    def next(self) -> messages.FromWorker | None:
         """The message to send next; None if there is none."""
         return self._unsent[0] if self._unsent else None
 
-    def sent(self, message: FromWorker) -> None:
+    def sent(self, message: messages.FromWorker) -> None:
         """It was sent."""
         if self.next is message:
             self._unsent.popleft()
 
-    def heard(self, message: ToWorker) -> Future[StoreReply] | None:
+    def heard(self, message: messages.ToWorker) -> Future[messages.StoreReply] | None:
         """Take what the coordinator said. Returns what waits for it, if it is an answer that somebody waits for."""
         if isinstance(message, _FAREWELLS):
             self.is_over = True
-        if isinstance(message, StoreReply):
+        if isinstance(message, messages.StoreReply):
             _, answer = self._asked.pop(message.id, (None, None))
             return answer
         return None
 
-    def end(self) -> list[Future[StoreReply]]:
+    def end(self) -> list[Future[messages.StoreReply]]:
         """Nothing more is said. Returns what still waits for answers."""
         self.is_over = True
         return [answer for _, answer in self._asked.values()]

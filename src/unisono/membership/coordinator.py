@@ -13,26 +13,12 @@ from typing import Annotated, Any, Protocol
 from pydantic import Field, TypeAdapter, ValidationError
 
 from unisono.errors import JobError, Unreadable
+from unisono.membership import messages
 from unisono.membership import state as machine
 from unisono.membership.agent_messages import AgentHello, FromAgent, from_agent
 from unisono.membership.keyvalue import Answer, KeyValue
-from unisono.membership.messages import (
-    PROTOCOL,
-    Arrived,
-    Formed,
-    FromWorker,
-    Message,
-    Progress,
-    Ready,
-    Refused,
-    StoreReply,
-    StoreRequest,
-    WorkerHello,
-    from_worker,
-)
 from unisono.membership.parser import parse
-from unisono.membership.state_entry import changes, merge, restored, whole
-from unisono.membership.state_log import Everything, Journal, StateLog
+from unisono.membership.state_log import Everything, Journal, StateLog, changes, merge, restored, whole
 
 STATE_LOG = "coordinator.jsonl"
 """In the run folder: from it the coordinator starts again."""
@@ -153,17 +139,17 @@ class Coordinator:
         """Who takes part and how far they are, for people and programs."""
         return machine.status(self.state)
 
-    def store(self, worker: str, request: StoreRequest) -> None:
+    def store(self, worker: str, request: messages.StoreRequest) -> None:
         """Serve a request to the key-value store, unless its worker takes part no more: it is about to be told so."""
         if not machine.takes_part(self.state, worker):
             return
         if request.operation == "clock":
-            self._answer([(worker, StoreReply(id=request.id, value=str(round(self._clock() * 1e9))))])
+            self._answer([(worker, messages.StoreReply(id=request.id, value=str(round(self._clock() * 1e9))))])
             return
         self._answer(self.values.handle(worker, request, self.now()))
         self._changed()
 
-    def greet_worker(self, worker: str, peer: Peer, hello: WorkerHello) -> None:
+    def greet_worker(self, worker: str, peer: Peer, hello: messages.WorkerHello) -> None:
         """A worker has connected. An older connection of the same worker is one that broke without our noticing."""
         if (older := self._workers.get(worker)) is not None:
             older.hang_up()
@@ -210,7 +196,7 @@ class Coordinator:
             case machine.Forget(below):
                 self._answer(self.values.forget(below))
 
-    def _send(self, peer: Peer | None, message: Message, texts: dict[int, str]) -> None:
+    def _send(self, peer: Peer | None, message: messages.Message, texts: dict[int, str]) -> None:
         if peer is None:
             return  # it is told what it missed when it connects again
         if id(message) not in texts:
@@ -294,10 +280,10 @@ def _is_said_again(state: machine.State, event: machine.Event) -> bool:
     A worker's first hello is kept: what it is told then, whether it joins, decides what it does from there on.
     """
     match event:
-        case machine.Heard((name,), WorkerHello()):
+        case machine.Heard((name,), messages.WorkerHello()):
             worker = state.workers.get(name)
             return worker is None or worker.phase != "asked"
-        case machine.Heard(_, Ready() | Arrived() | Formed() | Progress()):
+        case machine.Heard(_, messages.Ready() | messages.Arrived() | messages.Formed() | messages.Progress()):
             return True
         case machine.Disconnected() | machine.Tick():
             return True
@@ -329,7 +315,7 @@ class Session:
     def refuse(self, reason: str) -> None:
         """Say why this connection ends."""
         self._over = True
-        self._peer.send(Refused(reason=reason).model_dump_json())
+        self._peer.send(messages.Refused(reason=reason).model_dump_json())
         self._peer.hang_up()
 
     def close(self) -> None:
@@ -344,16 +330,16 @@ class WorkerSession(Session):
     """A worker's connection."""
 
     def _take(self, data: str | bytes) -> None:
-        message: FromWorker = parse(from_worker, data)
-        if isinstance(message, WorkerHello) != (self._name is None):
+        message: messages.FromWorker = parse(messages.from_worker, data)
+        if isinstance(message, messages.WorkerHello) != (self._name is None):
             raise Unreadable("a connection begins with a hello, and has no other")
-        if isinstance(message, WorkerHello):
+        if isinstance(message, messages.WorkerHello):
             _check_protocol(message.protocol)
             self._name = message.worker
             self._coordinator.greet_worker(self._name, self._peer, message)
             return
         assert self._name is not None
-        if isinstance(message, StoreRequest):
+        if isinstance(message, messages.StoreRequest):
             self._coordinator.store(self._name, message)
         else:
             self._coordinator.handle(machine.Heard((self._name,), message))
@@ -388,5 +374,7 @@ class AgentSession(Session):
 
 
 def _check_protocol(theirs: int) -> None:
-    if theirs != PROTOCOL:
-        raise Unreadable(f"this coordinator speaks version {PROTOCOL}, not {theirs}: install one version everywhere")
+    if theirs != messages.PROTOCOL:
+        raise Unreadable(
+            f"this coordinator speaks version {messages.PROTOCOL}, not {theirs}: install one version everywhere"
+        )

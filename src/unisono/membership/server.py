@@ -26,18 +26,10 @@ from starlette.applications import Starlette
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, USAGE, JobError, UnisonoError
 from unisono.host.open_files import allow_open_files
 from unisono.host.signals import ignore_notices
+from unisono.membership import listener
 from unisono.membership import state as machine
 from unisono.membership.auth import AuthMiddleware, RequestLimits
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.listener import (
-    FewDescriptors,
-    HttpProtocol,
-    ListenAddress,
-    WebSocketProtocol,
-    hosts,
-    listen,
-    url,
-)
 from unisono.membership.parser import LONGEST_MESSAGE
 from unisono.membership.service import Service
 from unisono.membership.token import make_token
@@ -81,8 +73,8 @@ class Server(uvicorn.Server):
         self._coordinator, self._changed = coordinator, changed
         self._limits = limits or RequestLimits()
         protocols: dict[str, Any] = {
-            "http": partial(HttpProtocol, request_line_s=self._limits.request_line_s),
-            "ws": partial(WebSocketProtocol, stuck_s=self._limits.stuck_s),
+            "http": partial(listener.HttpProtocol, request_line_s=self._limits.request_line_s),
+            "ws": partial(listener.WebSocketProtocol, stuck_s=self._limits.stuck_s),
         }
         ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
         app = AuthMiddleware(Starlette(lifespan=self._running), token, names, self._limits)
@@ -113,7 +105,7 @@ class Server(uvicorn.Server):
 
     @asynccontextmanager
     async def _running(self, app: Starlette) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_exception_handler(FewDescriptors(sys.stderr.write))
+        asyncio.get_running_loop().set_exception_handler(listener.FewDescriptors(sys.stderr.write))
         service = Service(self._coordinator, self._limits, self.end, self._changed)
         app.router.routes.extend(service.routes())
         lonely_s = LONELY_S + 2 * self._coordinator.state.settings.failure_timeout_s
@@ -145,8 +137,8 @@ def main() -> None:
 def _run(options: argparse.Namespace) -> int:
     folder: Path = options.run_dir
     tls = _tls(options)
-    address = ListenAddress(options.host, options.port, options.fd, tuple(options.name))
-    listening = listen(address, tls=bool(tls))
+    address = listener.ListenAddress(options.host, options.port, options.fd, tuple(options.name))
+    listening = listener.listen(address, tls=bool(tls))
     if not folder.is_dir():
         raise JobError(f"{folder} is no run folder")
     changed = asyncio.Event()
@@ -156,8 +148,8 @@ def _run(options: argparse.Namespace) -> int:
     where = folder / "coordinator.json"
     try:
         token = make_token(folder)
-        _say_where(where, url(listening, address, tls=bool(tls)))
-        server = Server(coordinator, changed, token, hosts(listening, address), tls)
+        _say_where(where, listener.url(listening, address, tls=bool(tls)))
+        server = Server(coordinator, changed, token, listener.hosts(listening, address), tls)
         ignore_notices()
         signal.signal(
             signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number)

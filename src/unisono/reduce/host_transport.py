@@ -151,11 +151,7 @@ class HierarchicalTransport(HostTransport):
         return super().allocate(buckets, rows)
 
     def reduce(
-        self,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None = None,
-        tally: Tally | None = None,
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
     ) -> Tensor:
         """Meet on this host, add its part, reduce that part between hosts, meet on this host."""
         gathered = self._memory.gather(bucket, partials)

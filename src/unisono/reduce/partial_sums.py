@@ -59,11 +59,7 @@ def _pieces(entry: BucketEntry, flat: Tensor) -> tuple[Piece, ...]:
     numel = math.prod(entry.shape)
     stop = entry.offset + max(1, -(-numel // ALIGNMENT)) * ALIGNMENT
     return tuple(
-        Piece(
-            start,
-            _summable(values),
-            flat[start : min(start + PIECE, entry.offset + numel)],
-        )
+        Piece(start, _summable(values), flat[start : min(start + PIECE, entry.offset + numel)])
         for start in range(entry.offset, stop, PIECE)
         for values in (flat[start : min(start + PIECE, stop)],)
     )

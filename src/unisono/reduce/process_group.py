@@ -160,11 +160,7 @@ class ProcessGroupTransport(Transport):
             self.measured.append({"bytes": size, "fastest": self._choice.topology(size), "seconds": seconds})
 
     def reduce(
-        self,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None = None,
-        tally: Tally | None = None,
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
     ) -> Tensor:
         """By messages, or by collectives."""
         first = partials[0]

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,38 +18,19 @@ from unisono.spans import Spans
 # From every worker's partial sums of a bucket to the sum that all of them hold.
 
 
-class Reduction(Protocol):
-    """A reduction: makes one flat total, the same on every worker, of all partial sums of a bucket."""
-
-    def __call__(
-        self,
-        transport: Transport,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None,
-        tally: Tally | None = None,
-    ) -> Tensor:
-        """The total of a bucket, divided; the partial sums may be overwritten. See :meth:`Transport.reduce`."""
-        ...
+Reduction = Callable[[Transport, Hashable, Sequence[Tensor], float | None, Tally | None], Tensor]
+"""Makes one flat total of all partial sums of a bucket, which may be overwritten. See :meth:`Transport.reduce`."""
 
 
 def exact(
-    transport: Transport,
-    bucket: Hashable,
-    partials: Sequence[Tensor],
-    divisor: float | None,
-    tally: Tally | None = None,
+    transport: Transport, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None
 ) -> Tensor:
     """Along the summation tree: the same bits on any number of workers."""
     return transport.reduce(bucket, partials, divisor, tally)
 
 
 def native(
-    transport: Transport,
-    bucket: Hashable,
-    partials: Sequence[Tensor],
-    divisor: float | None,
-    tally: Tally | None = None,
+    transport: Transport, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None
 ) -> Tensor:
     """By the backend's own all-reduce: its own order of additions, and nobody knows what it reads."""
     total, *others = partials

@@ -9,10 +9,9 @@ from torch import Tensor
 from unisono.errors import JobMismatch
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree, children
-from unisono.reduce.host_memory import Gathered, part_of, share_segments
+from unisono.reduce.host_memory import Gathered, pages, part_of, share_segments
 from unisono.reduce.host_transport import HostTransport
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
-from unisono.reduce.segment import pages
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import PIECE
 
@@ -46,11 +45,7 @@ class SharedMemoryTransport(HostTransport):
         super().resplit(split)
 
     def reduce(
-        self,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None = None,
-        tally: Tally | None = None,
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
     ) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
         gathered = self._memory.gather(bucket, partials)

@@ -138,11 +138,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(
-        self,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None = None,
-        tally: Tally | None = None,
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
     ) -> Tensor:
         """Finish the summation tree of one bucket.
 
@@ -203,11 +199,7 @@ class Solo(Transport):
         super().__init__(0, Split.even(shards, 1))
 
     def reduce(
-        self,
-        bucket: Hashable,
-        partials: Sequence[Tensor],
-        divisor: float | None = None,
-        tally: Tally | None = None,
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
     ) -> Tensor:
         """The only partial sum is the root."""
         (total,) = partials

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
+from contextvars import copy_context
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -15,12 +18,177 @@ from torch import Tensor
 
 from unisono.data.streams import Generators, generators_kept
 from unisono.errors import JobError, LossError
-from unisono.integrations.accelerate.settings import SettingsWatch
-from unisono.integrations.accelerate.turns import Done, Turns
 from unisono.train.loop.prefetch import to_device
 from unisono.train.run import Run
 from unisono.train.step.loss import Weighted
 from unisono.train.step.step import Step
+
+
+class GivenUp(BaseException):
+    """The script answers no more: raised on the thread of the call, wherever that asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The call has returned.
+
+    Attributes:
+        value: the value.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+
+_GIVEN_UP = object()
+
+
+class Turns:
+    """Carries calls out on a thread of its own, one at a time. Of the two threads one runs, and the other one waits.
+
+    It is as a generator would be that yields questions, for functions that are deep below it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._news: SimpleQueue[Any] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_asked = False
+
+    # -- on the script's thread --------------------------------------------------------------------------------
+
+    def begin(self, call: Callable[[], Any]) -> Any:
+        """Carry a call out, as far as its first question.
+
+        Returns:
+            the question, or :class:`Done`.
+        """
+        if self._thread is None:
+            name = f"{threading.current_thread().name} steps"
+            run = copy_context().run
+            threads = torch.get_num_threads()  # torch keeps it thread by thread
+            self._thread = threading.Thread(target=lambda: run(self._carry_out, threads), name=name, daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+        return self._heard()
+
+    def answer(self, value: Any) -> Any:
+        """Answer the newest question, and carry the call on to the next one.
+
+        Returns:
+            that question, or :class:`Done`.
+        """
+        self._answers.put(value)
+        return self._heard()
+
+    def give_up(self) -> None:
+        """Have the call end at its question, with :class:`GivenUp`."""
+        if self._is_asked:
+            self._answers.put(_GIVEN_UP)
+            self._news.get()
+            self._is_asked = False
+
+    def close(self) -> None:
+        """End the thread."""
+        self.give_up()
+        if self._thread is not None:
+            self._calls.put(None)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            self._thread = None
+
+    # -- on the call's thread ----------------------------------------------------------------------------------
+
+    def ask(self, question: Any) -> Any:
+        """Have the script run until it answers.
+
+        Raises:
+            GivenUp: it does not.
+        """
+        self._news.put(question)
+        if (answer := self._answers.get()) is _GIVEN_UP:
+            raise GivenUp
+        return answer
+
+    def _carry_out(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        while (call := self._calls.get()) is not None:
+            try:
+                news: Done | _Failed = Done(call())
+            except BaseException as error:  # noqa: BLE001 (it is raised on the script's thread)
+                news = _Failed(error)
+            call = None  # it holds what it was made of
+            self._news.put(news)
+            news = Done(None)
+
+    def _heard(self) -> Any:
+        self._is_asked = False
+        news = self._news.get()
+        if isinstance(news, _Failed):
+            raise news.error
+        self._is_asked = not isinstance(news, Done)
+        return news
+
+
+class SettingsWatch:
+    """Finds settings that a body changes in several turns of a step: how many turns there are depends on the workers.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._before: list[dict[str, Any]] = []
+        self._has_changed = False
+
+    def step_begins(self) -> None:
+        """The body has made no turn of a step."""
+        self._has_changed = False
+
+    def turn_begins(self) -> None:
+        """The body begins a turn."""
+        self._before = self._present()
+
+    def turn_ends(self) -> None:
+        """The body has come to its end.
+
+        Raises:
+            JobError: it has changed settings, and has done so before in this step.
+        """
+        present = self._present()
+        if present == self._before:
+            return
+        if self._has_changed:
+            names = {
+                name
+                for one, other in zip(self._before, present, strict=False)
+                for name in one
+                if one[name] != other.get(name)
+            }
+            raise JobError(
+                f"the body of a training loop has changed {', '.join(sorted(names))} of an optimizer in two turns of "
+                f"one step, and each worker has another number of turns: give the scheduler to accelerator.prepare, "
+                f"and change settings by hand where accelerator.sync_gradients is true"
+            )
+        self._has_changed = True
+
+    def _present(self) -> list[dict[str, Any]]:
+        optimizers = self._run.inside.trained.require_prepared().optimizers
+        return [
+            {name: _plain(value) for name, value in group.items() if name != "params"}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 class Phase(Enum):

@@ -15,20 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from unisono.data.opened_stream import opens_readers
 from unisono.data.shards import is_indexed
-from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
+from unisono.data.stream_reader import Reader, ReaderKey, ReaderState, opens_readers
 from unisono.data.streams import generators_kept
 from unisono.errors import DataError
-from unisono.integrations.keras.batches import (
-    BatchOrder,
-    BatchRows,
-    DataEpochs,
-    DrawKey,
-    Standard,
-    changes,
-    loader_of,
-)
+from unisono.integrations.keras.batches import BatchOrder, BatchRows, DataEpochs, DrawKey, Standard, changes, loader_of
 from unisono.integrations.keras.tf_data import TfBatches, is_tf_data
 
 _CANNOT_BE_READ = (

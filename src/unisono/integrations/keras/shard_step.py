@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import LossError, ModelError
-from unisono.integrations.attributes import put
+from unisono.integrations.kept_attributes import put
 from unisono.integrations.keras.kept import is_half, optimizers_of, own_optimizer, scales_loss
 from unisono.integrations.keras.losses import weighed
 from unisono.integrations.keras.variables import flat_metrics, left_alone, seeds_drawn

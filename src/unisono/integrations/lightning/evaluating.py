@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.integrations.lightning.batch import GlobalBatch
 from unisono.integrations.lightning.framework import part
+from unisono.integrations.lightning.loader import GlobalBatch
 from unisono.integrations.lightning.logged import LogKind, heard, tell
 from unisono.integrations.lightning.metrics import Metrics
 from unisono.train.run import Run

@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from unisono.errors import ModelError
-
-RULES: dict[Any, str] = {
-    dim_zero_sum: "sum",
-    dim_zero_mean: "mean",
-    dim_zero_max: "max",
-    dim_zero_min: "min",
-    dim_zero_cat: "cat",
-}
-"""How a run combines what shards make of a metric's state, by torchmetrics' reduction of it."""
+from unisono.integrations.torchmetrics import RULES
 
 
 @dataclass

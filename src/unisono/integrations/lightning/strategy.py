@@ -8,19 +8,144 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.errors import JobError
-from unisono.integrations.lightning.batch import GlobalBatch
+from unisono.errors import JobError, ModelError
+from unisono.integrations import live_rank
 from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating, EvaluationLoader
 from unisono.integrations.lightning.fitting import Fits, OneFit
-from unisono.integrations.lightning.framework import part, pl
-from unisono.integrations.lightning.kept import require_kept, require_one_training
-from unisono.integrations.lightning.loader import TrainingLoader, require_length
+from unisono.integrations.lightning.framework import fabric, part, pl
+from unisono.integrations.lightning.loader import GlobalBatch, TrainingLoader, require_length
 from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
-from unisono.integrations.lightning.ranks import WorkersEnvironment, follow
 from unisono.integrations.live_rank import rank_of
 from unisono.integrations.loss_scaler import RunScaler, require_scaling
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
+
+_WHOLLY = ("16-true", "transformer-engine-float16")
+_SEARCHES = pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder
+
+
+def require_one_training(trainer: Any) -> None:
+    """Refuse what trains with other loaders, or other batches, than the run has entered its loop with.
+
+    Args:
+        trainer: the trainer, before anything is set up.
+
+    Raises:
+        JobError: a callback or a setting of the trainer; says what to do.
+    """
+    for one in trainer.callbacks:
+        if isinstance(one, _SEARCHES):
+            raise JobError(
+                f"{type(one).__name__} (and Tuner) trains inside of the training, and takes it back: search with a "
+                f"Trainer without this strategy, in a script of its own, and write down what it finds"
+            )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise JobError(
+            "reload_dataloaders_every_n_epochs: the epochs of a run are those of one loader: have the data set or a "
+            "sampler go by the epoch, or call fit once for each loader"
+        )
+
+
+def require_kept(trainer: Any) -> None:
+    """Refuse a trainer, or a module, that cannot train on several workers as it does on one.
+
+    Args:
+        trainer: the trainer, set up to fit.
+
+    Raises:
+        JobError: a setting of the trainer; says what to do.
+        ModelError: something in the module; says what to do.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ModelError(
+            "automatic_optimization = False: the run goes backward and updates once for all shards of a step. Let "
+            "Lightning do it, or write the training as a loop, with one step.run for each optimizer (run.prepare, "
+            "run.steps)"
+        )
+    if trainer.precision_plugin.precision in _WHOLLY:
+        raise JobError(
+            f"precision={trainer.precision_plugin.precision!r} has weights in float16, where small updates are lost: "
+            f"use precision='16-mixed' or 'bf16-mixed'"
+        )
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise JobError(
+            "sync_batchnorm=True: statistics are over a shard, the same on any number of workers: leave it out"
+        )
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        raise ModelError(
+            "torch.optim.LBFGS computes the loss several times for one step, and shards are computed once: use "
+            "another optimizer"
+        )
+    if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
+        raise JobError(
+            f"val_check_interval={trainer._val_check_time_interval} s goes by a clock, and workers have different "
+            f"ones: give a number of batches"
+        )
+
+
+_rank_zero_only = fabric("utilities.rank_zero").rank_zero_only
+_ClusterEnvironment = fabric("plugins.environments").ClusterEnvironment
+
+
+def follow(run: Run) -> None:
+    """Lightning's functions for rank 0 alone go by this run from now on."""
+    _rank_zero_only.rank = live_rank.follow(run)
+
+
+class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
+    """The workers of a run, started by whoever started them. Batches come from one loader, whatever their number.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Lightning starts no processes."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Nobody connects there."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """Nobody connects there."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """It is never chosen by itself."""
+        return False
+
+    def world_size(self) -> int:
+        """One, so that nothing that a script derives of it depends on the number of workers."""
+        return 1
+
+    def set_world_size(self, size: int) -> None:
+        """It stays."""
+
+    def global_rank(self) -> int:
+        """The worker's rank."""
+        return rank_of(self._run)
+
+    def set_global_rank(self, rank: int) -> None:
+        """It is the run's to say."""
+
+    def local_rank(self) -> int:
+        """Each worker has one device, and the run has chosen it."""
+        return 0
+
+    def node_rank(self) -> int:
+        """Hosts make no difference."""
+        return 0
+
 
 _Leaves = part("utilities.exceptions")._TunerExitException
 _TrainerFn = part("trainer.states").TrainerFn

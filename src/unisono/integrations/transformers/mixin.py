@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers import TrainingArguments
 from transformers.optimization import GreedyLR
+from transformers.trainer_utils import seed_worker
 
-from unisono.errors import JobError
-from unisono.integrations.attributes import put
+from unisono.errors import DataError, JobError
+from unisono.integrations.kept_attributes import free_name, put
 from unisono.integrations.loss_scaler import take_scaling
-from unisono.integrations.names import free_name
 from unisono.integrations.run_of_script import run_for
-from unisono.integrations.transformers.arguments import host
 from unisono.integrations.transformers.evaluation import BatchPrediction, Predicted
-from unisono.integrations.transformers.kept_state import KeptState
-from unisono.integrations.transformers.loaders import read_by_run
-from unisono.integrations.transformers.main_worker import MainWorker
-from unisono.integrations.transformers.refusals import require_arguments, require_map_style
+from unisono.integrations.transformers.kept_state import KeptState, MainWorker
+from unisono.integrations.transformers.refusals import host, require_arguments, require_map_style
 from unisono.integrations.transformers.trainer_steps import TrainerSteps
 from unisono.job import DEFAULT_SHARDS
 from unisono.train.group.workers import Workers
@@ -29,6 +31,66 @@ if TYPE_CHECKING:
     from transformers import Trainer as Extended
 else:
     Extended = object
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """Global batches: as many batches of a loader as the trainer accumulates gradients over.
+
+    Args:
+        batches: the loader's batch sampler.
+        accumulated: the number of its batches in a global batch.
+    """
+
+    def __init__(self, batches: Any, accumulated: int) -> None:
+        self.batches, self.accumulated = batches, accumulated
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The samples of each."""
+        batches = iter(self.batches)
+        while group := list(islice(batches, self.accumulated)):
+            yield [sample for batch in group for sample in batch]
+
+    def __len__(self) -> int:
+        """The number of global batches in an epoch."""
+        return ceil(len(self.batches) / self.accumulated)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing of this one's own depends on it."""
+
+
+def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
+    """A plain loader of the same batches, or of those of several accumulated.
+
+    Args:
+        loader: the loader that the trainer has made, or a script in its place; prepared by accelerate or not.
+        accumulated: the number of its batches in one of the result's.
+
+    Raises:
+        DataError: it reads a stream, or makes no batches.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{type(dataset).__name__} is read from front to back, and samples are distributed among workers by their "
+            f"numbers: give the trainer a map-style data set, such as datasets.Dataset; a finite stream becomes one "
+            f"with list(stream)"
+        )
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None:
+        raise DataError("the loader makes no batches (batch_size=None): give it per_device_train_batch_size")
+    first = loader.worker_init_fn
+    return DataLoader(
+        dataset,
+        batch_sampler=batches if accumulated == 1 else GlobalBatches(batches, accumulated),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        timeout=loader.timeout,
+        # Transformers' own would seed by the worker's rank; the run seeds each sample.
+        worker_init_fn=None if isinstance(first, partial) and first.func is seed_worker else first,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+
 
 WAITING = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 """Schedulers that are told a metric."""

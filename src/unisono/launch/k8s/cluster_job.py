@@ -6,17 +6,7 @@ from typing import Literal
 
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import ElasticSettings
-from unisono.launch.k8s.words import (
-    LARGEST_COUNT,
-    LONGEST_NAME,
-    Toleration,
-    require_cores,
-    require_image,
-    require_label,
-    require_memory,
-    require_namespace,
-    require_object_name,
-)
+from unisono.launch.k8s import words
 from unisono.launch.settings import MOST_WORKERS
 
 RESTARTS = 100
@@ -61,7 +51,7 @@ class Pods:
     memory: str | None = None
     shared_memory: str | None = None
     selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Toleration, ...] = ()
+    tolerations: tuple[words.Toleration, ...] = ()
 
     def on_spot(self, market: Spot) -> "Pods":
         """The same on nodes that may be taken away."""
@@ -69,7 +59,7 @@ class Pods:
         return replace(
             self,
             selector={**self.selector, key: value},
-            tolerations=(*self.tolerations, Toleration(key, value, "NoSchedule")),
+            tolerations=(*self.tolerations, words.Toleration(key, value, "NoSchedule")),
         )
 
     def check(self) -> None:
@@ -87,10 +77,10 @@ class Pods:
                 f"--gpus {self.gpus} with --workers-per-pod {self.workers}: GPUs and --devices-per-worker say how many"
             )
         if self.cores is not None:
-            require_cores("--cpu", self.cores)
+            words.require_cores("--cpu", self.cores)
         for option, text in (("--memory", self.memory), ("--shm", self.shared_memory)):
             if text is not None:
-                require_memory(option, text)
+                words.require_memory(option, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,23 +139,23 @@ class ClusterJob:
         """
         self.settings.check(is_here=False)
         self.pods.check()
-        require_image(self.image)
-        require_label("--name", self.name, LONGEST_NAME)
-        require_object_name("--secret", self.secret)
+        words.require_image(self.image)
+        words.require_label("--name", self.name, words.LONGEST_NAME)
+        words.require_object_name("--secret", self.secret)
         if self.claim is not None:
-            require_object_name("--claim", self.claim)
+            words.require_object_name("--claim", self.claim)
         if self.namespace is not None:
-            require_namespace(self.namespace)
-        if not 0 <= self.restarts <= LARGEST_COUNT:
-            raise JobError(f"--restarts {self.restarts}: at least 0, and at most {LARGEST_COUNT}")
+            words.require_namespace(self.namespace)
+        if not 0 <= self.restarts <= words.LARGEST_COUNT:
+            raise JobError(f"--restarts {self.restarts}: at least 0, and at most {words.LARGEST_COUNT}")
         if self.pod_count > MOST_PODS:
             raise JobError(
                 f"--workers {self.settings.workers}: that takes {self.pod_count} pods, and a Job of Kubernetes has at "
                 f"most {MOST_PODS}: more workers in each pod take fewer"
             )
-        if self.settings.max_restarts * self.pod_count > LARGEST_COUNT:
+        if self.settings.max_restarts * self.pod_count > words.LARGEST_COUNT:
             raise JobError(
-                f"--max-restarts {self.settings.max_restarts}: at most {LARGEST_COUNT // self.pod_count} for "
+                f"--max-restarts {self.settings.max_restarts}: at most {words.LARGEST_COUNT // self.pod_count} for "
                 f"{self.pod_count} pods"
             )
         if self.user is not None and not 1 <= self.user <= LARGEST_USER:

@@ -4,24 +4,110 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ray.util import get_node_ip_address
+from ray.util.metrics import Counter, Gauge
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
-from unisono.errors import LaunchError
+from unisono.errors import JobError, LaunchError, Unreadable
+from unisono.jsonl import read_lines
 from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.address import Address, Control, address_of
-from unisono.launch.elastic.elastic import AgentEnd
-from unisono.launch.ending.result import RUNS
-from unisono.launch.ray.agent_actor import AgentAccess, working_folder
-from unisono.launch.ray.agents import Agents
+from unisono.launch.elastic.elastic import AgentEnd, conclusion_of, lines_about
+from unisono.launch.ending.result import RUNS, JobEnd, write_end
+from unisono.launch.ray.agents import AgentAccess, Agents, working_folder
 from unisono.launch.ray.cluster import Bundles
-from unisono.launch.ray.ending import after_the_coordinator
-from unisono.launch.ray.metrics import RayMetrics
 from unisono.launch.ray.request import RayEnd, RayRequest
 from unisono.launch.terminal.terminal import Terminal
+from unisono.membership.messages import JobOver
+
+RUN = "run"
+"""The tag that tells jobs apart; ``job`` is Prometheus' own."""
+
+
+class RayMetrics:
+    """Passes on what the coordinator tells. Ray puts ``ray_`` before each name, and tags of its own beside ours.
+
+    Args:
+        run: the value of our tag: the name of the run folder.
+        say: a function that shows a line to the person at the terminal.
+    """
+
+    def __init__(self, run: str, say: Callable[[str], None]) -> None:
+        self._run, self._say = run, say
+        self._made: dict[str, Any] = {}
+        self._counted: dict[str, float] = {}
+        self._obstacle = ""
+
+    def show(self, control: Control) -> None:
+        """Ask the coordinator, and pass it on; a coordinator that does not answer just now is asked again later."""
+        try:
+            text = control.metrics()
+        except LaunchError:
+            return
+        except JobError as error:
+            if str(error) != self._obstacle:
+                self._say(f"Ray's metrics have no figures of this job: {error}")
+            self._obstacle = str(error)
+            return
+        from prometheus_client.parser import text_string_to_metric_families
+
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._pass_on(family, sample)
+
+    def _pass_on(self, family: Any, sample: Any) -> None:
+        kind = Counter if family.type == "counter" else Gauge
+        if family.name not in self._made:
+            self._made[family.name] = kind(family.name, family.documentation, tag_keys=(RUN, *sample.labels))
+        made, tags = self._made[family.name], {RUN: self._run, **sample.labels}
+        if kind is Gauge:
+            made.set(sample.value, tags)
+            return
+        more = sample.value - self._counted.get(family.name, 0)  # our counters have no labels
+        self._counted[family.name] = sample.value
+        if more > 0:
+            made.inc(more, tags)
+
+
+def after_the_coordinator(
+    run_dir: Path, code: int, why: str, agents: Sequence[AgentEnd], terminal: Terminal
+) -> tuple[int, str]:
+    """The exit code of a job, and why it ended so, when its agents have ended, too; ``result.json`` says the same then.
+
+    Args:
+        run_dir: the run folder.
+        code: the exit code by the coordinator.
+        why: the reason for it, if the coordinator has not said it.
+        agents: the ends of all agents of the job.
+        terminal: the terminal on which agents that are not missed are told.
+    """
+    over = _word_in(run_dir)
+    if code or over is None:
+        return code, why
+    for line in lines_about(over, agents):
+        terminal.say(line)
+    conclusion = conclusion_of(over, agents)
+    if conclusion.exit_code:
+        end = JobEnd(conclusion.exit_code, {"message": conclusion.reason}, len(over.agents), 0.0, over.digest)
+        write_end(RunFolder(run_dir), end, terminal)
+        return conclusion.exit_code, conclusion.reason
+    return code, why
+
+
+def _word_in(run_dir: Path) -> JobOver | None:
+    """The coordinator's last word, if training is complete and its journal can be read."""
+    with suppress(OSError, Unreadable, KeyError, ValueError):
+        said = [line for line in read_lines(run_dir / "journal.jsonl") if line.get("event") == "over"][-1:]
+        for line in said:
+            over = JobOver(digest=line["digest"], main_agent=line["main_agent"], agents=tuple(line["agents"]))
+            return over if over.is_done else None
+    return None
+
 
 LOOK_S = 0.5
 LISTENS_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from unisono.errors import Dismissed
 from unisono.train.group.membership import StateTransfer
@@ -39,8 +39,8 @@ Follow = Callable[[Any], None]
 """Makes a change on a worker that is behind, given its cause."""
 
 
-class Recovers(Protocol):
-    """Keeps the state that collective calls change, and knows how to go on when workers come and go."""
+class Recovers:
+    """Keeps the state that collective calls change, and knows how to go on when workers come and go. Here: none."""
 
     def leave(self) -> None:
         """The generation is over: let go of what was made for it."""
@@ -65,6 +65,7 @@ class Recovers(Protocol):
 
     def digests(self) -> Sequence[int] | None:
         """Of the state, alike on all who have completed the same calls; None where they may differ."""
+        return None
 
     def gives_alone(self) -> None:
         """Members get a state that this one alone has, so that nobody can compare it. Called before :meth:`give`."""
@@ -87,39 +88,4 @@ class Recovers(Protocol):
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
         """The others go on without this worker, or the job does later."""
-
-
-class Stateless(Recovers):
-    """The recovery of collective calls that change no state."""
-
-    def leave(self) -> None:
-        """Nothing was made."""
-
-    def give(self) -> Any:
-        """Nothing."""
-
-    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
-        """Nothing is given."""
-
-    def renew(self) -> None:
-        """Nothing computes."""
-
-    def go_on(self) -> None:
-        """Nothing was restored."""
-
-    def digests(self) -> Sequence[int] | None:
-        """Nothing is compared."""
-        return None
-
-    def gives_alone(self) -> None:
-        """Nothing is given."""
-
-    def gives_result(self) -> None:
-        """Nothing is given."""
-
-    def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
-        """Nothing is compared."""
-
-    def depart(self, dismissed: Dismissed) -> NoReturn:
-        """Nothing is to be kept."""
         raise dismissed

@@ -17,7 +17,7 @@ from unisono.job import differences
 from unisono.received import value_of
 from unisono.spans import Spans
 from unisono.telemetry import span
-from unisono.train.group.change import Change, Follow, Recovers, Stateless, nothing
+from unisono.train.group.change import Change, Follow, Recovers, nothing
 from unisono.train.group.majority import trusted
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import SAME, Workers
@@ -76,7 +76,7 @@ class CollectiveCalls:
         self.done = 0
         self.step = 0
         self.formed_s = 0.0
-        self._membership, self.recovery, self._spans = membership, recovery or Stateless(), spans
+        self._membership, self.recovery, self._spans = membership, recovery or Recovers(), spans
         self._loop = 0
         self._in_loop = False
         self._number = 0

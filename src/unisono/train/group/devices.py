@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from unisono.reduce.process_group import ProcessGroupTransport
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -53,42 +55,6 @@ class Verbs(Protocol):
     @property
     def waits(self) -> bool:
         """Whether this device waits for another one."""
-
-    def abort(self) -> None:
-        """Wake whoever waits for another device, here and there."""
-
-    def close(self) -> None:
-        """Let go of the connections."""
-
-
-class UnderWay(Protocol):
-    """A tensor that is under way from one device to another."""
-
-    def wait(self) -> None:
-        """Until it has left, or has come."""
-
-
-class TensorExchange(Protocol):
-    """The way of tensors between the devices of a worker in a generation. What it raises is ``WorkerLost``."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether this device waits for another one."""
-
-    def gather_into(self, rows: Tensor, row: Tensor) -> None:
-        """Every device's ``row`` in the order of ranks, 1-D; ``row`` may be a part of ``rows``."""
-
-    def swap(self, received: Tensor, sent: Tensor) -> None:
-        """Every device gets one row of every other one's: row j of ``sent`` is for device j."""
-
-    def send(self, tensor: Tensor, target: int, tag: int) -> UnderWay:
-        """Begin to send a tensor to another device, which asks for it by the tag."""
-
-    def receive(self, tensor: Tensor, source: int, tag: int) -> UnderWay:
-        """Begin to receive a tensor from another device."""
-
-    def settle(self) -> None:
-        """Wait until what was asked of the others is really here."""
 
     def abort(self) -> None:
         """Wake whoever waits for another device, here and there."""
@@ -168,8 +134,8 @@ class Devices:
         count: int = 1,
         mesh: Mesh | None = None,
         inside: Verbs | None = None,
-        exchange: TensorExchange | None = None,
-        back: TensorExchange | None = None,
+        exchange: ProcessGroupTransport | None = None,
+        back: ProcessGroupTransport | None = None,
     ) -> None:
         self.rank, self.count = rank, count
         self._mesh, self._inside, self._exchange, self._back = mesh, inside, exchange, back
@@ -181,13 +147,13 @@ class Devices:
         return self._inside
 
     @property
-    def exchange(self) -> TensorExchange:
+    def exchange(self) -> ProcessGroupTransport:
         """The way of their tensors."""
         assert self._exchange is not None, "this worker is in a generation, with several devices"
         return self._exchange
 
     @property
-    def back(self) -> TensorExchange:
+    def back(self) -> ProcessGroupTransport:
         """The way of what goes from stages to those before them."""
         return self._back or self.exchange
 
@@ -236,10 +202,7 @@ class Devices:
             return [Round(range(shard, shard + 1), last, shard, self.rank == self.losses) for shard in shards]
         return [
             Round(
-                together,
-                range(len(together)),
-                together[min(self.rank, len(together) - 1)],
-                self.rank < len(together),
+                together, range(len(together)), together[min(self.rank, len(together) - 1)], self.rank < len(together)
             )
             for start in range(shards.start, shards.stop, self.count)
             for together in (range(start, min(start + self.count, shards.stop)),)
@@ -272,5 +235,5 @@ class Devices:
             each.close()
 
     @property
-    def _connections(self) -> list[Verbs | TensorExchange]:
+    def _connections(self) -> list[Verbs | ProcessGroupTransport]:
         return [each for each in (self._inside, self._exchange, self._back) if each is not None]

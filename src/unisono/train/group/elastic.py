@@ -104,12 +104,12 @@ class Elastic(Membership):
         devices: Devices | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self._devices, self._mesh = devices or Devices(), mesh
+        self._devices = devices or Devices()
         self._hello, self._form, self._timeout_s = hello, form, timeout_s
         self._probe, self._silence_s = probe, silence_s
         self._news = News()
         self._generation = Generation(0, 0, Split.even(hello.shards, 1))
-        self._workers = Workers(self._generation, Solo(hello.shards), devices=self._devices)
+        super().__init__(Workers(self._generation, Solo(hello.shards), devices=self._devices), mesh)
         self._due = self._lost = self._left = 0
         self._listener_lock = threading.Lock()
         self._is_leaving = self._wants_checkpoint = False
@@ -129,11 +129,6 @@ class Elastic(Membership):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def workers(self) -> Workers:
-        """Those of the present generation."""
-        return self._workers
 
     @property
     def is_due(self) -> bool:
@@ -417,9 +412,4 @@ def elastic(
 
 def transfer_in(new: messages.NewGeneration, seconds: Mapping[str, float]) -> StateTransfer:
     """A new generation, as far as it matters for who gives what to whom."""
-    return StateTransfer(
-        source=new.source,
-        acts=new.acts,
-        joiners=new.joiners,
-        seconds=seconds,
-    )
+    return StateTransfer(source=new.source, acts=new.acts, joiners=new.joiners, seconds=seconds)

@@ -44,10 +44,7 @@ def healing(held: Sequence[Hashable]) -> StateTransfer | None:
     if 2 * votes <= len(held):
         return None
     return StateTransfer(
-        source=held.index(right),
-        acts=[int(one == right) for one in held],
-        joiners=frozenset(),
-        seconds={},
+        source=held.index(right), acts=[int(one == right) for one in held], joiners=frozenset(), seconds={}
     )
 
 

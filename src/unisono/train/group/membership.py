@@ -1,6 +1,5 @@
 """Membership: the workers that this worker trains with, and their changes."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -55,8 +54,12 @@ class StateTransfer:
         return len(self.acts) - len(self.behind) == 1
 
 
-class Membership(ABC):
-    """This worker's place among the others.
+class Membership:
+    """This worker's place among the others, which says and hears nothing as long as they stay the same.
+
+    Args:
+        workers: the workers of the present generation.
+        mesh: torch's group of the devices of this one; None if it has but one.
 
     Attributes:
         joins: whether training is under way without this worker, which has yet to catch up with it.
@@ -66,10 +69,13 @@ class Membership(ABC):
     joins = False
     is_elastic = False
 
+    def __init__(self, workers: Workers, mesh: Mesh | None = None) -> None:
+        self._workers, self._mesh = workers, mesh
+
     @property
-    @abstractmethod
     def workers(self) -> Workers:
         """Those of the present generation."""
+        return self._workers
 
     @property
     def is_main(self) -> bool:
@@ -77,23 +83,22 @@ class Membership(ABC):
         return not self.joins and self.workers.is_main
 
     @property
-    @abstractmethod
     def is_due(self) -> bool:
         """Whether a new generation waits for this one to reach a boundary."""
+        return False
 
     @property
     def wants_checkpoint(self) -> bool:
         """Whether somebody outside has asked this worker for one, and none was begun since."""
         return False
 
-    def checkpoint_begins(self) -> None:  # noqa: B027 (where nobody can ask there is nothing to do)
+    def checkpoint_begins(self) -> None:
         """One is written: whoever has asked for one by now gets it."""
 
-    @abstractmethod
     def leave(self) -> bool:
         """This worker was asked to leave. Returns whether the others may go on without it."""
+        return False
 
-    @abstractmethod
     def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         """Leave this generation and become part of the next. Collective.
 
@@ -105,12 +110,12 @@ class Membership(ABC):
             WorkerLost: there will be no next one, or another worker was lost on the way.
             Dismissed: this worker is not part of it.
         """
+        assert lost is not None, "nobody asks workers that stay the same to regroup"
+        raise lost
 
-    @abstractmethod
     def formed(self, seconds: Mapping[str, float]) -> None:
         """This worker trains on, after so many seconds, by part."""
 
-    @abstractmethod
     def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
         """Tell how far this worker has come, and how fast.
 
@@ -120,23 +125,25 @@ class Membership(ABC):
             shard_s: seconds per shard on this worker, if shards are to be split by speed; else 0.
         """
 
-    @abstractmethod
     def resize(self, workers: int) -> None:
         """Ask for another number of workers.
 
         Raises:
             JobError: these workers stay the same.
         """
+        raise JobError(
+            f"run.resize({workers}): the {self._workers.world_size} workers of this job stay the same. Start it with "
+            f"a range, such as unisono run -n 1:{max(workers, self._workers.world_size)}"
+        )
 
-    @abstractmethod
     def replace(self, generation: int, rank: int) -> None:
         """Have a worker of a generation leave, and another one come instead. All members ask for it.
 
         Raises:
             JobError: these workers stay the same.
         """
+        raise JobError(f"rank {rank} cannot be replaced: the workers of this job stay the same")
 
-    @abstractmethod
     def finished(self, digest: str) -> None:
         """The job is done."""
 
@@ -152,19 +159,17 @@ class Membership(ABC):
         """
         return True
 
-    @abstractmethod
     def publish(self, name: str, value: Any) -> None:
         """Make a value known to those who will join. Every member does, so that it is known whoever of them is lost."""
 
-    @abstractmethod
     def published(self, name: str) -> Any:
         """For a joiner: what the others have made known; waits for it.
 
         Raises:
             Dismissed: this worker is not needed, or the job is done.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def enter(self, loop: int) -> StateTransfer | None:
         """For a joiner: wait to be taken in by the others, in this loop.
 
@@ -174,14 +179,15 @@ class Membership(ABC):
         Raises:
             Dismissed: this worker is not needed, or the job is done.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def await_end(self) -> NoReturn:
         """For a joiner that was not taken in before its script was done.
 
         Raises:
             Dismissed: this worker is not needed, or the job is done.
         """
+        raise NotImplementedError
 
     def clock(self) -> float | None:
         """The coordinator's clock, in seconds; None if there is no coordinator. Asks it, and waits. From any thread.
@@ -203,78 +209,12 @@ class Membership(ABC):
         """
         self.workers.abort()
 
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of the connections."""
-
-
-class Fixed(Membership):
-    """The workers that were started together. Without one of them the others cannot go on.
-
-    Args:
-        workers: all of them.
-        mesh: torch's group of the devices of this one; None if it has but one.
-    """
-
-    def __init__(self, workers: Workers, mesh: Mesh | None = None) -> None:
-        self._workers, self._mesh = workers, mesh
-
-    @property
-    def workers(self) -> Workers:
-        """All of them."""
-        return self._workers
-
-    @property
-    def is_due(self) -> bool:
-        """Nobody comes, and nobody leaves alone."""
-        return False
-
-    def leave(self) -> bool:
-        """They leave together."""
-        return False
-
-    def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
-        """There is no next generation."""
-        assert lost is not None, "nobody asks these workers to regroup"
-        raise lost
-
-    def formed(self, seconds: Mapping[str, float]) -> None:
-        """Nobody asks."""
-
-    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
-        """Nobody asks."""
-
-    def resize(self, workers: int) -> None:
-        """There is no way."""
-        raise JobError(
-            f"run.resize({workers}): the {self._workers.world_size} workers of this job stay the same. Start it with "
-            f"a range, such as unisono run -n 1:{max(workers, self._workers.world_size)}"
-        )
-
-    def replace(self, generation: int, rank: int) -> None:
-        """There is no way."""
-        raise JobError(f"rank {rank} cannot be replaced: the workers of this job stay the same")
-
-    def finished(self, digest: str) -> None:
-        """Nobody asks."""
-
-    def publish(self, name: str, value: Any) -> None:
-        """Nobody joins."""
-
-    def published(self, name: str) -> Any:
-        """Nobody joins."""
-        raise NotImplementedError
-
-    def enter(self, loop: int) -> StateTransfer | None:
-        """Nobody joins."""
-        raise NotImplementedError
-
-    def await_end(self) -> NoReturn:
-        """Nobody joins."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Let go of the connections."""
         self._workers.close()
         if self._mesh is not None:
             self._mesh.close()
+
+
+class Fixed(Membership):
+    """The workers that were started together. Without one of them the others cannot go on."""

@@ -5,29 +5,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from unisono.membership.messages import (
-    Arrived,
-    Count,
-    Finished,
-    Formed,
-    FromWorker,
-    Leaving,
-    Lost,
-    Message,
-    Progress,
-    Pulse,
-    Ready,
-    Text,
-    ToWorker,
-    Value,
-    WorkerHello,
-)
+from unisono.membership import messages
 
 NEXT_ADDRESS = ","
 """Between the addresses of two devices."""
 
 
-class WorkedOut(Message):
+class WorkedOut(messages.Message):
     """A device has worked out a collective call. Nothing of it is set: all devices of its worker do so, or none.
 
     Attributes:
@@ -36,11 +20,11 @@ class WorkedOut(Message):
     """
 
     kind: Literal["worked out"] = "worked out"
-    generation: Count
-    acts: Count
+    generation: messages.Count
+    acts: messages.Count
 
 
-class Agreed(Message):
+class Agreed(messages.Message):
     """The answer to :class:`WorkedOut`, the same for all devices.
 
     Attributes:
@@ -48,21 +32,21 @@ class Agreed(Message):
     """
 
     kind: Literal["agreed"] = "agreed"
-    generation: Count
-    acts: Count
+    generation: messages.Count
+    acts: messages.Count
     holds: bool
 
 
-class Known(Message):
+class Known(messages.Message):
     """A value that was watched for is there."""
 
     kind: Literal["known"] = "known"
-    name: Text
-    value: Value
+    name: messages.Text
+    value: messages.Value
 
 
-FromDevice = Annotated[FromWorker | WorkedOut, Field(discriminator="kind")]
-ToDevice = Annotated[ToWorker | Agreed | Known, Field(discriminator="kind")]
+FromDevice = Annotated[messages.FromWorker | WorkedOut, Field(discriminator="kind")]
+ToDevice = Annotated[messages.ToWorker | Agreed | Known, Field(discriminator="kind")]
 
 from_device: TypeAdapter[FromDevice] = TypeAdapter(FromDevice)
 to_device: TypeAdapter[ToDevice] = TypeAdapter(ToDevice)
@@ -76,7 +60,7 @@ class Said(NamedTuple):
         inside: what devices are told, with their places.
     """
 
-    outside: tuple[FromWorker, ...] = ()
+    outside: tuple[messages.FromWorker, ...] = ()
     inside: tuple[tuple[int, ToDevice], ...] = ()
 
 
@@ -102,16 +86,16 @@ class OneVoice:
         match message:
             case WorkedOut():
                 return self._judge(device, message)
-            case Arrived() | Ready() if message.generation:
+            case messages.Arrived() | messages.Ready() if message.generation:
                 told = self._break_off(device, message.generation)
                 return Said(self._together(device, message), tuple(told))
-            case Ready() | Arrived() | Formed() | Progress() | Finished():
+            case messages.Ready() | messages.Arrived() | messages.Formed() | messages.Progress() | messages.Finished():
                 return Said(self._together(device, message))
-            case Leaving():
+            case messages.Leaving():
                 is_first, self._is_leaving = not self._is_leaving, True
                 return Said((message,) if is_first else ())
             case _:  # what the script asks for, alike on all devices
-                return Said((message,) if device == 0 and not isinstance(message, WorkerHello) else ())
+                return Said((message,) if device == 0 and not isinstance(message, messages.WorkerHello) else ())
 
     def _judge(self, device: int, message: WorkedOut) -> Said:
         if message.generation <= self._left:
@@ -133,9 +117,9 @@ class OneVoice:
             yield each, _agreed(waiting, holds=False)
         for each in range(self._devices):
             if each != device:
-                yield each, Lost(generation=generation)
+                yield each, messages.Lost(generation=generation)
 
-    def _together(self, device: int, message: FromWorker) -> tuple[FromWorker, ...]:
+    def _together(self, device: int, message: messages.FromWorker) -> tuple[messages.FromWorker, ...]:
         told = self._heard.setdefault(message.kind, {})
         told[device] = message
         if len(told) < self._devices:
@@ -148,23 +132,23 @@ def _agreed(message: WorkedOut, *, holds: bool) -> Agreed:
     return Agreed(generation=message.generation, acts=message.acts, holds=holds)
 
 
-def _merged(told: Sequence[Any]) -> FromWorker:
+def _merged(told: Sequence[Any]) -> messages.FromWorker:
     """One message of those that all devices have said, in their order."""
     first: Any = told[0]
     match first:
-        case Arrived() | Ready():
+        case messages.Arrived() | messages.Ready():
             places = {(each.generation, each.loop, getattr(each, "acts", 0)) for each in told}
             assert len(places) == 1, f"the devices of a worker stand at different places: {places}"
             further: dict[str, Any] = {"unreached": tuple({one: None for each in told for one in each.unreached})}
-            if isinstance(first, Arrived):
+            if isinstance(first, messages.Arrived):
                 further["at_boundary"] = all(each.at_boundary for each in told)
             return first.model_copy(update={"address": NEXT_ADDRESS.join(each.address for each in told), **further})
-        case Formed():
+        case messages.Formed():
             return first.model_copy(update={"seconds": _longest([each.seconds for each in told])})
-        case Progress():
+        case messages.Progress():
             update = {"pulse": _pulse([each.pulse for each in told]), "acts": min(each.acts for each in told)}
             return first.model_copy(update=update)
-    found: FromWorker = first
+    found: messages.FromWorker = first
     return found
 
 
@@ -172,7 +156,7 @@ def _longest(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(each.get(name, 0.0) for each in seconds) for name in seconds[0]}
 
 
-def _pulse(pulses: Sequence[Pulse]) -> Pulse:
+def _pulse(pulses: Sequence[messages.Pulse]) -> messages.Pulse:
     """That of the device which does something, and has done it longest: the others wait for it."""
     slowest = max(pulses, key=lambda each: (each.doing != "wait", each.still_s))
     longest = {name: max(getattr(each, name) for each in pulses) for name in ("longest_s", "shard_s")}

@@ -70,7 +70,7 @@ class Workers:
         self.servers = 0
         self.ticks = 0
         self.is_called = self.is_asking = False
-        self._is_aborted = False
+        self.is_aborted = False
         self._abort: Callable[[], None] | None = None
 
     @property
@@ -111,21 +111,16 @@ class Workers:
     def attach(self, abort: Callable[[], None] | None) -> None:
         """Have this called as well when the workers part; None for nothing."""
         self._abort = abort
-        if self._is_aborted and abort is not None:
+        if self.is_aborted and abort is not None:
             abort()
 
     def abort(self) -> None:
         """Wake whoever waits for another worker, here and there: it raises ``WorkerLost``. From any thread."""
-        self._is_aborted = True
+        self.is_aborted = True
         self.transport.abort()
         self.devices.abort()
         if (abort := self._abort) is not None:
             abort()
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether the workers have parted."""
-        return self._is_aborted
 
     def split(self, shards: int) -> Split:
         """Who computes which of so many shards. Where all would have to serve, all compute and serve.

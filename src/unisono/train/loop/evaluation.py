@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from unisono.arguments import require_kinds
 from unisono.checkpoint.layout import empty_as, form_of
-from unisono.data.batch_feed import BatchFeed
 from unisono.data.content import CONTENT, Contents, Glance
 from unisono.data.feed import Asked, Feed
-from unisono.data.loop_feeds import feed_of
+from unisono.data.loop_feeds import BatchFeed, feed_of
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate
 from unisono.data.stream_feed import StreamFeed
@@ -31,10 +30,10 @@ from unisono.received import short
 from unisono.train.config.numerics import autocast
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
-from unisono.train.loop.batch_blocks import BatchBlocks
 from unisono.train.loop.blocks import (
     EVALUATION_EPOCH,
     NO_LOOP,
+    BatchBlocks,
     BlockPlace,
     Blocks,
     CutBlocks,

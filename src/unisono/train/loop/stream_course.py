@@ -20,8 +20,7 @@ from unisono.plan.batches import Batch, Position
 from unisono.plan.split import even_bounds
 from unisono.received import value_of
 from unisono.train.group.workers import Workers
-from unisono.train.loop.course import NextStep, StepLoader
-from unisono.train.loop.shard_loader import Part
+from unisono.train.loop.course import NextStep, Part, StepLoader
 from unisono.train.state.state import RunProgress
 
 

@@ -57,12 +57,7 @@ class AtRest:
     """
 
     def __init__(
-        self,
-        weights: Sequence[Tensor],
-        buffers: Buffers,
-        state: Callable[[], Sequence[Tensor]],
-        *,
-        is_only: bool,
+        self, weights: Sequence[Tensor], buffers: Buffers, state: Callable[[], Sequence[Tensor]], *, is_only: bool
     ) -> None:
         self._weights, self._buffers, self._state, self._is_only = weights, buffers, state, is_only
         self._summing, self._noting = Summing(), Summing()

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from unisono.checkpoint.layout import form_of
 from unisono.errors import ModelError
-from unisono.train.model.further_state import further_places
+from unisono.train.model.combining import further_places
 from unisono.train.model.held import change_of, held_by, outside_of, trained_by
 from unisono.train.model.places import BufferPlace, places_of
 from unisono.train.model.shared_work import statistics_of
@@ -55,7 +55,7 @@ class Prepared:
         Args:
             model: one module, or a list of them.
             optimizers: the optimizers.
-            state: further state that shards change, see :func:`~unisono.train.model.further_state.further_places`.
+            state: further state that shards change, see :func:`~unisono.train.model.combining.further_places`.
 
         Raises:
             ModelError: nothing to train, or something that is no module, optimizer or state.

@@ -203,7 +203,7 @@ def _seconds(transport: Transport, reduction: str, device: torch.device, numel: 
     for _ in range(ROUNDS):
         transport.all_gather(torch.zeros(1, dtype=torch.uint8))  # all are here
         begun = perf_counter()
-        REDUCTIONS[reduction](transport, ("probe", numel), partials, None)
+        REDUCTIONS[reduction](transport, ("probe", numel), partials, None, None)
         wait_for(device)
         found.append(perf_counter() - begun)
     return min(found)

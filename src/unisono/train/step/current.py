@@ -34,12 +34,7 @@ class CurrentSteps:
     """
 
     def __init__(
-        self,
-        trained: Trained,
-        membership: Membership,
-        folder: RunFolder,
-        exact: StepComputer,
-        local: StepComputer,
+        self, trained: Trained, membership: Membership, folder: RunFolder, exact: StepComputer, local: StepComputer
     ) -> None:
         self.strategy = trained.policy_state.strategy
         self.under_way: Step | None = None

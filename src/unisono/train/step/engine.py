@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,8 @@ from unisono.reduce.reducer import REDUCTIONS, Reducer
 from unisono.reduce.tally import Witness
 from unisono.spans import Spans
 from unisono.train.config.run_config import Execution
-from unisono.train.group.control import Balance, Flags
+from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
+from unisono.train.group.devices import Round
 from unisono.train.group.majority import Verdict, judged
 from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import Seen
@@ -33,9 +34,9 @@ from unisono.train.model.staging import staging_of
 from unisono.train.model.update import Update
 from unisono.train.step.audit import Audit
 from unisono.train.step.call import Call, global_norm
+from unisono.train.step.device_exchange import shared_report
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
-from unisono.train.step.report_exchange import ReportExchange
 from unisono.train.step.shard_passes import ShardPasses
 from unisono.train.step.step_update import Attempt, StepUpdate
 
@@ -43,6 +44,46 @@ if TYPE_CHECKING:
     from unisono.train.step.parallel_gradients import TensorParallel
     from unisono.train.step.pipeline import Pipeline
     from unisono.train.step.sliced_gradients import Slicing
+
+
+class ReportExchange:
+    """Tells the workers of a generation what their shards came to, and has all metrics known by name.
+
+    Args:
+        workers: the workers of the generation.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._known: dict[float, list[str]] = {signature_of(()): []}
+
+    def told(
+        self, rounds: Sequence[Round], reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags
+    ) -> tuple[StepReport, tuple[Flags, ...]]:
+        """Tell all others, and hear them. Collective.
+
+        Args:
+            rounds: the rounds of this worker's shards.
+            reports: the report of this device's shard of each round.
+            used: a flag for each tensor: whether these shards have used it.
+            flags: what this device has to say.
+
+        Returns:
+            the result of the step, and what each worker says.
+        """
+        split, transport = self._workers.transport.split, self._workers.transport
+        word = ControlWord(split, len(used))
+        reports, used, flags = shared_report(self._workers.devices, rounds, reports, used, flags)
+        words = word.open(transport.all_gather(word.pack(reports, used, flags)))
+        names = next((sorted(report.metrics) for report in reports if report.weight), None)
+        logged = words.logged
+        if logged is not None and words.has_silent_worker(split):
+            if logged not in self._known:  # on any worker: all of them have seen the same
+                everybody = self._workers.gather_json(names)
+                self._known[logged] = next(known for known in everybody if known is not None)
+            names = self._known[logged] if names is None else names
+        return words.read(names or []), words.flags
+
 
 MOST_REPEATS = 3
 """Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""

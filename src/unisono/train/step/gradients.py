@@ -56,6 +56,7 @@ class Gradients:
         names: the names of all that is added up.
         parameters: the tensors, likewise.
         trained: those without the statistics.
+        used: a flag for each parameter: whether any shard taken so far gave it a gradient.
         is_watched: whether somebody wants to know each shard's squared norm.
         witness: a function that gets what was written to checked memory, to inject a fault.
         mark: a digest that takes the gradients of the shard under way, if that is audited.
@@ -91,7 +92,7 @@ class Gradients:
             for place, entry in enumerate(one.entries)
         }
         self._sums = self._allocated_sums()
-        self._used = [False] * len(self.parameters)
+        self.used = [False] * len(self.parameters)
         self._arrived: list[bool] = []
         self._missing: list[int] = []
         self._sends = self._listens = False
@@ -112,14 +113,9 @@ class Gradients:
         self._lengths = [bucket.numel for bucket in self._buckets] or [one.numel() for one in self.parameters]
         self._hooks = self._hooked()
 
-    @property
-    def used(self) -> Sequence[bool]:
-        """For each parameter, whether any shard taken so far gave it a gradient."""
-        return self._used
-
     def begin(self, step: int = 0) -> None:
         """Forget what was taken before; the shards of this worker follow."""
-        self._used = [False] * len(self.parameters)
+        self.used = [False] * len(self.parameters)
         self.came_twice = False
         self._open(step)
         for sums in self._sums:
@@ -364,7 +360,7 @@ class Gradients:
     def _note(self, number: int, gradient: Tensor | None) -> None:
         if gradient is None:
             return
-        self._used[number] = True
+        self.used[number] = True
         if gradient.is_sparse:
             raise ModelError(
                 f"the gradient of {self.names[number]} is sparse, which has no exact sum here: use "

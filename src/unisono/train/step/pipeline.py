@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch.distributed.pipelining import (
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import JobError, LossError, WorkerLost
 from unisono.jsonl import append_line, open_lines
+from unisono.plan.tree import Summand, most_kept
+from unisono.reduce.buckets import Bucket, plan_buckets
+from unisono.reduce.partial_sums import PartialSumRow, PartialSums
 from unisono.reduce.reducer import Reducer
 from unisono.spans import Spans
 from unisono.train.group.devices import Devices
@@ -33,7 +37,128 @@ from unisono.train.step.call import Call
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard
 from unisono.train.step.pipeline_stage import BlockStage, quiet
-from unisono.train.step.staged_gradients import StagedGradients
+
+
+class StagedGradients(Gradients):
+    """The gradients of the stages that this device holds.
+
+    A block's gradients of a shard are there after its backward pass, in whatever order a schedule computes blocks and
+    shards; then they are put where that shard belongs in the summation tree. No bucket has those of two blocks.
+
+    Where the next shard is added onto this one before anything else is, the gradients stay where they are, and autograd
+    adds them up itself: the same addition, without a copy. A gradient that arrives in several parts it would add in
+    another order, and a hook of the script would see a sum: then the step is computed again, and each shard taken.
+
+    Args:
+        parameters: the parameters of this device, by name.
+        staging: the stages.
+        order: the places of a block's shards, among those of this worker, in the order of their backward passes.
+        reducer: the reducer that adds up the gradients of all workers.
+        fusion: the settings of the buckets.
+        norms: a counter that stays unused.
+    """
+
+    leaves_single = False
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        staging: Staging,
+        order: Sequence[int],
+        reducer: Reducer,
+        fusion: Fusion,
+        norms: SquaredNorms,
+    ) -> None:
+        self._blocks_of = [staging.block_of(name) for name in parameters]
+        self._blocks: list[int] = []
+        self._order = order
+        # Not where each shard's gradient is rounded first, nor where the schedule adds: that knows no shared memory.
+        self._adds_up = fusion.compressed is None and staging.placement.schedule != "interleaved-zero-bubble"
+        super().__init__(parameters, reducer, fusion, norms)
+        self._remaining: dict[int, list[tuple[int, bool]]] = {}
+        self._sums_so_far: dict[int, tuple[Tensor, int]] = {}
+
+    def begin(self, step: int = 0) -> None:
+        """Forget what was taken before; the shards of this worker follow."""
+        super().begin(step)
+        ends = [shard == summand.shards[-1] for summand in self._summands() for shard in summand.shards]
+        self._remaining = {block: list(zip(self._order, ends, strict=True))[::-1] for block in self._blocks}
+        self._sums_so_far = {}
+
+    def stop_listening(self) -> None:
+        """From now on take the gradients of each shard by themselves. Collective."""
+        self._adds_up = False
+        self._sums = self._allocated_sums()
+
+    @torch.no_grad()
+    def take(self, block: int, place: int) -> None:
+        """The backward pass of a block is done, for one shard: take its gradients, or see that they may stay.
+
+        Args:
+            block: the block.
+            place: the place of the shard, among those of this worker. An empty one has added nothing.
+        """
+        if block not in self._remaining:
+            return  # nothing in it is trained
+        expected, ends_summand = self._remaining[block].pop()
+        assert expected == place, "shards come in the order of the schedule"
+        for number, (bucket, sums, tally) in enumerate(zip(self._buckets, self._sums, self._tallies, strict=True)):
+            if self._blocks[number] == block:
+                for entry in bucket.entries:
+                    self._see(entry.index, ends_summand=ends_summand)
+                if ends_summand:
+                    own = [self.parameters[entry.index] for entry in bucket.entries]
+                    sums.open()
+                    sums.put_all([parameter.grad for parameter in own], tally)
+                    sums.close()
+                    for parameter in own:
+                        parameter.grad = None
+
+    def _see(self, number: int, *, ends_summand: bool) -> None:
+        """Look whether a parameter's gradient is what one addition has made of it, if any."""
+        parameter, before = self.parameters[number], self._sums_so_far.pop(number, None)
+        if (gradient := parameter.grad) is None:
+            return
+        self._note(number, gradient)
+        if before is not None:
+            self.came_twice |= gradient is not before[0] or gradient._version > before[1] + 1
+        if not ends_summand:
+            self.came_twice |= bool(parameter._post_accumulate_grad_hooks) or gradient.dtype != parameter.dtype
+            self._sums_so_far[number] = gradient, gradient._version
+
+    def finish(self) -> None:
+        """All shards are done, and their weights are known: all may be reduced."""
+        for number, (sums, tally) in enumerate(zip(self._sums, self._tallies, strict=True)):
+            self._reducer.ready(number, sums.partials(), tally)
+
+    def _planned(self, fusion: Fusion) -> tuple[Bucket, ...]:
+        found: list[Bucket] = []
+        for block in sorted(set(self._blocks_of), reverse=True):
+            numbers = [number for number, of in enumerate(self._blocks_of) if of == block]
+            own = [self.parameters[number] for number in numbers]
+            for bucket in plan_buckets(own, fusion.bucket_bytes, fusion.compressed):
+                entries = tuple(replace(entry, index=numbers[entry.index]) for entry in bucket.entries)
+                found.append(replace(bucket, entries=entries))
+                self._blocks.append(block)
+        return tuple(found)
+
+    def _hooked(self) -> list[torch.utils.hooks.RemovableHandle]:
+        return []  # some schedules compute gradients of weights past them
+
+    def _summands(self) -> Sequence[Summand]:
+        transport = self._reducer.transport
+        mine = transport.split.of(transport.rank)
+        shards = [mine[place] for place in self._order]
+        return transport.tree.longest_summands(shards) if self._adds_up else transport.tree.summands(shards)
+
+    def _allocated_sums(self) -> list[PartialSums]:
+        summands = self._summands()
+        rows = self._reducer.transport.allocate(self._buckets, max(1, most_kept(summands)))
+        return [
+            PartialSums(summands, [PartialSumRow.of(bucket, flats[number]) for flats in rows])
+            for number, bucket in enumerate(self._buckets)
+        ]
+
 
 _SCHEDULES: Mapping[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -56,6 +181,9 @@ class Passes:
         staging: the stages.
         tick: a function that is called when this device has got on.
         spans: the spans of this device, if they are kept.
+
+    Attributes:
+        weights: the weights of the shards, which go from the last stage to all others with what goes back.
     """
 
     def __init__(
@@ -71,12 +199,7 @@ class Passes:
     ) -> None:
         self._call, self._shards, self._gradients, self._buffers = call, shards, gradients, buffers
         self._forward, self._staging, self._tick, self._spans = forward, staging, tick, spans
-        self._weights = [0.0] * len(shards)
-
-    @property
-    def weights(self) -> list[float]:
-        """The weights of the shards, which go from the last stage to all others with what goes back."""
-        return self._weights
+        self.weights = [0.0] * len(shards)
 
     def name(self, place: int) -> str:
         """A shard, for people."""
@@ -127,7 +250,7 @@ class Passes:
 
     def backward_done(self, block: int, place: int, weight: float) -> None:
         """The backward pass of a block is done, for one shard of a weight; there was none without weight."""
-        self._weights[place] = weight
+        self.weights[place] = weight
         self._gradients.take(block, place)
         self._tick()
 
@@ -144,12 +267,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        prepared: Prepared,
-        staging: Staging,
-        devices: Devices,
-        device: torch.device,
-        spans: Spans | None = None,
+        self, prepared: Prepared, staging: Staging, devices: Devices, device: torch.device, spans: Spans | None = None
     ) -> None:
         self._prepared, self._staging, self._devices, self._spans = prepared, staging, devices, spans
         (self._module,) = prepared.modules

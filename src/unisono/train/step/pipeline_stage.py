@@ -18,7 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from unisono.data.streams import Generators
 from unisono.errors import UnisonoError
-from unisono.train.group.devices import Devices, TensorExchange, UnderWay
+from unisono.reduce.process_group import ProcessGroupTransport, TensorUnderWay
+from unisono.train.group.devices import Devices
 from unisono.train.model.elsewhere import as_received, without_view
 from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
@@ -83,7 +84,7 @@ class _Operation(dist.P2POp):
         """Without torch's checks: it is none of torch's two operations."""
         return object.__new__(cls)
 
-    def __init__(self, begin: Callable[[Tensor], UnderWay], buffer: Tensor, peer: int) -> None:
+    def __init__(self, begin: Callable[[Tensor], TensorUnderWay | _Meanwhile], buffer: Tensor, peer: int) -> None:
         self.op, self.tensor = lambda tensor, **_: begin(tensor), buffer
         self.peer = self.group_peer = peer
         self.group, self.tag = "none of torch's", 0  # type: ignore[assignment]  # so torch does not batch it by itself
@@ -96,7 +97,7 @@ class _Operation(dist.P2POp):
 class _Meanwhile:
     """A tensor that is under way, and what there is to do until it is here."""
 
-    coming: UnderWay
+    coming: TensorUnderWay
     work: Callable[[], None]
 
     def wait(self) -> None:
@@ -134,12 +135,12 @@ class BlockStage(PipelineStage):
             if 0 <= other < count
             for forward in (True, False)
         }
-        self._passes: BlockPasses | None = None
+        self._passes: BlockPasses  # of the attempt under way
         self.busy_s = 0.0
         self._due: int | None = None  # a shard whose gradients are there, and are yet to be taken
         self._chunks: dict[int, _Chunk] = {}
         self._coming: dict[tuple[int, bool], Tensor] = {}
-        self._sent: list[UnderWay] = []
+        self._sent: list[TensorUnderWay] = []
 
     def begin(self, passes: BlockPasses) -> None:
         """Another attempt begins."""
@@ -196,7 +197,7 @@ class BlockStage(PipelineStage):
         other = hop + 1 if hop == self._block else hop
         return self._staging.placement.device(other), _KINDS * hop + 2 * (not forward)
 
-    def _way(self, *, forward: bool) -> TensorExchange:
+    def _way(self, *, forward: bool) -> ProcessGroupTransport:
         return self._devices.exchange if forward else self._devices.back
 
     def _arrived(self, chunk: int, hop: int, *, forward: bool) -> StageMessage:
@@ -208,18 +209,13 @@ class BlockStage(PipelineStage):
     # What is computed.
 
     def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: Any,
-        kwargs: Any = None,
-        save_forward_output: bool = True,
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> Any:
         """The forward pass of one shard; the last block returns the loss."""
         self._take()
         chunk = self._chunks[fwd_chunk_id] = _Chunk()
         with self._noted(fwd_chunk_id):
             received = None if self.is_first else self._received(chunk, fwd_chunk_id)
-            assert self._passes is not None, "an attempt is under way"
             found = self._passes.forward(self._block, fwd_chunk_id, received)
             if isinstance(found, Left):
                 parts = [Part(each.to(self.device)) for each in Generators.capture().as_tensors()]
@@ -233,15 +229,10 @@ class BlockStage(PipelineStage):
             return chunk.loss
 
     def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Any = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """The backward pass of one shard; without weights' gradients, if it is not full."""
         self._take()
-        assert self._passes is not None, "an attempt is under way"
         chunk = self._chunks[bwd_chunk_id]
         with self._noted(bwd_chunk_id):
             outputs = self._outputs(chunk, bwd_chunk_id)
@@ -266,7 +257,6 @@ class BlockStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """What :meth:`backward_one_chunk` has left: the weights' gradients of one shard."""
         self._take()
-        assert self._passes is not None, "an attempt is under way"
         with self._noted(bwd_chunk_id):
             if bwd_chunk_id in self.dw_runner:
                 with self._passes.backward(bwd_chunk_id):
@@ -278,7 +268,6 @@ class BlockStage(PipelineStage):
         """Have the gradients of the newest backward pass taken: when others have what they wait for."""
         place, self._due = self._due, None
         if place is not None:
-            assert self._passes is not None, "an attempt is under way"
             with self._noted(place):
                 self._passes.backward_done(self._block, place, self._chunks[place].weight)
 
@@ -329,7 +318,6 @@ class BlockStage(PipelineStage):
             raise
 
     def _where(self, place: int) -> str:
-        assert self._passes is not None, "an attempt is under way"
         return f"{self._staging.title(self._block)}, {self._passes.name(place)}"
 
 

@@ -10,7 +10,8 @@ import torch
 
 from unisono.data.streams import Generators
 from unisono.errors import ModelError
-from unisono.train.group.devices import Devices, UnderWay
+from unisono.reduce.process_group import TensorUnderWay
+from unisono.train.group.devices import Devices
 from unisono.train.model.elsewhere import NOT_HANDED_ON, holds_elsewhere
 from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage
@@ -35,7 +36,7 @@ class StagedEvaluation:
     def __init__(self, staging: Staging, devices: Devices, device: torch.device) -> None:
         self._staging, self._devices, self._device = staging, devices, device
         self._channels: dict[int, Channel] = {}
-        self._sent: list[UnderWay] = []
+        self._sent: list[TensorUnderWay] = []
 
     def __call__(self, act: Callable[[], R]) -> R | None:
         """What the function returns on the device with the last stage, None on others.

@@ -2,19 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
+from torch import Tensor
+
+from unisono.checkpoint.quick_digest import Summing, flipped_bits
 from unisono.device import is_accelerator
+from unisono.errors import ModelError
 from unisono.train.group.control import Flags
-from unisono.train.model.at_rest import AtRest, Seen, kept_by
-from unisono.train.model.body_writes import BodyWrites
+from unisono.train.model.at_rest import MOST_FLIPPED, AtRest, Seen, kept_by
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import UpdateCause
 from unisono.train.model.places import Placed
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.call import Call
+from unisono.words import Sums
+
+FIRST, EVERY = 8, 64
+"""The first calls, and every so many after them, are compared bit for bit."""
+
+
+class ForwardWrites:
+    """Compares the weights before the shards of a call with the weights after them.
+
+    A replaced tensor, or a write that torch has counted, is seen in each call, and has the next ones compared as well.
+    A write into ``parameter.data`` is seen only where bits are compared.
+
+    Args:
+        weights: the weights by name, also frozen ones.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._names, self._weights = list(weights), list(weights.values())
+        self._counted = [each for each in self._weights if not each.is_inference()]
+        self._summing = Summing()
+        self._calls = 0
+        self._was_written = False
+        self._before: Sums | None = None
+        self._marks: list[int] = []
+
+    def begin(self) -> None:
+        """The shards of a call are about to be computed."""
+        is_compared = self._was_written or self._calls < FIRST or self._calls % EVERY == 0
+        self._calls += 1
+        self._before = self._summing.thirds(self._weights) if is_compared else None
+        self._marks = self._marked()
+
+    def require_none(self) -> None:
+        """The shards are computed.
+
+        Raises:
+            ModelError: they have changed weights; names one of them. A flipped bit is none of this.
+        """
+        is_written = self._marked() != self._marks
+        self._was_written |= is_written
+        if self._before is None:
+            return
+        after = self._summing.thirds(self._weights)
+        pairs = zip(self._names, self._before, after, strict=True)
+        changed = [name for name, old, new in pairs if (old != new).any()]
+        if changed and (is_written or flipped_bits(self._before, after) > MOST_FLIPPED):
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise ModelError(
+                f"the forward or backward pass changed {changed[0]}{others}. Each worker does so once for each of its "
+                f"shards, so the weights would depend on the number of workers. Change weights in the loop's body, "
+                f"after step.run; instead of max_norm of an embedding, renormalise its weight there"
+            )
+
+    def _marked(self) -> list[int]:
+        return [*map(Tensor.data_ptr, self._weights), *map(_VERSION, self._counted)]
+
+
+_VERSION = attrgetter("_version")
+
+
+class BodyWrites:
+    """Compares what an update has left with what is there when the next call begins.
+
+    Who is behind by an update, and is given what came of it, gets what the giver's body has changed as well, and then
+    changes it once more. So if bodies change anything, updates are made again from their cause. Before that is known,
+    in the first calls, they are anyway.
+
+    What torch has counted is seen in each call; a write into ``tensor.data`` where bits are compared.
+
+    Args:
+        weights: the weights.
+        buffers: a function that returns the buffers.
+        kept: a function that returns the tensors that optimizers keep.
+    """
+
+    def __init__(
+        self, weights: Sequence[Tensor], buffers: Callable[[], Sequence[Tensor]], kept: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._weights, self._buffers, self._kept, self._summing = weights, buffers, kept, Summing()
+        self._has_written = self._is_new = False
+        self._calls = 0
+        self._left: list[int] | None = None
+        self._sums: Sums | None = None
+
+    @property
+    def needs_cause(self) -> bool:
+        """Whether a worker that is behind is to make the update of this call by itself."""
+        return self._has_written or self._calls < FIRST
+
+    def committed(self) -> None:
+        """An update is made. Neither collective nor I/O."""
+        is_compared = self._calls < FIRST or self._calls % EVERY == 0
+        self._calls += 1
+        self._is_new = False
+        self._sums = self._summing.thirds(self._all()) if is_compared else None
+        self._left = self._marked()
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._is_new = self.are_new
+        self._has_written |= self._is_new
+        self._left = self._sums = None  # what an attempt does that does not count is no write
+
+    def goes_on(self) -> None:
+        """A call is over that has changed nothing, and the body goes on: it may write yet."""
+        self._sums = self._summing.thirds(self._all()) if self._calls < FIRST else None
+        self._left = self._marked()
+
+    @property
+    def are_new(self) -> bool:
+        """Whether anything was changed since the last update, before another call has begun."""
+        if self._left is None or self._is_new:
+            return self._is_new
+        if self._left != self._marked():
+            return True
+        if self._sums is None:
+            return False
+        now = self._summing.thirds(self._all())
+        return len(now) != len(self._sums) or flipped_bits(self._sums, now) > MOST_FLIPPED
+
+    def _all(self) -> list[Tensor]:
+        return [*self._weights, *self._buffers(), *self._kept()]
+
+    def _marked(self) -> list[int]:
+        tensors = [*self._weights, *self._buffers()] if self._sums is None else self._all()
+        return [*map(Tensor.data_ptr, tensors), *(_VERSION(one) for one in tensors if not one.is_inference())]
 
 
 class WeightsWatch:
@@ -28,15 +158,7 @@ class WeightsWatch:
         survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        buffers: Buffers,
-        *,
-        is_only: bool,
-        looks: bool,
-        survives: bool,
-    ) -> None:
+    def __init__(self, prepared: Prepared, buffers: Buffers, *, is_only: bool, looks: bool, survives: bool) -> None:
         self._prepared, self._is_only = prepared, is_only
         weights, kept = list(prepared.weights().values()), partial(kept_by, prepared.optimizers)
         self._cause = UpdateCause() if survives and not is_only else None
@@ -81,13 +203,7 @@ class WeightsWatch:
             return flags
         seen, self._looked = (self._looked or self.look())(), None
         return [
-            replace(
-                own,
-                digest=seen.digest,
-                flipped=own.flipped or seen.has_flipped,
-                amiss=seen.amiss,
-            )
-            for own in flags
+            replace(own, digest=seen.digest, flipped=own.flipped or seen.has_flipped, amiss=seen.amiss) for own in flags
         ]
 
     @property

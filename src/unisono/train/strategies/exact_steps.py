@@ -32,10 +32,9 @@ from unisono.train.state.ending import Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
 from unisono.train.step.computer import StepCall, Told
-from unisono.train.step.curvature_probe import CurvatureProbe
+from unisono.train.step.curvature_probe import CurvatureProbe, MeasuredCalls
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.listeners import Computed, Counted, Listeners
-from unisono.train.step.measured_calls import MeasuredCalls
 from unisono.train.step.owned_update import own_update_of
 from unisono.train.step.step import Step
 from unisono.train.step.step_update import Attempt
@@ -271,12 +270,7 @@ class ExactSteps:
         return Change(make, then)
 
     def _update(
-        self,
-        step: Step,
-        attempt: Attempt,
-        update: Callable[[], None] | None,
-        setting: Setting,
-        notes: Sequence[Note],
+        self, step: Step, attempt: Attempt, update: Callable[[], None] | None, setting: Setting, notes: Sequence[Note]
     ) -> _Found:
         """Make the update of a step, and note what is known of it as long as its weights are."""
         if update is not None:
