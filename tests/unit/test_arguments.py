@@ -109,6 +109,7 @@ def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said(
     ):
         with pytest.raises(JobError, match=words):
             call()
+    require_none_gone({"timeline": "a variable of somebody else"})
     for name in ("threads", "numerics", "precision", "failure_timeout_s", "loggers", "audit", "devices_per_worker"):
         with pytest.raises(JobError, match=f"{name}=1: it stands in a group now"):
             unisono.init(batch_size=32, **{name: 1})  # type: ignore[arg-type]

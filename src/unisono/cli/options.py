@@ -265,7 +265,8 @@ def _name(setting: NamedRow) -> str:
 def _parameter(setting: NamedRow, default: Any) -> Parameter:
     row, kind = setting.row, list[str] if setting.plain is tuple else setting.plain
     usual = setting.default if default is None else default
-    usually = "" if usual in (None, (), False, True) or "efault" in setting.text else f"; by default {text_of(usual)}"
+    is_plain = usual in (None, ()) or isinstance(usual, bool) or "efault" in setting.text
+    usually = "" if is_plain else f"; by default {text_of(usual)}"
     option = typer.Option(
         row.option,
         envvar=row.variable or None,

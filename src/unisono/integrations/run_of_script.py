@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError
-from unisono.settings.reading import require_none_gone, with_defaults
+from unisono.settings.reading import require_names_of_today, with_defaults
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, init
 
@@ -35,7 +35,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         if settings:
             raise JobError(f"{guest}({', '.join(settings)}=…) beside a run that is open: say it where that begins")
         return newest
-    require_none_gone(settings)
+    require_names_of_today(settings)
     if unknown := settings.keys() - signature(init).parameters.keys():
         raise JobError(
             f"{guest}({', '.join(sorted(unknown))}=…): neither the framework nor a run has such a setting (those of "

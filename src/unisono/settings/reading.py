@@ -1,6 +1,6 @@
 """From what a script, the command line and the environment say to settings, and back to variables and words."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
@@ -33,8 +33,8 @@ GONE = {"shard_optimizer": "every worker makes the whole update: leave it out"}
 """Arguments of :func:`unisono.init` that there were once, and their variables, each with what to do now."""
 
 
-def require_none_gone(said: Mapping[str, Any]) -> None:
-    """Refuse arguments, or variables, that there are no more, or not by this name.
+def require_none_gone(said: Container[str]) -> None:
+    """Refuse arguments, or variables, that there are no more.
 
     Raises:
         JobError: there is one; names it, and says what to do.
@@ -43,6 +43,15 @@ def require_none_gone(said: Mapping[str, Any]) -> None:
         for name in (argument, f"UNISONO_{argument.upper()}"):
             if name in said:
                 raise JobError(f"{name} is gone: {now}")
+
+
+def require_names_of_today(said: Mapping[str, Any]) -> None:
+    """Refuse arguments that there are no more, or that stand in a group now.
+
+    Raises:
+        JobError: there is one; names it, and says what to say instead.
+    """
+    require_none_gone(said)
     moved = {setting.name: path for path, setting in TABLE.items() if path.partition(".")[0] in OF_SCRIPTS} | RENAMED
     for name in said:
         if name in moved and name not in TABLE:
@@ -58,7 +67,7 @@ def with_groups(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def called(*args: P.args, **said: P.kwargs) -> R:
-        require_none_gone(said)
+        require_names_of_today(said)
         return function(*args, **said)
 
     return called

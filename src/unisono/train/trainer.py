@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
 from unisono.received import value_of
-from unisono.settings.reading import require_none_gone
+from unisono.settings.reading import require_names_of_today
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run
@@ -193,7 +193,7 @@ class Trainer:
         **settings: Any,
     ) -> None:
         require_kinds(Trainer.__init__, {**locals(), "model": (), "optimizer": ()})  # the run refuses these itself
-        require_none_gone(settings)
+        require_names_of_today(settings)
         require_known(init, settings)
         clip = Clip(clip_norm, clip_value)
         self.run = run or _started(batch_size, settings)
