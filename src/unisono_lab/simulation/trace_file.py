@@ -86,7 +86,7 @@ def _rows(path: Path) -> Iterator[TraceRow]:
                 values.append(read(text))
             except (ValueError, OverflowError) as error:
                 raise _wrong(path, line, f"{column}: {short(text)}: {error}") from None
-        row = TraceRow(*values, line)
+        row = TraceRow(*[*values, line])
         if not row.end > row.start:
             raise _wrong(path, line, "end: it is not after the start")
         yield row
