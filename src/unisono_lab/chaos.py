@@ -26,8 +26,7 @@ from unisono.launch.elastic.address import Control, address_of
 from unisono.launch.ending.result import last_lines
 from unisono.launch.settings import Script
 from unisono.received import read_object
-from unisono_lab.faults.faults import Faults, count
-from unisono_lab.faults.random_faults import RandomFaults
+from unisono_lab.faults.faults import Faults, RandomFaults, count
 from unisono_lab.faults.samples import Samples, problems
 
 SERIAL, STRUCK, SCRIPT, REPORT = "serial", "struck", "faults.toml", "chaos.json"

@@ -43,7 +43,7 @@ def read(folder: Path, text: str) -> MarketTrace:
         (HEAD + "0,60,2,nan,a\n", "line 2, column price_per_hour"),
         (HEAD + "0,60,2,$1.0,a\n", "line 2, column price_per_hour: '.1.0': .* without a currency"),
         (HEAD + "0,60,2,1_0,a\n", "line 2, column price_per_hour: '1_0'"),
-        (HEAD + "0,60,2,1.0,a\n60,70,2,,a\n", "line 3, column price_per_hour: it is no price, and other lines have one"),
+        (HEAD + "0,60,2,1.0,a\n60,70,2,,a\n", "line 3, column price_per_hour: it is no price, and others have one"),
         (HEAD + "0,60,2.5,1.0,a\n", "line 2, column available"),
         (HEAD + "0,60,1_0,1.0,a\n", "line 2, column available: '1_0'"),
         (HEAD + "0,60,\u0662,1.0,a\n", "line 2, column available"),

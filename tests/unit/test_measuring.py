@@ -13,8 +13,17 @@ from measured import line, write
 from unisono.errors import JobError
 from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder
 from unisono_lab.measure.measured_run import MeasuredRun
-from unisono_lab.measure.measurement import Measurement
-from unisono_lab.measure.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
+from unisono_lab.measure.measuring import (
+    Interrupted,
+    Measured,
+    Measurement,
+    Missing,
+    RunEnd,
+    measure,
+    network,
+    notes,
+    rows,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -18,7 +18,7 @@ from unisono.cli import app as cli
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines
-from unisono_lab.commands.replay_report import comparison_table, timeline_table
+from unisono_lab.commands.replay import comparison_table, timeline_table
 from unisono_lab.replay.record import Record
 from unisono_lab.replay.replay import replay
 from unisono_lab.replay.timeline import compared, decisions_that_hold, figure, folded, timeline

@@ -30,25 +30,29 @@ from unisono_lab.simulation.scenario import (
     Workload,
     read_scenario,
 )
-from unisono_lab.simulation.search import (
+from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulation import (
     Candidate,
     Expectation,
     Goal,
     Likelihood,
     Simulate,
+    Simulation,
+    SimulationSettings,
     Spread,
     answer,
+    commands,
     enough,
     frontier,
+    left_out,
     margins,
     mixes,
     rates,
     search,
+    simulation,
     wilson,
     worth_trying,
 )
-from unisono_lab.simulation.simulated_run import simulate
-from unisono_lab.simulation.simulation import Simulation, SimulationSettings, commands, left_out, simulation
 from unisono_lab.simulation.training import reduction_s
 
 pytestmark = pytest.mark.unit

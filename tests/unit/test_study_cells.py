@@ -8,7 +8,7 @@ import pytest
 
 from unisono.errors import JobError
 from unisono_lab.analysis.study_folder import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
-from unisono_lab.measure.measurement import Measurement, text_digest
+from unisono_lab.measure.measuring import Measurement, text_digest
 
 pytestmark = pytest.mark.unit
 

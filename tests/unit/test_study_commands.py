@@ -13,7 +13,7 @@ from unisono.errors import JobError
 from unisono_lab.analysis.analysis import Wanted
 from unisono_lab.commands.study_report import compare, report_from
 from unisono_lab.measure.engines import BySlurm, CellRunner, OnThisHost, commands, plain_workers
-from unisono_lab.measure.measurement import Measurement
+from unisono_lab.measure.measuring import Measurement
 
 pytestmark = pytest.mark.unit
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from studies import MadeUp
-from unisono_lab.analysis.analysis import Prices, StepModel, Wanted, analyzed, recommended
+from unisono_lab.analysis.analysis import Prices, Row, StepModel, Wanted, analyzed, recommended, summarized
 from unisono_lab.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
 from unisono_lab.analysis.results import Cell, Results
-from unisono_lab.analysis.summary import Row, summarized
 
 pytestmark = pytest.mark.unit
 

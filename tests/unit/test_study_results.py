@@ -9,10 +9,9 @@ import pytest
 
 from studies import MadeUp
 from unisono.errors import JobError
+from unisono_lab.analysis.analysis import Row, summarized
 from unisono_lab.analysis.estimate import Estimate, median, ratio
-from unisono_lab.analysis.results import Cell, Results
-from unisono_lab.analysis.summary import Row, summarized
-from unisono_lab.analysis.table import SHOWN, read_results, read_table, side_by_side
+from unisono_lab.analysis.results import SHOWN, Cell, Results, read_results, read_table, side_by_side
 
 pytestmark = pytest.mark.unit
 

@@ -19,7 +19,7 @@ from unisono.job import differences
 from unisono.received import parse_object, read_object
 from unisono_lab.analysis.batch_curve import FAILED_NAME
 from unisono_lab.analysis.batch_curve import NAME as BATCHES_NAME
-from unisono_lab.analysis.results import Mode
+from unisono_lab.analysis.results import SETTINGS_NAME, Mode
 
 # The cells of a scaling study: which runs it is made of, and in which order.
 
@@ -119,7 +119,6 @@ def seconds_left(cells: Iterable[PlannedCell], took: Mapping[Kind, Sequence[floa
     return sum(means.get(cell.kind, average) for cell in cells)
 
 
-SETTINGS_NAME = "study.json"
 ABOUT_NAME = "cell.json"
 
 

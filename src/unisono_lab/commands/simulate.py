@@ -85,8 +85,7 @@ def simulate(
     from unisono_lab.report.report import require_reports
     from unisono_lab.simulation.calibration import measured as read_measured
     from unisono_lab.simulation.scenario import read_scenario
-    from unisono_lab.simulation.search import Goal
-    from unisono_lab.simulation.simulation import SimulationSettings, simulation
+    from unisono_lab.simulation.simulation import Goal, SimulationSettings, simulation
     from unisono_lab.simulation.simulation import as_json as written
 
     if minimise not in (None, "cost", "time"):

@@ -26,7 +26,7 @@ from unisono.launch.settings import Script
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
     from unisono_lab.measure.engines import StudyEngine
-    from unisono_lab.measure.measurement import Measurement
+    from unisono_lab.measure.measuring import Measurement
 
 
 class StudyCommand(HelpfulCommand):
@@ -162,7 +162,7 @@ class RunOptions:
             JobError: a script cannot be read, or an option makes no sense.
         """
         from unisono_lab.measure.engines import plain_workers
-        from unisono_lab.measure.measurement import Measurement
+        from unisono_lab.measure.measuring import Measurement
 
         plain, workers = tuple(shlex.split(self.baseline or "")), read_workers(self.workers)
         for argv in filter(None, (launched.argv, plain)):

@@ -20,7 +20,7 @@ from unisono.membership.token import read_token
 from unisono.membership.variables import Variables
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono_lab.faults import fault_helper as fault_helper
-from unisono_lab.faults.fault import (
+from unisono_lab.faults.faults import (
     Fault,
     FlipBit,
     Join,

@@ -28,8 +28,16 @@ from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.launch.tuning import Tuning
 from unisono_lab.analysis.results import Results
 from unisono_lab.analysis.study_folder import PlannedCell
-from unisono_lab.measure.measurement import Measurement, surroundings
-from unisono_lab.measure.measuring import Measured, RunEnd, network, notes, rows, shown_settings
+from unisono_lab.measure.measuring import (
+    Measured,
+    Measurement,
+    RunEnd,
+    network,
+    notes,
+    rows,
+    shown_settings,
+    surroundings,
+)
 
 
 class StudyEngine(Protocol):

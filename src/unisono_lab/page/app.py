@@ -19,8 +19,7 @@ from unisono.errors import JobError, LaunchError, Unreadable
 from unisono.launch.elastic.address import Control
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
-from unisono_lab.page.curves import LARGEST_STEP
-from unisono_lab.page.finer import Axis
+from unisono_lab.page.curves import LARGEST_STEP, Axis
 from unisono_lab.page.gate import Gate, Keys
 from unisono_lab.page.hub import Hub
 from unisono_lab.page.source import RunSource

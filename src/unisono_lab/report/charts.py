@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unisono_lab.analysis.analysis import Analysis, Curve
+from unisono_lab.analysis.analysis import PARTS, Analysis, Curve, Row
 from unisono_lab.analysis.batch_curve import BatchCurve
 from unisono_lab.analysis.estimate import Estimate, shown
 from unisono_lab.analysis.results import Mode
-from unisono_lab.analysis.summary import PARTS, Row
 from unisono_lab.report.drawing import (
     BLUE,
     GREEN,

@@ -8,12 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 from unisono_lab.analysis.estimate import NOTHING, counted, duration, number, percent
-from unisono_lab.report.document import Block, Document, Section
+from unisono_lab.report.document import Block, Document, Field, Section, WrittenTable
 from unisono_lab.report.drawing import FAINT, INK, SERIES, Chart, canvas, doubling, explain, from_zero, mark
-from unisono_lab.report.figure_tables import Field, WrittenTable
-from unisono_lab.simulation.search import Candidate, Expectation, Goal, Likelihood, Margin, enough, frontier, margins
 from unisono_lab.simulation.simulated_run import SimulatedOutcome
-from unisono_lab.simulation.simulation import Simulation, commands, left_out
+from unisono_lab.simulation.simulation import (
+    Candidate,
+    Expectation,
+    Goal,
+    Likelihood,
+    Margin,
+    Simulation,
+    commands,
+    enough,
+    frontier,
+    left_out,
+    margins,
+)
 
 ASSUMED: tuple[str, ...] = (
     "Decisions about membership are those of the real coordinator's state machine, and decisions about batches, sizes "

@@ -14,8 +14,7 @@ from unisono.errors import JobError
 from unisono_lab.analysis.estimate import counted
 from unisono_lab.analysis.results import Mode
 from unisono_lab.report.drawing import BLUE, FAINT, GREEN, INK, ORANGE, PINK, RED, SKY, Chart, canvas, explain_below
-from unisono_lab.timeline.critical_path import Lane, Part, Stretch
-from unisono_lab.timeline.explanation import NAMES, Explanation, explained
+from unisono_lab.timeline.explanation import NAMES, Explanation, Lane, Part, Stretch, explained
 from unisono_lab.timeline.recorded import StepTimelines, read
 
 COLOURS: Final[Mapping[Part, str]] = {

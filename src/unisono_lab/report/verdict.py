@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unisono_lab.analysis.analysis import Analysis, Curve, Prices
+from unisono_lab.analysis.analysis import PARTS, Analysis, Curve, Prices, Row
 from unisono_lab.analysis.estimate import Estimate, counted, duration, interval, listed, number, percent, shown
 from unisono_lab.analysis.results import Cell
 from unisono_lab.analysis.study_folder import Kind
-from unisono_lab.analysis.summary import PARTS, Row
 
 
 def verdict(analysis: Analysis) -> list[str]:
