@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,20 +103,6 @@ def planned(kinds: Sequence[Kind], repeats: int, seed: int) -> list[PlannedCell]
         random.Random(f"{seed}/{repeat}").shuffle(order)  # noqa: S311 (no secret)
         cells += [PlannedCell(kind, repeat) for kind in order]
     return cells
-
-
-def seconds_left(cells: Iterable[PlannedCell], took: Mapping[Kind, Sequence[float]]) -> float | None:
-    """How long cells will take: each as long as its kind so far, or as all kinds on average; None if nothing is known.
-
-    Args:
-        cells: the cells that are left.
-        took: seconds of those that are done.
-    """
-    means = {kind: sum(seconds) / len(seconds) for kind, seconds in took.items() if seconds}
-    if not means:
-        return None
-    average = sum(means.values()) / len(means)
-    return sum(means.get(cell.kind, average) for cell in cells)
 
 
 ABOUT_NAME = "cell.json"

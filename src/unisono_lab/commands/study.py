@@ -284,10 +284,12 @@ def start(
         JobError: a run could not be started, or the folder cannot be used, or holds another study.
     """
     from unisono_lab.analysis.study_folder import StudyFolder
-    from unisono_lab.commands.study_progress import StudyProgress
     from unisono_lab.commands.study_report import report
     from unisono_lab.measure.engines import CellRunner, results_of
     from unisono_lab.measure.measuring import measure
+
+    def tell(words: str) -> None:
+        err.print(Text(f"unisono: {words}"), soft_wrap=True)
 
     measurement.check()
     folder, err = StudyFolder(path), Console(stderr=True, highlight=False, emoji=False)
@@ -300,25 +302,23 @@ def start(
             cells = measurement.cells
             done = sum(folder.kept(cell) is not None for cell in cells)
             before = f", {done} of them measured before" if done else ""
-            err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
+            tell(f"{len(cells)} runs{before}, folder {folder.path}")
             if most := [
                 str(workers) for workers in measurement.workers if workers * (measurement.threads or 1) > cores
             ]:
-                words = f"unisono: {' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
-                err.print(Text(f"{words}: they will be timed, and not called scaling"), soft_wrap=True)
+                words = f"{' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
+                tell(f"{words}: they will be timed, and not called scaling")
             try:
-                with StudyProgress(len(cells), done) as progress:
-                    measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
+                measured = measure(measurement, folder, runner, tell, keeps_going=keeps_going)
             except KeyboardInterrupt as interrupted:
                 return say_ended(interrupted, "start it again to go on with what is missing", err)
             command = shlex.join(["unisono", *sys.argv[1:]])
             report(results_of(runner, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:
-        words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
-        err.print(Text(words, "red"), soft_wrap=True)
+        tell(f"no figures of {missing.cell}: {missing.words} (log: {missing.log})")
     if measured.left_out:
-        words = f"unisono: all failed for the same reason, so the other {len(measured.left_out)} runs were left out"
-        err.print(Text(f"{words} (--keep-going runs them)", "red"), soft_wrap=True)
+        others = f"the other {len(measured.left_out)} runs were left out (--keep-going runs them)"
+        tell(f"all failed for the same reason, so {others}")
     return 1 if measured.missing else 0
 
 

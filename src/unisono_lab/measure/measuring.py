@@ -7,14 +7,13 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -22,7 +21,7 @@ from unisono.errors import JobError
 from unisono.host.cgroup import processor
 from unisono_lab.analysis.estimate import listed
 from unisono_lab.analysis.results import FORMULA_WORDS, FORMULAS, Cell, Mode
-from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder, kinds_of, modes_of, planned, seconds_left
+from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder, kinds_of, modes_of, planned
 from unisono_lab.measure.measured_run import MeasuredRun, measured_run, plain_run
 
 # The settings of a scaling study's measurements, as a value.
@@ -272,22 +271,6 @@ class Interrupted(KeyboardInterrupt):
     """Somebody wants the study to end, by the signal of this number; what is measured by now is kept."""
 
 
-class ProgressReporter(Protocol):
-    """Shows how far a study has come."""
-
-    def running(self, cell: PlannedCell, left_s: float | None) -> AbstractContextManager[object]:
-        """A context for a run that is under way, with the seconds that it and all others will take, if known."""
-        ...
-
-    def measured(self, cell: PlannedCell, run: MeasuredRun) -> None:
-        """A run is over, and these are its figures."""
-        ...
-
-    def failed(self, missing: Missing) -> None:
-        """A run is over, and there are no figures."""
-        ...
-
-
 @dataclass(slots=True)
 class Measured:
     """The measured runs of a study.
@@ -313,7 +296,7 @@ def measure(
     measurement: Measurement,
     folder: StudyFolder,
     run_cell: RunCell,
-    progress: ProgressReporter,
+    tell: Callable[[str], None],
     *,
     keeps_going: bool = False,
 ) -> Measured:
@@ -323,7 +306,7 @@ def measure(
         measurement: the measurement to make, which was checked before.
         folder: the study's folder, opened.
         run_cell: a function that makes one run.
-        progress: the display of what is under way.
+        tell: a function that is told of each run before it starts, and what came of it.
         keeps_going: whether to go on if every kind of run fails for the same reason.
 
     Raises:
@@ -331,16 +314,14 @@ def measure(
     """
     found = Measured()
     cells = measurement.cells
-    took: dict[Kind, list[float]] = defaultdict(list)
     for cell in cells:
-        if (about := folder.kept(cell)) is not None:
-            took[cell.kind].append(about["seconds"])
+        if folder.kept(cell) is not None:
             found.runs[cell] = _read(folder.run_of(cell), cell, measurement)
     to_do = [cell for cell in cells if cell not in found.runs]
     for number, cell in enumerate(to_do):
         place, begun = folder.begin(cell), monotonic()
-        with progress.running(cell, seconds_left(to_do[number:], took)):
-            end = run_cell(cell, place)
+        tell(f"run {len(cells) - len(to_do) + number + 1} of {len(cells)}: {cell}")
+        end = run_cell(cell, place)
         if end.interrupted is not None:
             folder.drop(cell)
             raise Interrupted(end.interrupted)
@@ -352,15 +333,14 @@ def measure(
             log = folder.fail(cell) / end.log
             missing = Missing(cell, end.exit_code or 1, str(error), log, end.reason or str(error))
             found.missing.append(missing)
-            progress.failed(missing)
+            tell(f"{cell}: FAILED: {missing.words} (log: {log})")
             if not keeps_going and found.is_hopeless(measurement.kinds):
                 found.left_out = to_do[number + 1 :]
                 break
         else:
             seconds = monotonic() - begun
             folder.keep(cell, {"mode": cell.kind.mode, "workers": cell.kind.workers, "seconds": round(seconds, 3)})
-            took[cell.kind].append(seconds)
-            progress.measured(cell, found.runs[cell])
+            tell(f"{cell}: {found.runs[cell].samples / found.runs[cell].seconds:.4g} samples/s")
     found.runs = {cell: found.runs[cell] for cell in cells if cell in found.runs}
     return found
 
