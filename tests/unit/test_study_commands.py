@@ -123,5 +123,5 @@ def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypat
 def test_what_is_no_python_is_installed_too() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono", "src/unisono_lab"]}
-    assert files("unisono_lab.report").joinpath("report.html").is_file()
+    assert all(files("unisono_lab.report").joinpath(name).is_file() for name in ("report.html", "words.toml"))
     assert files("unisono.launch.slurm").joinpath("batch_script.sh.j2").is_file()

@@ -100,15 +100,6 @@ def test_as_many_unknowns_as_figures_leave_no_interval() -> None:
     assert (fit.parameters["s"].low, fit.samples_per_s(4).low) == (None, None)
 
 
-def test_the_number_of_workers_beyond_which_more_are_slower_is_found() -> None:
-    fit = fitted(USL, measured(USL, (0.05, 0.004)))
-
-    assert fit is not None
-    assert fit.best is not None
-    assert fit.best == pytest.approx((0.95 / 0.004) ** 0.5, rel=0.01)
-    assert fit.speedup(fit.best) > max(fit.speedup(fit.best - 1), fit.speedup(fit.best + 1))
-
-
 def test_the_better_explanation_predicts() -> None:
     slower = [measured(USL, (0.0, 0.02), noise=0.005), measured(AMDAHL, (0.1,), noise=0.005)]
     for rates, law in zip(slower, (USL, AMDAHL), strict=True):

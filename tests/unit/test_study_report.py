@@ -23,7 +23,7 @@ from unisono_lab.report.drawing import Drawing, drawn, inline
 from unisono_lab.report.pdf import pdf
 from unisono_lab.report.report import page, require_reports, write_report
 from unisono_lab.report.step_picture import timed_steps
-from unisono_lab.report.verdict import advice, correctness, explanations, overheads, threats, verdict
+from unisono_lab.report.verdict import advice, correctness, explanations, threats, verdict
 
 pytestmark = pytest.mark.unit
 
@@ -187,10 +187,6 @@ def test_what_keeps_it_from_being_linear_is_named_with_its_time() -> None:
     )
 
 
-def test_one_worker_is_compared_with_the_plain_loop_once() -> None:
-    assert len(overheads(said(MadeUp(modes=("strong", "weak")).results()))) == 1
-
-
 def test_the_same_digest_is_the_same_weights() -> None:
     (curve,) = said(MadeUp().results()).curves
 
@@ -233,12 +229,6 @@ def test_failed_runs_are_a_threat() -> None:
     assert threats(said(Results(cells=(*TABLE.cells, bad))))[0] == (
         "1 of 4 runs failed and is in no figure: strong, 2 workers (exit code 139)."
     )
-
-
-def test_a_strong_study_with_other_batches_is_none() -> None:
-    cells = [cell.model_copy(update={"batch_size": 64 * cell.workers}) for cell in TABLE.cells]
-
-    assert any("this is not strong scaling" in words for words in threats(said(Results(cells=tuple(cells)))))
 
 
 def test_figures_have_three_digits_that_count() -> None:

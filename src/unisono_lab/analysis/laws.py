@@ -111,14 +111,6 @@ class Fit:
         wide = min(wide, 50.0)  # exp() of what nobody knows
         return Estimate(found, found * math.exp(-wide), found * math.exp(wide))
 
-    @property
-    def best(self) -> float | None:
-        """Beyond how many workers more are slower, by the universal scalability law: √((1 - σ)/κ); None if none are."""
-        if self.law is not USL:
-            return None
-        contention, coherence = self.values[1:]
-        return math.sqrt((1 - contention) / coherence) if coherence > 1e-6 and contention < 1 else None
-
 
 def fitted(law: Law, measured: Mapping[int, Sequence[float]]) -> Fit | None:
     """Fit a law and the throughput of one worker: least squares of the logarithms, as noise is a share of a figure.

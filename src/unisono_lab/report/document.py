@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from unisono.adapt.layout_trials import Layout
@@ -12,7 +14,7 @@ from unisono_lab.analysis.estimate import NOTHING, Estimate, interval, listed, n
 from unisono_lab.analysis.laws import Fit
 from unisono_lab.analysis.results import Mode
 from unisono_lab.report.drawing import Chart
-from unisono_lab.report.verdict import advice, correctness, explanations, named, overheads, threats, verdict
+from unisono_lab.report.verdict import advice, correctness, explanations, named, threats, verdict
 
 # The tables of a report.
 
@@ -47,7 +49,7 @@ def speed_table(curves: Sequence[Curve]) -> WrittenTable:
         notes.append(f"{PLAIN} W: the plain loop, one process with the threads of W workers.")
     if any(curve.crowded for curve in curves):
         notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
-    return WrittenTable.of(head, rows, 1, " ".join(notes)).without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 1, " ".join(notes))
 
 
 def trained_table(analysis: Analysis) -> WrittenTable:
@@ -66,7 +68,7 @@ def trained_table(analysis: Analysis) -> WrittenTable:
             NOTHING if row.accuracy is None else f"{row.accuracy:.3f}",
         ]
         rows.append([shown(row.label), row.mode, _workers(row), *figures, said or NOTHING])
-    table = WrittenTable.of(head, rows, 2).without_empty_columns(NOTHING)
+    table = WrittenTable.of(head, rows, 2)
     return table if set(table.head) - set(about) else WrittenTable(head, [])
 
 
@@ -79,7 +81,7 @@ def part_table(analysis: Analysis) -> WrittenTable:
             figures = [row.step_s, *(parts.get(part) for part in PARTS)]
             written = [NOTHING if seconds is None else number(1000 * seconds) for seconds in figures]
             rows.append([shown(row.label), row.mode, _workers(row), *written])
-    return WrittenTable.of(head, rows, 2).without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 2)
 
 
 def fit_table(analysis: Analysis) -> WrittenTable:
@@ -88,7 +90,7 @@ def fit_table(analysis: Analysis) -> WrittenTable:
     rows = [row for curve in analysis.curves for fit in curve.fits for row in _fit_rows(curve, fit)]
     sources = {fit.law.name: fit.law.source for curve in analysis.curves for fit in curve.fits}
     note = "; ".join(f"{name}: {source}" for name, source in sources.items())
-    return WrittenTable.of(head, rows, 5, f"Sources: {note}." if note else "").without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 5, f"Sources: {note}." if note else "")
 
 
 def _fit_rows(curve: Curve, fit: Fit) -> Iterator[list[Field | str]]:
@@ -116,7 +118,7 @@ def prediction_table(analysis: Analysis) -> WrittenTable:
         f"and the measured latency and bandwidth; from nothing overlaps to everything does. {STEP_TIME}: fitted, as "
         f"policies use it; no further than there are shards."
     )
-    return WrittenTable.of(head, rows, 3, note).without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 3, note)
 
 
 def _predictions(analysis: Analysis, curve: Curve, workers: int) -> dict[str, Field]:
@@ -150,7 +152,7 @@ def batch_table(analysis: Analysis) -> WrittenTable:
         for label, curve in analysis.batches.items()
         for row in sorted(curve.rows, key=lambda row: row.batch)
     ]
-    return WrittenTable.of(head, rows, 1).without_empty_columns(NOTHING)
+    return WrittenTable.of(head, rows, 1)
 
 
 def _rows(analysis: Analysis) -> Iterator[Row]:
@@ -219,9 +221,10 @@ class WrittenTable:
     def of(
         cls, head: Sequence[str], rows: Sequence[Sequence[Field | str]], text_columns: int = 0, note: str = ""
     ) -> WrittenTable:
-        """A table in which a field without an interval is its text alone."""
+        """A table in which a field without an interval is its text alone, without columns in which nothing stands."""
         whole = [[field if isinstance(field, Field) else Field(field) for field in row] for row in rows]
-        return cls(head, whole, text_columns, note)
+        kept = [place for place in range(len(head)) if any(row[place].text not in ("", NOTHING) for row in whole)]
+        return cls(head, whole, text_columns, note).with_columns(kept)
 
     def with_columns(self, places: Sequence[int]) -> WrittenTable:
         """Some of its columns."""
@@ -229,63 +232,14 @@ class WrittenTable:
         words = sum(place < self.text_columns for place in places)
         return WrittenTable([self.head[place] for place in places], rows, words, self.note)
 
-    def without_empty_columns(self, nothing: str) -> WrittenTable:
-        """The same without columns in which nothing stands."""
-        kept = [
-            place for place in range(len(self.head)) if any(row[place].text not in ("", nothing) for row in self.rows)
-        ]
-        return self.with_columns(kept)
-
 
 # The report of a study as a value: what it says and in which order, whatever it is written into.
 
 
-# Words that a report uses, for who reads one for the first time.
-
-TERMS: tuple[tuple[str, str], ...] = (
-    ("worker", "A process that trains on one device, together with others; W is their number."),
-    ("epoch", "One pass over the data set. The first one is left out, for it starts things and fills caches."),
-    ("step", "One update of the weights, from one global batch."),
-    ("throughput", "Samples that are trained on per second: samples / time."),
-    ("speedup", "S(W) = T(1) / T(W): how many times as fast W workers train as one does. Ideal is W."),
-    ("efficiency", "S(W) / W: what share of W workers' time is worth something. Ideal is 100 %."),
-    ("strong scaling", "More workers share the same global batch: the same training, sooner."),
-    (
-        "weak scaling",
-        "Each worker keeps its batch, so the global batch grows with the workers, and the learning rate with it. That "
-        "is another training: its loss need not be the same.",
-    ),
-    ("baseline", "The plain single-process loop, without anything for several workers."),
-    ("median", "Half of the measurements are larger and half are smaller; a single bad one hardly moves it."),
-    (
-        "95 % interval",
-        "Where the figure would be in 95 of 100 such studies. Of medians by bootstrap: the measurements are drawn "
-        "again and again from themselves (Hoefler and Belli, SC 2015).",
-    ),
-    (
-        "serial share",
-        "After Karp and Flatt: (1/S − 1/W) / (1 − 1/W), what share of the work behaves as if only one worker could do "
-        "it. If it grows with W, overhead grows; if it stays, that part of the work is serial.",
-    ),
-    ("Amdahl's law", "S(W) = 1 / (s + (1 − s)/W): a share s of the work stays serial, so S never exceeds 1/s."),
-    ("Gustafson's law", "S(W) = W − s(W − 1): the work grows with the workers, and a share s of the time is serial."),
-    (
-        "universal scalability law",
-        "S(W) = W / (1 + σ(W − 1) + κW(W − 1)): σ is waiting for what is shared, κ is what each worker costs each "
-        "other one. With κ above 0 there is a number of workers beyond which more are slower.",
-    ),
-    ("exposed communication", "The part of the exchange of gradients that no computation hides."),
-    ("waiting for the slowest", "All must have their gradients before anybody goes on: the others wait."),
-    (
-        "critical path",
-        "Of a step: the work and the transfers of which each had to wait for the one before. Only what is on it, made "
-        "shorter, makes the step shorter.",
-    ),
-    ("digest", "SHA-256 of all weights: the same digest means the same bits."),
-    ("oversubscription", "More workers than cores: they take turns, and adding one cannot make anything faster."),
-    ("data parallel", "Each worker has the whole model and a part of each batch. Model parallel: a part of the model."),
-    ("mirrored variables", "The same weights on each worker, kept alike by adding up the gradients in every step."),
-)
+def fixed_words(report: Literal["study", "simulation"]) -> dict[str, Any]:
+    """What a kind of report says whatever the figures are: its terms, each with what it means, and more."""
+    found: dict[str, Any] = tomllib.loads(files(__package__).joinpath("words.toml").read_text(encoding="utf-8"))
+    return dict(found[report])
 
 
 BlockKind = Literal["prose", "bullets", "table", "pictures", "code", "terms"]
@@ -339,7 +293,7 @@ def document(analysis: Analysis, pictures: Sequence[Chart]) -> Document:
     """What the report of a study says."""
     results = analysis.results
     breakdowns = [chart for chart in pictures if chart.name.startswith("breakdown")]
-    reasons = _prose(*explanations(analysis), *overheads(analysis))
+    reasons = _prose(*explanations(analysis))
     trained = _prose(*(named(analysis, curve, correctness(curve)) for curve in analysis.curves))
     facts = [_table(_pairs("machine and software", results.environment)), _table(_pairs("setting", results.settings))]
     sections = [
@@ -353,7 +307,7 @@ def document(analysis: Analysis, pictures: Sequence[Chart]) -> Document:
         Section("Environment and settings", facts),
         Section("Commands", [Block("code", results.commands)]),
         Section("Threats to validity", [Block("bullets", threats(analysis))]),
-        Section("Glossary", [Block("terms", terms=TERMS)]),
+        Section("Glossary", [Block("terms", terms=[*fixed_words("study")["terms"].items()])]),
     ]
     kept = [section for section in sections if any(_says_something(block) for block in section.blocks)]
     return Document(analysis.wanted.title, verdict(analysis), advice(analysis), kept)
