@@ -34,7 +34,7 @@ LAB_ROWS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("measure", "simulation"),
     ("analysis",),
-    ("replay", "timeline", "page", "chaos", "curvature", "strategies", "second_order"),
+    ("replay", "timeline", "page", "chaos", "strategies", "second_order"),
     ("faults",),
 )
 DEPTHS = {
