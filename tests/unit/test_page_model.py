@@ -401,7 +401,7 @@ def test_a_page_that_stands_still_says_why_and_goes_on() -> None:
             return None
 
     async def seen() -> dict[str, Any]:
-        hub = Hub(Faulty())
+        hub = Hub(Faulty())  # type: ignore[arg-type]  # it is read like one
         following = asyncio.create_task(hub.follow())
         try:
             with hub.watched():

@@ -128,12 +128,11 @@ class Page:
         source: the run to show.
         keys: the keys and sessions.
         cookie: the name of the cookie.
-        is_secure: whether the page is served over TLS.
     """
 
-    def __init__(self, source: RunSource, keys: Keys, cookie: str, *, is_secure: bool = False) -> None:
+    def __init__(self, source: RunSource, keys: Keys, cookie: str) -> None:
         self.hub = Hub(source)
-        self._source, self._keys, self._cookie, self._is_secure = source, keys, cookie, is_secure
+        self._source, self._keys, self._cookie = source, keys, cookie
 
     def routes(self) -> list[BaseRoute]:
         """All there are."""
@@ -168,7 +167,7 @@ class Page:
             return _refused(401, JobError(why))
         cookie, session = entered
         answer = JSONResponse({"page": session.page, "may": session.may})
-        answer.set_cookie(self._cookie, cookie, httponly=True, samesite="strict", secure=self._is_secure)
+        answer.set_cookie(self._cookie, cookie, httponly=True, samesite="strict")
         return answer
 
     async def _share(self, request: Request) -> Response:
@@ -213,10 +212,10 @@ class Page:
         return JSONResponse({"done": verb})
 
 
-def page_app(page: Page, keys: Keys, cookie: str, scheme: str = "http", names: frozenset[str] = frozenset()) -> Gate:
+def page_app(page: Page, keys: Keys, cookie: str) -> Gate:
     """All of it, with the gate around it."""
     app = Starlette(routes=page.routes(), lifespan=page.running)
-    return Gate(app, keys, cookie, is_open, scheme, names)
+    return Gate(app, keys, cookie, is_open)
 
 
 def _refused(status: int, error: Exception) -> Response:

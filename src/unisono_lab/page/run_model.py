@@ -37,47 +37,48 @@ MOST_HOSTS = 4096
 """Workers whose hosts are remembered: beyond that, those of the present generation alone."""
 
 
-KINDS = ("lost", "join", "left", "resize", "decision", "strategy", "topology", "checkpoint", "healed", "notice", "run")
-"""Each with a sign of its own on the page."""
-
-KIND_OF = {
-    "lost": "lost",
-    "left": "left",
-    "excluded": "left",
-    "replaced": "left",
-    "resized": "resize",
-    "topology": "topology",
-    "checkpoint": "checkpoint",
-    "healed": "healed",
-    "rolled back": "healed",
-    "wrong result": "healed",
-    "computed again": "healed",
-    "started": "run",
-    "resumed": "run",
-    "starts over": "run",
-    "coordinator restarted": "run",
-    "preempted": "run",
-    "finished": "run",
-    "over": "run",
-    "job changed": "run",
-    "agent joined": "run",
-    "agent left": "run",
-    "agent lost": "lost",
-    "asked to stop": "run",
-    "asked to checkpoint": "run",
-    "checkpoint failed": "notice",
-    "checkpoint damaged": "notice",
-    "checkpoint not finite": "notice",
-    "skipped": "notice",
-    "not formed": "notice",
-    "not replaced": "notice",
-    "no connection": "notice",
-    "connected again": "notice",
-    "left out": "notice",
-    "not left out any more": "notice",
-    "fault": "notice",
+EVENTS: Mapping[str, Sequence[str]] = {
+    "lost": ("lost", "agent lost"),
+    "join": (),
+    "left": ("left", "excluded", "replaced"),
+    "resize": ("resized",),
+    "decision": (),
+    "strategy": (),
+    "topology": ("topology",),
+    "checkpoint": ("checkpoint",),
+    "healed": ("healed", "rolled back", "wrong result", "computed again"),
+    "notice": (
+        "checkpoint failed",
+        "checkpoint damaged",
+        "checkpoint not finite",
+        "skipped",
+        "not formed",
+        "not replaced",
+        "no connection",
+        "connected again",
+        "left out",
+        "not left out any more",
+        "fault",
+    ),
+    "run": (
+        "started",
+        "resumed",
+        "starts over",
+        "coordinator restarted",
+        "preempted",
+        "finished",
+        "over",
+        "job changed",
+        "agent joined",
+        "agent left",
+        "asked to stop",
+        "asked to checkpoint",
+    ),
 }
+"""Of each kind, which has a sign of its own on the page; those of some kinds have no event to themselves."""
 
+KINDS = tuple(EVENTS)
+KIND_OF = {event: kind for kind, events in EVENTS.items() for event in events}
 KIND_OF_VERB = {"set_strategy": "strategy", "set_topology": "topology", "set_balance": "topology"}
 
 

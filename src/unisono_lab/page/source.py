@@ -4,45 +4,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.errors import JobError, Unreadable
 from unisono.launch.elastic.address import WHERE, Address, Control, address_of
 from unisono.received import parse_json, read_part
 
 JOURNAL, METRICS, JOB, RESULT = "journal.jsonl", "metrics.jsonl", "job.json", "result.json"
-
-
-class RunSource(Protocol):
-    """A run, as far as it can be read and asked."""
-
-    @property
-    def name(self) -> str:
-        """Of the run, for people."""
-        ...
-
-    @property
-    def poll_s(self) -> float:
-        """How often its journal is looked at, in seconds: what happens is shown within one."""
-        ...
-
-    def stamp(self, name: str) -> object:
-        """What is another one as soon as the file is, and costs next to nothing; None if that cannot be told."""
-
-    def read(self, name: str, first: int, most: int) -> bytes:
-        """Some bytes of a file of the run folder; none if there is no such file.
-
-        Raises:
-            LaunchError: it cannot be had now.
-            JobError: it will not be had.
-        """
-
-    def control(self) -> Control | None:
-        """Whom to ask; None if the job has no coordinator, or none now.
-
-        Raises:
-            JobError: there is one, and it cannot be asked.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +32,11 @@ class FolderSource:
 
     @property
     def poll_s(self) -> float:
-        """Looking at a file that has not changed is cheap."""
+        """How often the journal is looked at, in seconds: looking at a file that has not changed is cheap."""
         return 0.3
 
     def stamp(self, name: str) -> object:
-        """The file's number, length and time of change."""
+        """The file's number, length and time of change: another as soon as the file is; None if that cannot be told."""
         try:
             found = (self.folder / name).stat()
         except OSError:  # reading tells why
@@ -76,14 +44,18 @@ class FolderSource:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read(self, name: str, first: int, most: int) -> bytes:
-        """From the disk."""
+        """Some bytes of a file of the run folder; none if there is no such file.
+
+        Raises:
+            JobError: it cannot be read.
+        """
         try:
             return read_part(self.folder / name, first, most)
         except (OSError, Unreadable) as error:
             raise JobError(f"{self.folder / name} cannot be read: {error}") from error
 
     def control(self) -> Control | None:
-        """The coordinator that listens now."""
+        """The coordinator that listens now; None if there is none."""
         if not (self.folder / WHERE).exists():
             return None
         return Control(address_of(self.folder, self.certificate))
@@ -113,12 +85,20 @@ class CoordinatorSource:
         """It does not say."""
 
     def read(self, name: str, first: int, most: int) -> bytes:
-        """From the coordinator's run folder."""
+        """From the coordinator's run folder.
+
+        Raises:
+            LaunchError: it cannot be had now.
+        """
         return self.control().record(name, first, most)
 
     def control(self) -> Control:
         """That coordinator."""
         return Control(self.address)
+
+
+RunSource = FolderSource | CoordinatorSource
+"""A run, as far as it can be read and asked."""
 
 
 # Follows a file of JSON lines that others append to, and sometimes replace.
