@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ PARTS: Mapping[str, str] = {
 }
 """Of a step: the field, and what it is called."""
 
-SCALING: tuple[Mode, ...] = ("strong", "weak")
+MODES: tuple[Mode, ...] = ("strong", "weak", "baseline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,62 +133,36 @@ class Row:
         return statistics.median(values) if values else None
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """All rows of a study.
-
-    Attributes:
-        rows: the rows of strong or of weak scaling, by label and workers.
-        baselines: the plain loops, by label; each with the threads of one worker or of more, fewest first.
-    """
-
-    rows: Mapping[Mode, Sequence[Row]]
-    baselines: Mapping[str, Sequence[Row]]
-
-    def plain(self, label: str) -> Sequence[Row]:
-        """The plain loops to compare with: of this label, or of none."""
-        return self.baselines.get(label) or self.baselines.get("") or ()
-
-    def of(self, mode: Mode, label: str) -> list[Row]:
-        """The rows of one curve, fewest workers first."""
-        return [row for row in self.rows.get(mode, ()) if row.label == label]
-
-    def curves(self) -> Iterable[tuple[Mode, str, list[Row]]]:
-        """All of them."""
-        for mode in self.rows:
-            for label in dict.fromkeys(row.label for row in self.rows[mode]):
-                yield mode, label, self.of(mode, label)
+Rows = dict[tuple[Mode, str], list[Row]]
+"""Of each mode and label, fewest workers first; strong scaling first, and plain loops last."""
 
 
-def summarized(results: Results) -> Summary:
+def summarized(results: Results) -> Rows:
     """Median, interval, speedup and efficiency of all that was measured.
 
     The first epoch of a run is left out where it has later ones. Where several runs were made they are what is drawn
     again for the intervals, and where there is one, its epochs.
     """
     succeeded = [cell for cell in results.cells if cell.succeeded]
-    groups: dict[tuple[Mode, str, int], list[Cell]] = {}
-    for cell in _later_epochs(succeeded):
-        groups.setdefault((cell.mode, cell.label, cell.workers), []).append(cell)
-    labels = list(dict.fromkeys(cell.label for cell in succeeded))
-    samples = {label: results.figure("epoch_samples", label) or None for label in labels}
-
-    def curve(mode: Mode, label: str) -> list[Row]:
-        found = sorted(workers for one, other, workers in groups if (one, other) == (mode, label))
-        return [_row(groups[mode, label, workers], samples[label]) for workers in found]
-
-    summary = Summary({}, {label: found for label in labels if (found := curve("baseline", label))})
-    rows = {
-        mode: [row for label in labels for row in _related(curve(mode, label), summary.plain(label))]
-        for mode in SCALING
+    later = {_run(cell) for cell in succeeded if cell.epoch is not None and cell.epoch > 1}
+    groups: dict[tuple[Mode, str], dict[int, list[Cell]]] = {}
+    for cell in sorted(succeeded, key=lambda cell: MODES.index(cell.mode)):
+        if cell.epoch != 1 or _run(cell) not in later:
+            groups.setdefault((cell.mode, cell.label), {}).setdefault(cell.workers, []).append(cell)
+    found = {
+        (mode, label): [
+            _row(cells, results.figure("epoch_samples", label) or None) for _, cells in sorted(each.items())
+        ]
+        for (mode, label), each in groups.items()
     }
-    return replace(summary, rows={mode: found for mode, found in rows.items() if found})
+    return {
+        of: rows if of[0] == "baseline" else _related(rows, plain_loops(found, of[1])) for of, rows in found.items()
+    }
 
 
-def _later_epochs(cells: Sequence[Cell]) -> list[Cell]:
-    """Without the first epoch of each run that has others."""
-    later = {_run(cell) for cell in cells if cell.epoch is not None and cell.epoch > 1}
-    return [cell for cell in cells if cell.epoch != 1 or _run(cell) not in later]
+def plain_loops(found: Rows, label: str) -> list[Row]:
+    """The plain loops to compare with: of this label, or of none."""
+    return found.get(("baseline", label)) or found.get(("baseline", "")) or []
 
 
 def _run(cell: Cell) -> tuple[str, Mode, int, int]:
@@ -519,22 +493,25 @@ class Analysis:
 
 def analyzed(results: Results, wanted: Wanted, batches: Mapping[str, BatchCurve] | None = None) -> Analysis:
     """Summarize, fit, and advise."""
-    summary = summarized(results)
-    curves = [_curve(results, wanted, summary, mode, label, rows) for mode, label, rows in summary.curves()]
+    found = summarized(results)
+    curves = [
+        _curve(results, wanted, rows, plain_loops(found, label))
+        for (mode, label), rows in found.items()
+        if mode != "baseline"
+    ]
     return Analysis(results, wanted, curves, batches or {})
 
 
-def _curve(results: Results, wanted: Wanted, summary: Summary, mode: Mode, label: str, rows: Sequence[Row]) -> Curve:
+def _curve(results: Results, wanted: Wanted, rows: Sequence[Row], plain: Sequence[Row]) -> Curve:
     usable = [row for row in rows if not row.oversubscribed]
     measured = {row.workers: row.rates for row in usable}
-    fits = [fit for law in LAWS[mode] if (fit := fitted(law, measured)) is not None]
     most = max(measured, default=1)
     return Curve(
-        mode=mode,
-        label=label,
+        mode=rows[0].mode,
+        label=rows[0].label,
         rows=rows,
-        plain=summary.plain(label),
-        fits=fits,
+        plain=plain,
+        fits=[fit for law in LAWS[rows[0].mode] if (fit := fitted(law, measured)) is not None],
         model=step_model(results, usable) if usable else None,
         step_time=fitted_step_time(results, usable),
         predict=[number for number in wanted.predict or (2 * most, 4 * most) if number not in measured],

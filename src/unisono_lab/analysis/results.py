@@ -7,7 +7,6 @@ import io
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +23,6 @@ CSV_NAME, JSON_NAME, SETTINGS_NAME = "results.csv", "results.json", "study.json"
 FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 FORMULA_WORDS = "begins with one of = + - @ or a tab, with which a spreadsheet would begin a formula"
 """What a label must not begin with, since results.csv is opened in spreadsheets, and what to say then."""
-
-VERSION = 1
-"""Of the form of results.json."""
 
 
 class Cell(BaseModel):
@@ -120,6 +116,7 @@ class Results(BaseModel):
     """All measurements of a study.
 
     Attributes:
+        version: the version of the form of results.json.
         cells: the measurements, in the order of measuring.
         environment: the facts of the machine and its software, shown as they are. Used besides: ``cores``, and for the
             model of a step ``latency_s`` (of a message between two workers) and ``bandwidth_bytes_per_s``.
@@ -132,6 +129,7 @@ class Results(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    version: Literal[1] = 1
     cells: tuple[Cell, ...] = ()
     environment: Mapping[str, Any] = Field(default_factory=dict)
     commands: tuple[str, ...] = ()
@@ -158,7 +156,7 @@ class Results(BaseModel):
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / JSON_NAME, {"version": VERSION, **self.model_dump(mode="json")})
+            write_json(folder / JSON_NAME, self.model_dump(mode="json"))
             beside = folder / f"{CSV_NAME}.part"
             beside.write_text(self.csv(), encoding="utf-8", newline="")
             beside.replace(folder / CSV_NAME)
@@ -186,19 +184,9 @@ class Results(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             raise JobError(f"{path} cannot be read: {error}") from error
         try:
-            return _Stored.model_validate_json(text).results
+            return cls.model_validate_json(text)
         except ValidationError as error:
             raise JobError(f"{path} holds no results of this version: {_problems(error)}") from error
-
-
-class _Stored(Results):
-    """As it stands in the file."""
-
-    version: Literal[1]
-
-    @property
-    def results(self) -> Results:
-        return Results(**{name: getattr(self, name) for name in Results.model_fields})
 
 
 def _written(value: Any) -> str:
@@ -269,11 +257,11 @@ def read_table(path: Path) -> Results:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
-    table = _Table.of(text)
-    if missing := table.missing():
-        raise JobError(f"{path}: {missing}. Its columns are {', '.join(table.columns) or 'none'}")
+    lines = _Lines(text)
+    if missing := lines.missing():
+        raise JobError(f"{path}: {missing}. Its columns are {', '.join(lines.columns) or 'none'}")
     cells, bad = [], []
-    for line, fields in table.rows():
+    for line, fields in lines:
         try:
             cells.append((line, Cell.model_validate(_measured(fields))))
         except ValidationError as error:
@@ -288,34 +276,20 @@ def read_table(path: Path) -> Results:
     if not cells:
         raise JobError(f"{path} has no rows below its column names")
     found = [cell for _, cell in cells]
-    return Results(cells=tuple(_with_modes(found, table) if "mode" not in table.columns else found), notes=table.notes)
+    unknown = [name for name in lines.columns if name and name not in COLUMNS]
+    notes = (f"Columns that were not used: {', '.join(unknown)}.",) if unknown else ()
+    return Results(cells=tuple(found if "mode" in lines.columns else _with_modes(found)), notes=notes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Rows of text.
+class _Lines:
+    """The rows of a table, of which the columns may have other names; empty ones are left out."""
 
-    Attributes:
-        columns: the names of the columns.
-        delimiter: the character between two columns.
-        body: the text, with its first line.
-    """
-
-    columns: Sequence[str]
-    delimiter: str
-    body: str
-
-    @classmethod
-    def of(cls, text: str) -> _Table:
+    def __init__(self, text: str) -> None:
         first = next(iter(text.splitlines()), "")
-        delimiter = max(",;\t", key=first.count)
-        names = [name.strip().lower() for name in next(csv.reader([first], delimiter=delimiter), [])]
-        return cls([ALIASES.get(name, name) for name in names], delimiter, text)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        unknown = [name for name in self.columns if name and name not in COLUMNS]
-        return (f"Columns that were not used: {', '.join(unknown)}.",) if unknown else ()
+        self._delimiter = max(",;\t", key=first.count)
+        self._rows = csv.reader(io.StringIO(text), delimiter=self._delimiter)
+        names = [name.strip().lower() for name in next(self._rows, [])]
+        self.columns = [ALIASES.get(name, name) for name in names]
 
     def missing(self) -> str:
         """Which columns are not there, or there twice, for people; empty if all is well."""
@@ -328,25 +302,27 @@ class _Table:
             return f"the column {' and the column '.join(lacking)}{hint} is missing"
         return "" if any(name in self.columns for name in TIMES) else f"one of {', '.join(TIMES)} is missing"
 
-    def rows(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """Each row with the line on which it begins, and what is in it; empty ones are left out."""
-        reader = csv.reader(io.StringIO(self.body), delimiter=self.delimiter)
-        next(reader)
+    def __iter__(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """Each row with the line on which it begins, and what is in it."""
         counts: Counter[tuple[str, ...]] = Counter()
-        begins = reader.line_num + 1
-        for row in reader:
-            fields = {name: text.strip() for name, text in zip(self.columns, row, strict=False) if text.strip()}
+        begins = self._rows.line_num + 1
+        for row in self._rows:
+            fields = {
+                name: self._plain(name, text) for name, text in zip(self.columns, row, strict=False) if text.strip()
+            }
             if len(row) > len(self.columns):
                 fields["…"] = row[len(self.columns)]  # a comma too many: all that follow stand in the wrong column
             if fields:
                 same = tuple(fields.get(name, "") for name in ("label", "mode", "workers", "epoch", "batch_size"))
                 fields.setdefault("repeat", str(counts[same]))
                 counts[same] += 1
-                yield begins, {name: self._number(name, text) for name, text in fields.items()}
-            begins = reader.line_num + 1
+                yield begins, fields
+            begins = self._rows.line_num + 1
 
-    def _number(self, name: str, text: str) -> str:
-        return text.replace(",", ".") if self.delimiter == ";" and name not in ("label", "digest") else text
+    def _plain(self, name: str, text: str) -> str:
+        """Of a table with semicolons a comma may be a decimal point."""
+        has_commas = self._delimiter == ";" and name not in ("label", "digest")
+        return text.strip().replace(",", ".") if has_commas else text.strip()
 
 
 def _measured(fields: Mapping[str, str]) -> dict[str, str | float]:
@@ -409,20 +385,15 @@ def _twice(cells: Sequence[tuple[int, Cell]]) -> list[str]:
     return found
 
 
-def _with_modes(cells: Sequence[Cell], table: _Table) -> list[Cell]:
+def _with_modes(cells: Sequence[Cell]) -> list[Cell]:
     """Where the table does not say it: weak scaling if the batch grows with the workers, otherwise strong."""
-    if "batch_size" not in table.columns:
-        return list(cells)
     shares: dict[str, set[float | None]] = {}
-    workers: dict[str, set[int]] = {}
     for cell in cells:
         shares.setdefault(cell.label, set()).add(cell.batch_size and cell.batch_size / cell.workers)
-        workers.setdefault(cell.label, set()).add(cell.workers)
-    weak = {label for label, found in shares.items() if len(found) == 1 and None not in found}
-    return [
-        cell.model_copy(update={"mode": "weak"}) if cell.label in weak and len(workers[cell.label]) > 1 else cell
-        for cell in cells
-    ]
+    batches = {(cell.label, cell.batch_size) for cell in cells}
+    counts = Counter(label for label, _ in batches)
+    weak = {label for label, found in shares.items() if len(found) == 1 and counts[label] > 1}
+    return [cell.model_copy(update={"mode": "weak"}) if cell.label in weak else cell for cell in cells]
 
 
 # Several studies as one: two models, two machines, two versions.

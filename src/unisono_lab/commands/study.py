@@ -81,8 +81,7 @@ class StudyPlace:
             )
         if self.resources is not None:
             return OnRay(read_resources(self.resources))
-        made: StudyEngine = ENGINES[self.engine]()
-        return made
+        return ENGINES[self.engine]()
 
 
 @dataclass(frozen=True, slots=True)

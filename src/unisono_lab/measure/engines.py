@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, LaunchError
@@ -40,37 +40,6 @@ from unisono_lab.measure.measuring import (
 )
 
 
-class StudyEngine(Protocol):
-    """Starts runs, one at a time.
-
-    Attributes:
-        name: the name of the engine, as in ``--on``; empty for this host.
-    """
-
-    name: str
-
-    def opened(self) -> AbstractContextManager[object]:
-        """Within it runs can be started.
-
-        Raises:
-            JobError: what it needs is not here.
-            LaunchError: it cannot be reached.
-        """
-        ...
-
-    def cores(self) -> int:
-        """The number of cores for workers. Only within :meth:`opened`."""
-        ...
-
-    def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
-        """One run in this folder, from its start to its end. Main thread only."""
-        ...
-
-    def typed(self, settings: LaunchSettings) -> list[str]:
-        """The words with which a person would start such a run, without those of the script."""
-        ...
-
-
 def _options(settings: LaunchSettings) -> list[str]:
     """Those of ``unisono run`` that a study sets."""
     return [
@@ -80,21 +49,30 @@ def _options(settings: LaunchSettings) -> list[str]:
     ]
 
 
-class OnThisHost:
-    """The launcher of this host."""
+class StudyEngine:
+    """Starts runs, one at a time: with the launcher of this host, unless a subclass starts them elsewhere.
+
+    Attributes:
+        name: the name of the engine, as in ``--on``; empty for this host.
+    """
 
     name = ""
 
     def opened(self) -> AbstractContextManager[object]:
-        """Nothing is to be opened."""
+        """Within it runs can be started.
+
+        Raises:
+            JobError: what it needs is not here.
+            LaunchError: it cannot be reached.
+        """
         return nullcontext()
 
     def cores(self) -> int:
-        """Those of this host that this process may use."""
+        """The number of cores for workers. Only within :meth:`opened`."""
         return usable_cores()
 
     def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
-        """As ``unisono run -n`` does it."""
+        """One run in this folder, from its start to its end. Main thread only."""
         folder = open_folder(place, settings.script.stem)
         try:
             outcome = launch(settings, folder, SilentTerminal())
@@ -104,12 +82,12 @@ class OnThisHost:
         return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
 
     def typed(self, settings: LaunchSettings) -> list[str]:
-        """``unisono run``."""
+        """The words with which a person would start such a run, without those of the script."""
         return ["unisono", "run", "-n", str(settings.workers), *_options(settings)]
 
 
 @dataclass(frozen=True, slots=True)
-class OnRay:
+class OnRay(StudyEngine):
     """The nodes of a Ray cluster, all of which see the folder of the study.
 
     Attributes:
@@ -155,7 +133,7 @@ ASKED = (PREEMPTED, FIRST_SIGNAL + signal.SIGTERM)
 """Exit codes of ``srun`` whose workers were asked to leave, after they could do so by themselves, and before."""
 
 
-class BySlurm:
+class BySlurm(StudyEngine):
     """Job steps of the allocation that this process is in; without one, ``srun`` asks for one for each run."""
 
     name = "slurm"
@@ -202,7 +180,7 @@ class BySlurm:
         return ["srun", "--kill-on-bad-exit=1", f"--ntasks={settings.workers}", *count]
 
 
-ENGINES: Mapping[str | None, type[Any]] = {None: OnThisHost, "ray": OnRay, "slurm": BySlurm}
+ENGINES: Mapping[str | None, type[StudyEngine]] = {None: StudyEngine, "ray": OnRay, "slurm": BySlurm}
 
 
 @contextmanager

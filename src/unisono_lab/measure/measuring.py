@@ -7,7 +7,7 @@ import platform
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
@@ -444,6 +444,6 @@ def _read(place: Path, cell: PlannedCell, measurement: Measurement) -> MeasuredR
 
 
 def _figures(run: MeasuredRun, trained: int, cores: int) -> dict[str, Any]:
-    parts = {} if run.times is None else {name: max(value, 0.0) for name, value in asdict(run.times).items()}
+    parts = {} if run.times is None else {name: max(value, 0.0) for name, value in run.times.items()}
     alike = {name: getattr(run, name) for name in Cell.model_fields if hasattr(run, name)}
     return {**alike, **parts, "loss": run.loss_at(trained), "oversubscribed": run.is_oversubscribed(cores)}
