@@ -464,7 +464,7 @@ def test_two_studies_become_one_report(tmp_path: Path, capsys: pytest.CaptureFix
         (["study", "--from", "nope.csv"], "nope.csv cannot be read"),
         (["study", "--from", "results.csv", "--out", "."], "would take the place of"),
         (["study", "--from", "results.csv", "--efficiency", "80"], "--efficiency 80"),
-        (["study", "--from", "results.csv", "--predict", "8,x"], "--predict 8,x"),
+        (["study", "--from", "results.csv", "--predict", "8,x"], "--predict '8,x'"),
         (["study", "--from", "results.csv", "--price", "-1"], "--price -1"),
     ],
 )

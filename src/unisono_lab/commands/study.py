@@ -117,18 +117,12 @@ class ReportOptions:
         for name, value in (("--price", self.price or 0.0), ("--waiting", self.waiting)):
             if not 0 <= value < float("inf"):
                 raise JobError(f"{name} {value}: a number from 0")
+        predicted = sorted({*read_workers(self.predict, "--predict")}) if self.predict else []
+        if predicted and not predicted[0]:
+            raise JobError(f"--predict {self.predict}: each number from 1")
         has_prices = self.price is not None or self.waiting
         prices = Prices(self.price or 0.0, self.waiting) if has_prices else None
-        return Wanted(title=title, predict=self._predicted(), threshold=self.efficiency, prices=prices)
-
-    def _predicted(self) -> list[int]:
-        try:
-            found = sorted({int(part) for part in (self.predict or "").split(",") if part.strip()})
-        except ValueError:
-            found = [0]
-        if found and found[0] < 1:
-            raise JobError(f"--predict {self.predict}: numbers of workers with commas between them, such as 8,16")
-        return found
+        return Wanted(title=title, predict=predicted, threshold=self.efficiency, prices=prices)
 
 
 @dataclass(frozen=True, slots=True)
