@@ -50,7 +50,6 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
     from unisono_lab.analysis.results import CSV_NAME
     from unisono_lab.report.document import document
     from unisono_lab.report.report import HTML_NAME, require_reports, write_report
-    from unisono_lab.report.step_picture import timed_steps
 
     out = Console(highlight=False, emoji=False)
     batches = _batches(results, sources or [folder])
@@ -61,7 +60,7 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
         show(document(analyzed(results, wanted, batches), ()), out)
         words = f"figures: {folder / CSV_NAME}; {error}, and then unisono study --from {folder}"
     else:
-        show(write_report(results, folder, wanted, batches, timed_steps(sources or [folder])), out)
+        show(write_report(results, folder, wanted, batches, sources or [folder]), out)
         words = f"report: {folder / HTML_NAME}"
     out.print(Text(words, "dim"), soft_wrap=True)
 
