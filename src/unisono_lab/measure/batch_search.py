@@ -9,10 +9,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import DataError, JobError, LaunchError
@@ -95,23 +96,6 @@ RESOLUTION = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The answer.
-
-    Attributes:
-        largest: batch that fits; None if none does.
-        with_margin: the largest that leaves the margin; it was tried, too.
-        best: the batch with the best throughput among those that leave the margin; None if none could be timed.
-        bound: the reason why the largest is not larger.
-    """
-
-    largest: int | None
-    with_margin: int | None = None
-    best: int | None = None
-    bound: Bound = "memory"
-
-
-@dataclass(frozen=True, slots=True)
 class BatchSearch:
     """The settings of a search for the largest batch.
 
@@ -141,7 +125,7 @@ class BatchSearch:
         if not 0 <= self.margin < 1:
             raise JobError(f"--margin {self.margin:g}: a share of the largest batch, from 0 and below 1")
 
-    def next(self, trials: Mapping[int, Tried]) -> int | Found:
+    def next(self, trials: Mapping[int, Tried]) -> int | BatchCurve:
         """The batch to try next, or the answer.
 
         Args:
@@ -152,13 +136,18 @@ class BatchSearch:
             return batch
         largest = known.low
         if largest is None:
-            return Found(None)
+            return self._curve(trials)
         with_margin = known.below(largest * (1 - self.margin)) if known.bound == "memory" else largest
         if with_margin not in trials:
             return with_margin
         timed = [one for one in trials.values() if one.fits and one.samples_per_s and one.batch <= with_margin]
         best = max(timed, key=lambda one: (one.samples_per_s or 0.0, -one.batch), default=None)
-        return Found(largest, with_margin, None if best is None else best.batch, known.bound)
+        fastest = None if best is None else best.batch
+        return self._curve(trials, largest=largest, with_margin=with_margin, best=fastest, bound=known.bound)
+
+    def _curve(self, trials: Mapping[int, Tried], **found: Any) -> BatchCurve:
+        rows = tuple(trials[batch] for batch in sorted(trials))
+        return BatchCurve(rows=rows, workers=self.workers, margin=self.margin, **found)
 
 
 class _Known:
@@ -244,14 +233,7 @@ def searched(
     while isinstance(answer := search.next(trials), int):
         trials[answer] = attempt(answer)
         tell(trials[answer])
-    return BatchCurve(
-        rows=tuple(trials[batch] for batch in sorted(trials)),
-        **asdict(answer),
-        workers=search.workers,
-        memory_limit_mib=memory_limit_mib,
-        margin=search.margin,
-        command=command,
-    )
+    return answer.model_copy(update={"memory_limit_mib": memory_limit_mib, "command": command})
 
 
 def finished_trial(folder: Path, batch: int, peak: float | None, limit: float | None = None) -> Tried:
