@@ -186,7 +186,7 @@ class Results(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise JobError(f"{path} holds no results of this version: {_problems(error)}") from error
+            raise JobError(f"{path} holds no results of this version: {problems(error)}") from error
 
 
 def _written(value: Any) -> str:
@@ -195,7 +195,7 @@ def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _problems(error: ValidationError) -> str:
+def problems(error: ValidationError) -> str:
     """The first ones, each with the place it has in the file."""
     found = [f"{'.'.join(map(str, problem['loc'])) or 'all'}: {problem['msg']}" for problem in error.errors()]
     return "; ".join(found[:10]) + (f"; and {len(found) - 10} more" if len(found) > 10 else "")

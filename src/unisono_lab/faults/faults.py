@@ -412,7 +412,6 @@ class RandomFaults:
         faults: the number of faults.
         steps: the number of steps of the job, over which they are spread.
         largest: the largest number of workers of the job.
-        has_agents_killed: whether agents are killed, too; whoever starts the job has to start it again then.
         devices: the number of devices of each worker.
     """
 
@@ -420,7 +419,6 @@ class RandomFaults:
     faults: int
     steps: int
     largest: int
-    has_agents_killed: bool = True
     devices: int = 1
 
     def draw(self) -> Faults:
@@ -445,12 +443,11 @@ class RandomFaults:
 
     def _kinds(self, draw: random.Random) -> list[str]:
         """Of each kind its share, and one of each if there is room."""
-        shares = {kind: share for kind, share in SHARES.items() if kind != "kill_agent" or self.has_agents_killed}
-        least = 1 if self.faults >= len(shares) else 0
-        counts = {kind: max(least, self.faults * share // 100) for kind, share in shares.items()}
+        least = 1 if self.faults >= len(SHARES) else 0
+        counts = {kind: max(least, self.faults * share // 100) for kind, share in SHARES.items()}
         kinds = [kind for kind, number in counts.items() for _ in range(number)]
         missing = max(0, self.faults - len(kinds))
-        return (kinds + draw.choices(list(shares), list(shares.values()), k=missing))[-self.faults :]
+        return (kinds + draw.choices(list(SHARES), list(SHARES.values()), k=missing))[-self.faults :]
 
     def _add(self, script: Faults, kind: str, at_step: int, draw: random.Random) -> Faults:
         rank = draw.randrange(self.largest)

@@ -76,9 +76,13 @@ def _job(folder: RunFolder) -> Job:
     try:
         return Job.model_validate(found)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise JobError(f"{folder.path / 'job.json'} is no job of this version: {where}: {problem['msg']}") from error
+        raise JobError(f"{folder.path / 'job.json'} is no job of this version: {first_problem(error)}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with values from a file, with its place."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
 
 
 def _damage(file: Path, numbers: Sequence[int]) -> str:

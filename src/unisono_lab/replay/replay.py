@@ -16,7 +16,7 @@ from unisono.adapt.view import LOCAL, Decision, Figure, Timings, View
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.train.state.policy_state import Hook, PolicyState
-from unisono_lab.replay.record import Record
+from unisono_lab.replay.record import Record, first_problem
 from unisono_lab.replay.timeline import decisions_that_hold, lines_that_hold
 
 # Steps that a run wrote down, as policies see them.
@@ -180,10 +180,8 @@ def _line(line: Mapping[str, Any]) -> _Line:
     try:
         return _Line.model_validate(line)
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
         raise JobError(
-            f"metrics.jsonl says of step {line.get('step')} too little for a policy: {where}: {problem['msg']}; was it "
+            f"metrics.jsonl says of step {line.get('step')} too little for a policy: {first_problem(error)}; was it "
             f"written by an older version?"
         ) from error
 

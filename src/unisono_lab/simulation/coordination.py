@@ -48,17 +48,27 @@ start     the first workers start
 """
 
 
-class Agenda:
-    """Everything that is to happen, by its time; at one moment in the order in which it was planned.
+class Course:
+    """Everything that is to happen to a job, by its time, and what the job has lost so far.
+
+    At one moment things happen in the order in which they were planned.
 
     Attributes:
         now: the virtual time, in seconds.
+        part: what the job does now.
+        repeated_s: seconds of training whose steps were lost.
+        stall_s: seconds that training stood still for checkpoints.
+        worker_seconds: seconds of training, times workers.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self.part: Part = "waiting"
+        self.repeated_s = self.stall_s = self.worker_seconds = 0.0
+        self._turned_at = 0.0
+        self._seconds: dict[Part, float] = defaultdict(float)
 
     def at(self, moment: float, what: Callable[[], None]) -> None:
         """Plan something for a moment, in seconds."""
@@ -76,24 +86,6 @@ class Agenda:
         self.now, _, what = heapq.heappop(self._heap)
         what()
         return True
-
-
-class Course(Agenda):
-    """The course of a job, and what it has lost so far.
-
-    Attributes:
-        part: what the job does now.
-        repeated_s: seconds of training whose steps were lost.
-        stall_s: seconds that training stood still for checkpoints.
-        worker_seconds: seconds of training, times workers.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part: Part = "waiting"
-        self.repeated_s = self.stall_s = self.worker_seconds = 0.0
-        self._turned_at = 0.0
-        self._seconds: dict[Part, float] = defaultdict(float)
 
     def turn(self, part: Part) -> None:
         """From now on the job does something else."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError, Unreadable
 from unisono.received import open_file
+from unisono_lab.analysis.results import problems
 
 LARGEST_FILE = 2**20
 """Bytes of a scenario's file."""
@@ -369,7 +370,7 @@ def _network(
         return NamedNetwork.model_validate({"latency_s": LATENCY_S, **measured, **given})
     except ValidationError as error:
         hint = "what it leaves out is known of a study of two workers or more (--from with its folder)"
-        raise JobError(f"{path}: network.{_problems(error)}; {hint}") from error
+        raise JobError(f"{path}: network.{problems(error)}; {hint}") from error
 
 
 def _file(path: Path) -> _File:
@@ -386,7 +387,7 @@ def _file(path: Path) -> _File:
     except RecursionError:
         raise JobError(f"{path} is nested too deep for a scenario") from None
     except ValidationError as error:
-        raise JobError(f"{path}: {_problems(error)}") from error
+        raise JobError(f"{path}: {problems(error)}") from error
     except ValueError as error:  # a number of thousands of digits, too
         raise JobError(f"{path} is no TOML: {error}") from error
 
@@ -395,12 +396,6 @@ def _number(text: str) -> float:
     """``1e9`` is a whole number, too."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
-
-
-def _problems(error: ValidationError) -> str:
-    """What is wrong with values from a file, each with its place; the first ten."""
-    found = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors()]
-    return "; ".join(found[:10]) + (f"; and {len(found) - 10} more" if len(found) > 10 else "")
 
 
 def _require_step(path: Path, given: Mapping[str, float], known: Mapping[str, float]) -> None:
