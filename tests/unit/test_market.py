@@ -47,7 +47,7 @@ def read(folder: Path, text: str) -> MarketTrace:
         (HEAD + "0,60,2.5,1.0,a\n", "line 2, column available"),
         (HEAD + "0,60,1_0,1.0,a\n", "line 2, column available: '1_0'"),
         (HEAD + "0,60,\u0662,1.0,a\n", "line 2, column available"),
-        (HEAD + f"0,60,{'9' * 5000},1.0,a\n", "line 2, column available"),
+        (HEAD + f"0,60,{'9' * 1500},1.0,a\n", "line 2, column available"),
         (HEAD + "0,60,2,1.0,a\n60,50,2,1.0,a\n", "line 3, column end: it is not after the start"),
         (HEAD + "0,60,2,1.0,a\n70,90,2,1.0,a\n", "line 3, column start: it leaves a gap behind line 2, by 10"),
         (HEAD + "0,60,2,1.0,a\n50,90,2,1.0,a\n", "line 3, column start: it overlaps line 2, by 10 s"),
@@ -61,10 +61,11 @@ def read(folder: Path, text: str) -> MarketTrace:
         (HEAD + "\u0661\u0660,90,2,1.0,a\n", "line 2, column start"),
         (HEAD + "inf,90,2,1.0,a\n", "line 2, column start"),
         (HEAD + "-1e308,1e308,2,1.0,a\n", "line 2, column start"),
-        (HEAD + f"0,60,2,1.0,{'z' * 200_000}\n", "cannot be read behind line 0: field larger than"),
+        (HEAD + f"0,60,2,1.0,{'z' * 200_000}\n", "line 3: it has not as many fields as the first line"),
+        (HEAD + "".join(f"0,60,2,1.0,z{zone}\n" for zone in range(1001)), "has 1001 zones: 1000 are the most"),
         (HEAD + '0,60,2,1.0,"a\n60,90,2,1.0,a\n', "cannot be read behind line 0: unexpected end"),
         (HEAD + "0,1e-300,2,1.0,a\n", "covers 1e-300 s"),  # which would be read again for ever
-        (HEAD + "0,60,2,1.0,a\n" + "\n" * 10**6 + "60,90,2,1.0,a\n", "line 1000003: a trace has 1000000 lines at most"),
+        (HEAD + "0,60,2,1.0,a\n" + "\n" * 10**6 + "60,90,2,1.0,a\n", "line 1000001: a trace has 1000000 lines at most"),
     ],
 )
 def test_a_wrong_trace_is_refused_by_line_and_column(tmp_path: Path, text: str, words: str) -> None:

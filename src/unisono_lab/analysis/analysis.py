@@ -238,9 +238,6 @@ def _only(found: set[T | None]) -> T | None:
     return next(iter(found)) if len(found) == 1 else None
 
 
-# All that follows from a study's figures, before it is put into words and pictures.
-
-
 # The recommended number of workers.
 
 HOUR_S = 3600.0

@@ -17,9 +17,6 @@ from unisono.errors import JobError
 from unisono.failpoints import FailpointListener, listen
 from unisono.received import LONGEST_S, short
 
-# One fault: what goes wrong, where, and before which step.
-
-
 # Listening at the points at which a fault may be injected; see :mod:`unisono.failpoints`.
 
 Point = Literal["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]

@@ -24,9 +24,6 @@ from unisono_lab.analysis.results import FORMULA_WORDS, FORMULAS, Cell, Mode
 from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder, kinds_of, modes_of, planned
 from unisono_lab.measure.measured_run import MeasuredRun, measured_run, plain_run
 
-# The settings of a scaling study's measurements, as a value.
-
-
 # The machine that a study is measured on, for those who read its figures.
 
 

@@ -136,8 +136,6 @@ def _why_not_linear(curve: Curve) -> str:
     )
 
 
-# The doubts about a study's figures, as far as the figures themselves tell.
-
 # Whether all numbers of workers trained the same.
 
 ALIKE = 1e-5

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from heapq import heappop, heappush
-from io import TextIOWrapper
-from itertools import groupby, pairwise
+from io import TextIOBase, TextIOWrapper
+from itertools import count, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,12 @@ from unisono_lab.simulation.scenario import HostKind
 
 MOST_LINES = 10**6
 """A year in steps of five minutes, of nine zones. They take some hundreds of MB."""
+
+LONGEST_LINE = 2000
+"""Characters."""
+
+MOST_ZONES = 1000
+"""As many as a kind of hosts may have."""
 
 LATEST_S = 1e12
 """No moment is later, or earlier than as long before 1970."""
@@ -63,6 +69,8 @@ def read_rows(path: Path) -> list[TraceRow]:
     if without is not None and any(row.price is not None for row in rows):
         raise _wrong(path, without, "price_per_hour: it is no price, and others have one")
     zones = [[*found] for _, found in groupby(rows, key=lambda row: row.zone)]
+    if len(zones) > MOST_ZONES:
+        raise JobError(f"the trace {path} has {len(zones)} zones: {MOST_ZONES} are the most")
     for found in zones:
         _require_whole(path, found, zones[0])
     return rows
@@ -106,17 +114,25 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
     number = 0
     try:
         with open_file(path) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-            lines = csv.DictReader(text, strict=True, skipinitialspace=True)
+            lines = csv.DictReader(_some_lines(path, text), strict=True, skipinitialspace=True)
             _require_columns(path, lines.fieldnames or ())
             for fields in lines:
                 number = lines.line_num
-                if number > MOST_LINES:
-                    raise JobError(f"{path}, line {number}: a trace has {MOST_LINES} lines at most")
                 if None in fields or None in fields.values():
                     raise JobError(f"{path}, line {number}: it has not as many fields as the first line")
                 yield number, fields
     except (OSError, Unreadable, UnicodeDecodeError, csv.Error) as error:
         raise JobError(f"the trace {path} cannot be read behind line {number}: {error}") from error
+
+
+def _some_lines(path: Path, text: TextIOBase) -> Iterator[str]:
+    """As many as a trace may have. What is longer than a line may be comes as two, neither of which has all fields."""
+    for number in count(1):
+        if number > MOST_LINES:
+            raise JobError(f"{path}, line {number}: a trace has {MOST_LINES} lines at most")
+        if not (line := text.readline(LONGEST_LINE)):
+            return
+        yield line
 
 
 def _require_columns(path: Path, names: Sequence[str]) -> None:
