@@ -35,7 +35,7 @@ LAB_ROWS: tuple[tuple[str, ...], ...] = (
     ("measure", "simulation"),
     ("analysis",),
     ("replay", "timeline", "page", "chaos", "strategies", "second_order"),
-    ("faults",),
+    ("faults", "events"),
 )
 DEPTHS = {
     name: {room: depth for depth, row in enumerate(rows) for room in row}

@@ -285,7 +285,7 @@ def test_the_command_shows_the_timeline(folder: Path, unisono: Unisono, capsys: 
     text = capsys.readouterr().out
     assert re.search(r"4 +2\.000 s +decided +noise-scale: set_batch_size\(128\)", text)
     assert re.search(r"5-6 +3\.000 s +decided +noise-scale: set_learning_rate\(0\.15 … 0\.2\)", text)
-    assert "w2 (rank 1) on host north: it ended with signal 9" in text
+    assert "w2 (rank 1) on north is lost: it ended with signal 9" in text
     assert "agent joined" not in text
     assert unisono("replay", folder, "--all") == 0
     text = capsys.readouterr().out

@@ -1,13 +1,13 @@
 """A run as the page shows it: live, late or over, made of the same lines."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, NamedTuple
 
 from unisono.plan.split import Split
 from unisono.received import short
+from unisono_lab.events import moment_of, title_of
 from unisono_lab.page.curves import (
     LARGEST_STEP,
     PARTS,
@@ -171,7 +171,7 @@ class Story:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line; what is not as it should be in it is left out."""
-        time, event = _time(line), line.get("event")
+        time, event = moment_of(line), line.get("event")
         if time is None or not isinstance(event, str):
             return
         match event:
@@ -277,13 +277,6 @@ def _one_happening(one: EventGroup, other: EventGroup) -> EventGroup:
     return other._replace(time=one.time, many=one.many + other.many)
 
 
-def _time(line: Mapping[str, Any]) -> float | None:
-    try:
-        return datetime.fromisoformat(line["time"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-
-
 def _names(value: Any) -> list[str]:
     found = value if isinstance(value, list) and len(value) <= MOST_WORKERS else []
     return [_text(one) for one in found]
@@ -324,49 +317,8 @@ def _kind_of(line: Mapping[str, Any]) -> str:
 def _title_of(line: Mapping[str, Any]) -> str:
     """An event in a line, for people."""
     event = str(line.get("event"))
-    try:
-        title = TITLES.get(event)
-        return _named(event, line) if title is None else title(line)
-    except (KeyError, TypeError, ValueError, RecursionError):  # another version wrote other fields
-        return event
-
-
-def _named(event: str, line: Mapping[str, Any]) -> str:
     who = line.get("worker") or line.get("agent") or line.get("policy") or line.get("error") or ""
-    return f"{event}: {who}" if who else event
-
-
-def _where(line: Mapping[str, Any]) -> str:
-    return f"{line['worker']} on {line['host']}"
-
-
-def _decided(line: Mapping[str, Any]) -> str:
-    value = line.get("value")
-    said = "" if value is None else f" {value:.4g}" if isinstance(value, float) else f" {value}"
-    return f"{line['policy']}: {str(line['verb']).replace('_', ' ')}{said}"
-
-
-TITLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "lost": lambda one: f"{_where(one)} is lost: {one['why']}",
-    "left": lambda one: f"{_where(one)} has left: {one['reason']}",
-    "excluded": lambda one: f"{_where(one)} is excluded",
-    "replaced": lambda one: f"{_where(one)} is replaced",
-    "not replaced": lambda one: f"{_where(one)} is not replaced: {one['why']}",
-    "minted": lambda one: f"{', '.join(one['joined'])} joined: {len(one['workers'])} workers",
-    "resized": lambda one: f"resized from {one['before']} to {one['workers']} workers by {one['by']}",
-    "decided": _decided,
-    "checkpoint": lambda one: f"checkpoint after step {one['step']}",
-    "checkpoint failed": lambda one: f"checkpoint failed: {one['error']}",
-    "healed": lambda one: f"{one['what']} healed at step {one['step']}",
-    "rolled back": lambda one: f"back from step {one['step']} to {one['to']}: {one['why']}",
-    "observed": lambda one: f"{one['policy']}: {one['figures']['notices']} notices",
-    "started": lambda one: f"started with {one['world_size']} workers",
-    "resumed": lambda one: f"resumed at step {one['step']} with {one['world_size']} workers",
-    "finished": lambda one: f"finished after {one['step']} steps",
-    "over": lambda one: f"over: {one['outcome']}{': ' if one['reason'] else ''}{one['reason']}",
-    "agent joined": lambda one: f"host {one['host']}: room for {one['workers']} workers",
-    "topology": lambda one: f"topology {one.get('topology') or one.get('chosen') or 'measured'}",
-}
+    return title_of(line) or (f"{event}: {_text(who)}" if who else event)
 
 
 # A run as the page shows it: live, late or over, made of the same lines.
