@@ -35,7 +35,7 @@ def page(
     who may only look.
     """
     from unisono.launch.elastic.address import Whereabouts, find_run
-    from unisono_lab.page.serve import NICE, serve
+    from unisono_lab.page.app import NICE, serve
     from unisono_lab.page.source import CoordinatorSource, FolderSource, RunSource
 
     source: RunSource

@@ -103,7 +103,7 @@ def _speedups(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         if fit is not None and curve.alone is not None:
             grid, look = _grid(far), mark(place)
             style = {"linestyle": "--", "linewidth": 1.1, "color": look["color"]}
-            axis.plot(grid, [fit.speedup(at) for at in grid], label=f"fit: {fit.law.short}", **style)
+            axis.plot(grid, [fit.speedup(at) for at in grid], label=f"fit: {fit.law.name}", **style)
             beyond = [workers for workers in curve.predict if workers <= far]
             open_marks = {**look, "markerfacecolor": "none", "markersize": 7, "linestyle": "none"}
             axis.plot(beyond, [fit.speedup(workers) for workers in beyond], label="prediction", **open_marks)
