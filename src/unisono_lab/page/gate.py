@@ -2,13 +2,14 @@
 
 import asyncio
 import hmac
-import json
 import secrets
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from time import monotonic
 from typing import Any, Literal
+
+from starlette.requests import cookie_parser
+from starlette.responses import JSONResponse
 
 from unisono.membership.asgi import App, NotAdmitted, Receive, Scope, Send, body_of, header, read_already
 from unisono.membership.auth import Rate
@@ -128,7 +129,11 @@ class Gate:
             self._check(scope)
             body = await body_of(receive, LARGEST_BODY, self._body_s)
         except NotAdmitted as turned:
-            await _answer(scope, send, turned)
+            answer = JSONResponse({"error": turned.reason}, status_code=turned.status)
+            if scope["type"] != "http":
+                await send({"type": "websocket.close"})
+            else:
+                await answer(scope, receive, _with_headers(send, self._take_s))
             return
         await self._app(scope, read_already(body, receive), _with_headers(send, self._take_s))
 
@@ -142,7 +147,8 @@ class Gate:
         own = f"http://{host}".encode()
         if any(origin.lower() != own.lower() for origin in origins) or (scope["method"] != "GET" and not origins):
             raise NotAdmitted(403, "other pages have no access")
-        session = self._keys.session(_cookie(scope, self._cookie), _one(scope, PAGE_HEADER))
+        cookies = cookie_parser(_one(scope, b"cookie"))
+        session = self._keys.session(cookies.get(self._cookie, ""), _one(scope, PAGE_HEADER))
         if session is not None:
             if _one(scope, b"sec-fetch-site") not in ("", "same-origin", "none"):
                 raise NotAdmitted(403, "other pages have no access")
@@ -172,23 +178,5 @@ def _with_headers(send: Send, take_s: float) -> Send:
     return sent
 
 
-async def _answer(scope: Scope, send: Send, turned: NotAdmitted) -> None:
-    if scope["type"] != "http":
-        await send({"type": "websocket.close"})
-        return
-    body = json.dumps({"error": turned.reason}).encode()
-    about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": turned.status, "headers": [*about, *HEADERS]})
-    await send({"type": "http.response.body", "body": body})
-
-
 def _one(scope: Scope, name: bytes) -> str:
     return header(scope, name).decode("latin-1")
-
-
-def _cookie(scope: Scope, name: str) -> str:
-    try:
-        found = SimpleCookie(_one(scope, b"cookie"))
-    except CookieError:
-        return ""
-    return found[name].value if name in found else ""

@@ -447,8 +447,11 @@ class RunModel:
             about = told.pop(seat.id, {})
             seconds = times[rank] if rank < len(times) else None
             phase = _phase(about, "" if status is None else "gone")
-            rows.append(_row(seat.id, rank, about.get("host") or seat.host, phase, seat.shards, seat.colour, seconds))
-        rows += [_row(name, None, about["host"], _phase(about)) for name, about in told.items()]
+            where = {"id": seat.id, "rank": rank, "host": about.get("host") or seat.host, "phase": phase}
+            rows.append({**where, "shards": seat.shards, "colour": seat.colour, "shard_s": seconds})
+        for name, about in told.items():
+            where = {"id": name, "rank": None, "host": about["host"], "phase": _phase(about)}
+            rows.append({**where, "shards": 0, "colour": None, "shard_s": None})
         return rows
 
     def _tells_of(self, seats: Sequence[ShownWorker]) -> bool:
@@ -464,19 +467,6 @@ def _plain(value: Any) -> Any:
 
 def _said(value: Any, most: int = LONGEST_TEXT) -> str:
     return value[:most] if isinstance(value, str) else ""
-
-
-def _row(
-    name: str,
-    rank: int | None,
-    host: str,
-    phase: str,
-    shards: int = 0,
-    colour: int | None = None,
-    shard_s: float | None = None,
-) -> dict[str, Any]:
-    where = {"id": name, "rank": rank, "host": host, "phase": phase}
-    return {**where, "shards": shards, "colour": colour, "shard_s": shard_s}
 
 
 def _phase(about: Mapping[str, Any], unknown: str = "") -> str:
