@@ -20,7 +20,7 @@ from unisono.reduce.buckets import pack, unpack
 from unisono.reduce.rpc_message import RpcMessage
 from unisono.sync.named import strategy_of
 from unisono.train.model.prepared import Prepared
-from unisono_lab.strategies.central_weights import CentralWeights
+from unisono_lab.strategies.asynchronous_server import CentralWeights
 from unisono_lab.strategies.parameter_server import ParameterServer
 
 PLAIN = "parameter-server:synchronous=false"

@@ -35,8 +35,8 @@ LAB_ROWS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("measure", "simulation"),
     ("analysis",),
-    ("replay", "timeline", "page", "chaos", "curvature", "strategies", "second_order"),
-    ("faults",),
+    ("replay", "timeline", "page", "chaos", "strategies", "second_order"),
+    ("faults", "events"),
 )
 DEPTHS = {
     name: {room: depth for depth, row in enumerate(rows) for room in row}

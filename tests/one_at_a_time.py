@@ -29,7 +29,7 @@ from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
-from unisono_lab.faults.fault import listening
+from unisono_lab.faults.faults import listening
 
 MOST_SWITCHES = 20_000
 """Between workers, in one world: far more than any of them needs."""

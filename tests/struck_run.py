@@ -23,7 +23,7 @@ from unisono.train.config.run_config import Execution
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
 from unisono.train.step.step import Step
-from unisono_lab.faults.fault import FlipBit, FlippedPlace, WrongResult
+from unisono_lab.faults.faults import FlipBit, FlippedPlace, WrongResult
 from unisono_lab.faults.inject import inject
 
 STEPS = 4

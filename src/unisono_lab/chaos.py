@@ -19,15 +19,13 @@ import psutil
 
 from unisono.checkpoint.folder import write_json
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, UnisonoError
-from unisono.host.stacks import ask_for_stacks
 from unisono.jsonl import read_lines
 from unisono.launch.command import PER_WORKER
 from unisono.launch.elastic.address import Control, address_of
 from unisono.launch.ending.result import last_lines
 from unisono.launch.settings import Script
 from unisono.received import read_object
-from unisono_lab.faults.faults import Faults, count
-from unisono_lab.faults.random_faults import RandomFaults
+from unisono_lab.faults.faults import Faults, RandomFaults, count
 from unisono_lab.faults.samples import Samples, problems
 
 SERIAL, STRUCK, SCRIPT, REPORT = "serial", "struck", "faults.toml", "chaos.json"
@@ -255,14 +253,9 @@ class _Struck:
                 return None
 
     def _give_up(self, mark: str) -> None:
-        """It hangs: have its workers write where they are, and end it."""
-        words = f"it did nothing for {self.spec.patience_s:g} s, and was ended (each worker's stack is in its log)"
+        """It hangs: end it."""
+        words = f"it did nothing for {self.spec.patience_s:g} s, and was ended"
         self.problems.append(f"{words}; the coordinator says: {_status(self.folder)}")
-        for process in _marked(mark):
-            with suppress(psutil.NoSuchProcess):
-                if "UNISONO_WORKER" in process.environ():
-                    for pause_s in ask_for_stacks(process.pid):
-                        time.sleep(pause_s)
         _end(mark)
 
     def _look_for_leftovers(self, mark: str) -> None:

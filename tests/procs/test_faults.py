@@ -10,8 +10,7 @@ import pytest
 from commands import completed
 from forks.client import SHARED_FORK_SERVERS
 from serial_runs import SerialRuns
-from unisono_lab.faults.fault import RECOVERY
-from unisono_lab.faults.faults import Faults
+from unisono_lab.faults.faults import RECOVERY, Faults
 
 pytestmark = [
     pytest.mark.procs,

@@ -15,10 +15,10 @@ from simulation.settings import FAULTS_END_S, OVER_BY_S, TIMEOUT_S
 from unisono.membership import state as machine
 from unisono.membership.messages import JobOver, NewGeneration
 from unisono.membership.state.roster import MintedGeneration
-from unisono_lab.simulation.agenda import Agenda
+from unisono_lab.simulation.coordination import Course
 
 
-class World(Agenda):
+class World(Course):
     """Everything there is, and the order in which it happens."""
 
     def __init__(self, seed: int, folder: Path) -> None:

@@ -26,8 +26,7 @@ from unisono.train.model.update import hyperparameters_of, set_hyperparameters
 from unisono.train.strategies.replica import set_states, states_of
 from unisono.train.strategies.synchroniser import SyncContext
 from unisono_lab import PairAveraging
-from unisono_lab.strategies.asynchronous_server import AsynchronousServer
-from unisono_lab.strategies.central_weights import CentralWeights
+from unisono_lab.strategies.asynchronous_server import AsynchronousServer, CentralWeights
 from unisono_lab.strategies.pairs import Pairs
 from unisono_lab.strategies.parameter_server import ParameterServer
 

@@ -25,7 +25,7 @@ from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import AgreedState
 from unisono.train.run import Run
-from unisono_lab.faults.fault import WrongResult
+from unisono_lab.faults.faults import WrongResult
 from unisono_lab.faults.flip import flip_in
 from unisono_lab.faults.inject import inject
 

@@ -1,6 +1,5 @@
 """The options of ``unisono batch-size``, and what it prints."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
 from unisono_lab.analysis.batch_curve import BatchCurve, Tried
 from unisono_lab.commands.batch_size import LEAST_STEPS, answer, batch_size, file_of, read_mib
-from unisono_lab.measure.batch_search import Found, failure_words
+from unisono_lab.measure.batch_search import failure_words
 
 pytestmark = pytest.mark.unit
 
@@ -67,14 +66,15 @@ def test_by_default_the_figures_lie_where_a_study_of_the_script_finds_them(
     assert list((tmp_path / "studies" / "train").iterdir()) == []
 
 
-def said(found: Found, *trials: Tried, workers: int = 1) -> str:
+def said(*trials: Tried, workers: int = 1, **found: Any) -> str:
     rows = tuple(sorted(trials, key=lambda one: one.batch))
-    curve = BatchCurve(rows=rows, **asdict(found), workers=workers, memory_limit_mib=500.0, margin=0.1)
+    curve = BatchCurve(rows=rows, **found, workers=workers, memory_limit_mib=500.0, margin=0.1)
     return "\n".join(answer(curve))
 
 
 def test_the_answer_names_the_batch_to_write_into_the_script() -> None:
-    text = said(Found(100, 90, 64), Tried(64, True, 1234.0), Tried(90, True, 1200.0), Tried(100, True), workers=2)
+    trials = Tried(64, True, 1234.0), Tried(90, True, 1200.0), Tried(100, True)
+    text = said(*trials, workers=2, largest=100, with_margin=90, best=64)
     assert "largest batch that fits: 100 per worker, 200 in all; more do not fit into memory (limit: 500 MiB" in text
     assert "with a margin of 10\u00a0%: 90 per worker, 180 in all" in text
     assert "best throughput: 64 per worker, 128 in all, 1234 samples/s" in text
@@ -82,9 +82,9 @@ def test_the_answer_names_the_batch_to_write_into_the_script() -> None:
 
 
 def test_without_a_batch_that_fits_the_answer_says_why() -> None:
-    text = said(Found(None), Tried(2, False, words="too much"), Tried(1, False, words="much too much"))
+    text = said(Tried(2, False, words="too much"), Tried(1, False, words="much too much"))
     assert text == "no batch fits, not even 1 (limit: 500 MiB of the host's memory): much too much"
 
 
 def test_without_timed_steps_there_is_no_fastest() -> None:
-    assert "the script takes too few steps" in said(Found(100, 100, None, "data"), Tried(100, True))
+    assert "the script takes too few steps" in said(Tried(100, True), largest=100, with_margin=100, bound="data")

@@ -8,7 +8,7 @@ import pytest
 import unisono
 from unisono import failpoints
 from unisono.failpoints import POINTS, failpoint
-from unisono_lab.faults.fault import OF_SOME, RECOVERY, listening
+from unisono_lab.faults.faults import OF_SOME, RECOVERY, listening
 
 pytestmark = pytest.mark.unit
 

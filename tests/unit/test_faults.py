@@ -21,11 +21,9 @@ from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
 from unisono.train.record.callbacks import Event, load_plugins
 from unisono_lab.chaos import why_again
-from unisono_lab.faults.fault import KINDS, RECOVERY, Fault, Slow, listening
-from unisono_lab.faults.faults import Faults
+from unisono_lab.faults.faults import KINDS, RECOVERY, SHARES, Fault, Faults, RandomFaults, Slow, listening
 from unisono_lab.faults.flip import flip_in
 from unisono_lab.faults.injector import PLUGIN, FaultInjector, is_in_recovery
-from unisono_lab.faults.random_faults import SHARES, RandomFaults
 
 pytestmark = pytest.mark.unit
 

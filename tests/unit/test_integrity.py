@@ -17,7 +17,7 @@ from unisono.errors import JobMismatch, NonFiniteLoss, UnisonoWarning
 from unisono.plan.audits import AuditResult
 from unisono.train.group.control import Flags
 from unisono.train.recovery.known_states import BOUNDARY
-from unisono_lab.faults.fault import FlippedPlace
+from unisono_lab.faults.faults import FlippedPlace
 from unisono_lab.faults.flip import flip_in
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]

@@ -2,8 +2,7 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,21 @@ from measured import line, write
 from unisono.errors import JobError
 from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder
 from unisono_lab.measure.measured_run import MeasuredRun
-from unisono_lab.measure.measurement import Measurement
-from unisono_lab.measure.measuring import Interrupted, Measured, Missing, RunEnd, measure, network, notes, rows
+from unisono_lab.measure.measuring import (
+    Interrupted,
+    Measured,
+    Measurement,
+    RunEnd,
+    measure,
+    network,
+    notes,
+    rows,
+)
 
 pytestmark = pytest.mark.unit
 
 STUDY = Measurement(("train.py",), workers=(1, 2), repeats=2, warmup_steps=0)
 SETTINGS = {"script": ["train.py"], "steps": 3}
-
-
-class Told:
-    """What a study tells of its progress."""
-
-    def __init__(self) -> None:
-        self.left: list[float | None] = []
-        self.done: list[PlannedCell] = []
-        self.missing: list[Missing] = []
-
-    @contextmanager
-    def running(self, cell: PlannedCell, left_s: float | None) -> Iterator[None]:
-        self.left.append(left_s)
-        yield
-
-    def measured(self, cell: PlannedCell, run: MeasuredRun) -> None:
-        self.done.append(cell)
-
-    def failed(self, missing: Missing) -> None:
-        self.missing.append(missing)
 
 
 class Launcher:
@@ -65,21 +52,20 @@ def study(
     path: Path,
     launcher: Launcher,
     measurement: Measurement = STUDY,
-    told: Told | None = None,
+    told: Callable[[str], None] = lambda words: None,
     *,
     keeps_going: bool = False,
 ) -> Measured:
     folder = StudyFolder(path)
     with folder.opened(SETTINGS):
-        return measure(measurement, folder, launcher, told or Told(), keeps_going=keeps_going)
+        return measure(measurement, folder, launcher, told, keeps_going=keeps_going)
 
 
 def test_every_cell_is_run_in_its_order_and_its_figures_are_kept(tmp_path: Path) -> None:
-    launcher, told = Launcher(), Told()
-    measured = study(tmp_path / "s", launcher, told=told)
-    assert launcher.ran == told.done == list(measured.runs) == STUDY.cells
-    assert told.left[0] is None
-    assert all(left is not None for left in told.left[1:])
+    launcher, told = Launcher(), list[str]()
+    measured = study(tmp_path / "s", launcher, told=told.append)
+    assert launcher.ran == list(measured.runs) == STUDY.cells
+    assert told[2:4] == [f"run 2 of 4: {STUDY.cells[1]}", f"{STUDY.cells[1]}: 10 samples/s"]
     assert not list((tmp_path / "s").rglob("checkpoints"))
 
 
@@ -109,13 +95,15 @@ def test_more_repeats_and_other_workers_are_added_to_what_is_there(tmp_path: Pat
 
 
 def test_a_run_that_fails_is_named_with_its_log_and_the_others_go_on(tmp_path: Path) -> None:
-    told = Told()
-    measured = study(tmp_path / "s", Launcher(RunEnd(0), RunEnd(3, "rank 1 failed", "logs/rank-1.log")), told=told)
+    told = list[str]()
+    measured = study(
+        tmp_path / "s", Launcher(RunEnd(0), RunEnd(3, "rank 1 failed", "logs/rank-1.log")), told=told.append
+    )
     (missing,) = measured.missing
     assert (missing.cell, missing.exit_code, missing.words) == (STUDY.cells[1], 3, "rank 1 failed")
     assert missing.log.parent.parent.is_dir()
     assert missing.log.name == "rank-1.log"
-    assert told.missing == [missing]
+    assert told[3] == f"{STUDY.cells[1]}: FAILED: rank 1 failed (log: {missing.log})"
     assert len(measured.runs) == 3
     (failed,) = (cell for cell in rows(STUDY, measured, cores=2) if not cell.succeeded)
     assert (failed.workers, failed.repeat, failed.exit_code) == (missing.cell.kind.workers, missing.cell.repeat, 3)

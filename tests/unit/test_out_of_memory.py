@@ -10,7 +10,7 @@ from unisono.host.cgroup import CgroupLimits
 from unisono.host.memory import peak_mib, room_mib
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono_lab.measure.out_of_memory import ran_out_of_memory
+from unisono_lab.measure.batch_search import ran_out_of_memory
 
 pytestmark = pytest.mark.unit
 

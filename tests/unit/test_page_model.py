@@ -11,14 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.train.record.metrics_line import RESERVED
-from unisono_lab.page.curves import MOST_CURVES, OWN, PARTS, Curves, CurveTable, Entry
-from unisono_lab.page.finer import Stretches
-from unisono_lab.page.follow import LONGEST_LINE, PART, Follower, NewLines
+from unisono_lab.page.curves import MOST, MOST_CURVES, OWN, PARTS, Curves, CurveTable, Entry, Mark, Stretches, Thinned
 from unisono_lab.page.hub import Hub
-from unisono_lab.page.run_model import RunModel, Viewed
-from unisono_lab.page.source import FolderSource
-from unisono_lab.page.story import KINDS, MOST_HOSTS, MOST_WORKERS, Story
-from unisono_lab.page.thinned import MOST, Mark, Thinned
+from unisono_lab.page.run_model import KINDS, MOST_HOSTS, MOST_WORKERS, RunModel, Story, Viewed
+from unisono_lab.page.source import LONGEST_LINE, PART, FolderSource, Follower, NewLines
 
 pytestmark = pytest.mark.unit
 
@@ -405,7 +401,7 @@ def test_a_page_that_stands_still_says_why_and_goes_on() -> None:
             return None
 
     async def seen() -> dict[str, Any]:
-        hub = Hub(Faulty())
+        hub = Hub(Faulty())  # type: ignore[arg-type]  # it is read like one
         following = asyncio.create_task(hub.follow())
         try:
             with hub.watched():

@@ -16,8 +16,7 @@ from unisono.adapt.view import Figure, View
 from unisono.errors import JobError
 from unisono.plan.links import Links
 from unisono_lab.replay.record import Record
-from unisono_lab.replay.recorded_view import gaps, recorded_steps
-from unisono_lab.replay.replay import replay
+from unisono_lab.replay.replay import gaps, recorded_steps, replay
 from unisono_lab.replay.timeline import compared, decisions_that_hold
 
 pytestmark = pytest.mark.unit

@@ -19,7 +19,7 @@ from unisono.cli import app as cli
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines
-from unisono_lab.commands.replay_report import comparison_table, timeline_table
+from unisono_lab.commands.replay import comparison_table, timeline_table
 from unisono_lab.replay.record import Record
 from unisono_lab.replay.replay import replay
 from unisono_lab.replay.timeline import compared, decisions_that_hold, figure, folded, timeline
@@ -286,7 +286,7 @@ def test_the_command_shows_the_timeline(folder: Path, unisono: Unisono, capsys: 
     text = capsys.readouterr().out
     assert re.search(r"4 +2\.000 s +decided +noise-scale: set_batch_size\(128\)", text)
     assert re.search(r"5-6 +3\.000 s +decided +noise-scale: set_learning_rate\(0\.15 … 0\.2\)", text)
-    assert "w2 (rank 1) on host north: it ended with signal 9" in text
+    assert "w2 (rank 1) on north is lost: it ended with signal 9" in text
     assert "agent joined" not in text
     assert unisono("replay", folder, "--all") == 0
     text = capsys.readouterr().out

@@ -30,25 +30,29 @@ from unisono_lab.simulation.scenario import (
     Workload,
     read_scenario,
 )
-from unisono_lab.simulation.search import (
+from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulation import (
     Candidate,
     Expectation,
     Goal,
     Likelihood,
     Simulate,
+    Simulation,
+    SimulationSettings,
     Spread,
     answer,
+    commands,
     enough,
     frontier,
+    left_out,
     margins,
     mixes,
     rates,
     search,
+    simulation,
     wilson,
     worth_trying,
 )
-from unisono_lab.simulation.simulated_run import simulate
-from unisono_lab.simulation.simulation import Simulation, SimulationSettings, commands, left_out, simulation
 from unisono_lab.simulation.training import reduction_s
 
 pytestmark = pytest.mark.unit
@@ -639,7 +643,7 @@ def test_a_network_has_the_figures_of_the_file_or_of_studies_and_says_which(tmp_
 
 
 def test_a_network_that_nobody_measured_has_to_be_given(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"network.bytes_per_s is missing, and was not measured"):
+    with pytest.raises(JobError, match=r"network.bytes_per_s: Field required; .*known of a study"):
         named(tmp_path, "[network]\n")
     with pytest.raises(JobError, match=r"network.topology"):
         named(tmp_path, NAMED + 'topology = "moebius"\n')

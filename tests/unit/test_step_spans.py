@@ -17,10 +17,19 @@ from unisono.errors import JobError, LaunchError
 from unisono.spans import CLOCK_MARK, FOLDER, Spans
 from unisono.train.record.step_timeline import HostClock, StepTimeline, is_kept
 from unisono_lab.timeline.chrome import chrome_trace
-from unisono_lab.timeline.clocks import Correction, Look, corrections, looks_by_exchanges
-from unisono_lab.timeline.critical_path import critical_path, shares
-from unisono_lab.timeline.explanation import explained, parts_of
-from unisono_lab.timeline.recorded import PlacedSpan, StepTimelines, WorkerRecord, WorkerStep, on_one_clock, read
+from unisono_lab.timeline.explanation import critical_path, explained, parts_of, shares
+from unisono_lab.timeline.recorded import (
+    Correction,
+    Look,
+    PlacedSpan,
+    StepTimelines,
+    WorkerRecord,
+    WorkerStep,
+    corrections,
+    looks_by_exchanges,
+    on_one_clock,
+    read,
+)
 
 pytestmark = pytest.mark.unit
 

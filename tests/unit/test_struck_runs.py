@@ -16,7 +16,7 @@ from struck_run import Outcome, Play, act_out, flipped, wrong
 from unisono.errors import JobMismatch, WorkerLost
 from unisono.failpoints import POINTS
 from unisono.train.config.run_config import Execution
-from unisono_lab.faults.fault import FlippedPlace
+from unisono_lab.faults.faults import FlippedPlace
 
 pytestmark = pytest.mark.cluster
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unisono.errors import JobError
-from unisono_lab.analysis.study_folder import Kind, PlannedCell, kinds_of, modes_of, planned, seconds_left
-from unisono_lab.measure.measurement import Measurement, text_digest
+from unisono_lab.analysis.study_folder import Kind, kinds_of, modes_of, planned
+from unisono_lab.measure.measuring import Measurement, text_digest
 
 pytestmark = pytest.mark.unit
 
@@ -43,12 +43,6 @@ def test_the_order_is_another_in_each_repeat_and_follows_from_the_seed() -> None
 
 def test_more_repeats_leave_the_order_of_the_first_ones_as_it_was() -> None:
     assert planned(KINDS, 7, seed=0)[:15] == planned(KINDS, 3, seed=0)
-
-
-def test_what_is_left_takes_as_long_as_its_kind_did_and_else_as_long_as_all_did() -> None:
-    cells = [PlannedCell(kind, 0) for kind in KINDS[2:]]
-    assert seconds_left(cells, {}) is None
-    assert seconds_left(cells, {KINDS[2]: [2.0, 4.0], KINDS[3]: [5.0]}) == 3.0 + 5.0 + 4.0
 
 
 @pytest.mark.parametrize(

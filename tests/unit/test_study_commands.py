@@ -12,8 +12,8 @@ from studies import MadeUp
 from unisono.errors import JobError
 from unisono_lab.analysis.analysis import Wanted
 from unisono_lab.commands.study_report import compare, report_from
-from unisono_lab.measure.engines import BySlurm, CellRunner, OnThisHost, commands, plain_workers
-from unisono_lab.measure.measurement import Measurement
+from unisono_lab.measure.engines import BySlurm, CellRunner, StudyEngine, commands, plain_workers
+from unisono_lab.measure.measuring import Measurement
 
 pytestmark = pytest.mark.unit
 
@@ -47,7 +47,7 @@ def test_a_report_shows_the_commands_that_were_started() -> None:
     )
     told = "UNISONO_STUDY=1 UNISONO_TIMELINE=1 UNISONO_STOP_AFTER=20"
     weak = f"{told} UNISONO_BATCH_SCALE=2 UNISONO_BATCH_SCALE_WARMUP=4 UNISONO_SHARDS=4"
-    assert commands(CellRunner(study, OnThisHost())) == [
+    assert commands(CellRunner(study, StudyEngine())) == [
         "unisono run -n 1 --threads 3 --no-tuning plain.py 'a b'",
         "unisono run -n 1 --threads 6 --no-tuning plain.py 'a b'",
         f"{told} unisono run -n 1 --shards 4 --threads 3 --no-tuning train.py --lr 0.1",
@@ -55,7 +55,7 @@ def test_a_report_shows_the_commands_that_were_started() -> None:
         f"{weak} unisono run -n 2 --threads 3 --no-tuning train.py --lr 0.1",
     ]
     plainer = replace(study, tuned=True, modes=("strong",), shards=None, threads=None)
-    assert commands(CellRunner(plainer, OnThisHost())) == [
+    assert commands(CellRunner(plainer, StudyEngine())) == [
         "unisono run -n 1 --threads 1 plain.py 'a b'",
         "unisono run -n 1 --threads 2 plain.py 'a b'",
         f"{told} unisono run -n 1 train.py --lr 0.1",
@@ -123,5 +123,5 @@ def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypat
 def test_what_is_no_python_is_installed_too() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono", "src/unisono_lab"]}
-    assert files("unisono_lab.report").joinpath("report.html").is_file()
+    assert all(files("unisono_lab.report").joinpath(name).is_file() for name in ("report.html", "words.toml"))
     assert files("unisono.launch.slurm").joinpath("batch_script.sh.j2").is_file()

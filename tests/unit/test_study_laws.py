@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from studies import MadeUp
-from unisono_lab.analysis.analysis import Prices, StepModel, Wanted, analyzed, recommended
+from unisono_lab.analysis.analysis import Prices, Row, StepModel, Wanted, analyzed, recommended, summarized
 from unisono_lab.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
 from unisono_lab.analysis.results import Cell, Results
-from unisono_lab.analysis.summary import Row, summarized
 
 pytestmark = pytest.mark.unit
 
@@ -101,15 +100,6 @@ def test_as_many_unknowns_as_figures_leave_no_interval() -> None:
     assert (fit.parameters["s"].low, fit.samples_per_s(4).low) == (None, None)
 
 
-def test_the_number_of_workers_beyond_which_more_are_slower_is_found() -> None:
-    fit = fitted(USL, measured(USL, (0.05, 0.004)))
-
-    assert fit is not None
-    assert fit.best is not None
-    assert fit.best == pytest.approx((0.95 / 0.004) ** 0.5, rel=0.01)
-    assert fit.speedup(fit.best) > max(fit.speedup(fit.best - 1), fit.speedup(fit.best + 1))
-
-
 def test_the_better_explanation_predicts() -> None:
     slower = [measured(USL, (0.0, 0.02), noise=0.005), measured(AMDAHL, (0.1,), noise=0.005)]
     for rates, law in zip(slower, (USL, AMDAHL), strict=True):
@@ -156,7 +146,7 @@ def test_workers_that_shared_cores_are_in_no_fit_and_no_advice() -> None:
 
 
 def rows(noise: float = 0.005, workers: Sequence[int] = (1, 2, 4, 8)) -> list[Row]:
-    return list(summarized(MadeUp(noise=noise, workers=workers).results()).rows["strong"])
+    return list(summarized(MadeUp(noise=noise, workers=workers).results())["strong", "small"])
 
 
 def test_workers_are_recommended_for_time_for_efficiency_and_for_cost() -> None:
@@ -183,7 +173,7 @@ def test_workers_that_bring_less_than_the_noise_are_not_taken() -> None:
         for repeat, seconds in enumerate(times)
     ]
 
-    assert recommended(summarized(Results(cells=tuple(cells))).rows["strong"]).fastest.workers == 2
+    assert recommended(summarized(Results(cells=tuple(cells)))["strong", ""]).fastest.workers == 2
 
 
 def test_an_epoch_costs_the_hours_of_all_workers() -> None:

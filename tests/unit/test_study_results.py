@@ -9,10 +9,9 @@ import pytest
 
 from studies import MadeUp
 from unisono.errors import JobError
+from unisono_lab.analysis.analysis import MODES, Row, summarized
 from unisono_lab.analysis.estimate import Estimate, median, ratio
-from unisono_lab.analysis.results import Cell, Results
-from unisono_lab.analysis.summary import Row, summarized
-from unisono_lab.analysis.table import SHOWN, read_results, read_table, side_by_side
+from unisono_lab.analysis.results import SHOWN, Cell, Results, read_results, read_table, side_by_side
 
 pytestmark = pytest.mark.unit
 
@@ -25,7 +24,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def rows(results: Results, mode: str = "strong") -> list[Row]:
-    return list(summarized(results).rows[mode])  # type: ignore[index]
+    return [row for (kind, _), found in summarized(results).items() if kind == mode for row in found]
 
 
 def refused(path: Path) -> list[str]:
@@ -219,11 +218,12 @@ def test_the_first_epoch_is_left_out_where_there_are_later_ones() -> None:
 def test_strong_and_weak_scaling_are_never_mixed() -> None:
     summary = summarized(MadeUp(modes=("strong", "weak")).results())
 
-    assert {mode: [row.workers for row in found] for mode, found in summary.rows.items()} == {
+    assert {mode: [row.workers for row in found] for (mode, _), found in summary.items()} == {
         "strong": [1, 2, 4],
         "weak": [1, 2, 4],
+        "baseline": [1],
     }
-    strong, weak = (summary.of(mode, "small")[-1].speedup for mode in ("strong", "weak"))
+    strong, weak = (summary[mode, "small"][-1].speedup for mode in MODES[:2])
     assert strong is not None
     assert weak is not None
     assert strong.value == pytest.approx(0.306 / (0.075 + 0.04 + 0.006), rel=0.03)
@@ -263,9 +263,7 @@ def test_runs_that_failed_are_in_no_figure() -> None:
     good = Cell(workers=1, samples=10, seconds=1.0)
     bad = Cell(workers=1, repeat=1, samples=0, seconds=0.0, exit_code=139)
 
-    summary = summarized(Results(cells=(good, bad)))
-
-    assert summary.rows["strong"][0].rates == [10.0]
+    assert rows(Results(cells=(good, bad)))[0].rates == [10.0]
 
 
 def test_workers_that_shared_cores_have_no_speedup() -> None:

@@ -17,7 +17,7 @@ from unisono.job import Job
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.step import Step
-from unisono_lab.faults.fault import WrongResult
+from unisono_lab.faults.faults import WrongResult
 from unisono_lab.faults.inject import inject
 
 pytestmark = [

@@ -24,7 +24,6 @@ class Law:
 
     Attributes:
         name: the law's name.
-        short: the same, where there is little room.
         formula: the formula, for people.
         source: the publication that it comes from.
         symbols: the symbols of its parameters, each 0 or above, with their meanings.
@@ -33,7 +32,6 @@ class Law:
     """
 
     name: str
-    short: str
     formula: str
     source: str
     symbols: Mapping[str, str]
@@ -43,7 +41,6 @@ class Law:
 
 AMDAHL = Law(
     "Amdahl",
-    "Amdahl",
     "S(W) = 1 / (s + (1 − s)/W)",
     "Amdahl, AFIPS 1967",
     {"s": "serial share of the work"},
@@ -51,7 +48,6 @@ AMDAHL = Law(
     lambda workers, p: 1 / (p[0] + (1 - p[0]) / workers),
 )
 GUSTAFSON = Law(
-    "Gustafson",
     "Gustafson",
     "S(W) = W − s(W − 1)",
     "Gustafson, CACM 1988",
@@ -61,7 +57,6 @@ GUSTAFSON = Law(
 )
 USL = Law(
     "universal scalability law",
-    "USL",
     "S(W) = W / (1 + σ(W − 1) + κW(W − 1))",
     "Gunther, 1993",
     {"σ": "contention: waiting for what is shared", "κ": "coherence: each worker with each other one"},
@@ -110,14 +105,6 @@ class Fit:
         wide = self.quantile * math.sqrt(max(float(slopes @ self.covariance @ slopes), 0.0))
         wide = min(wide, 50.0)  # exp() of what nobody knows
         return Estimate(found, found * math.exp(-wide), found * math.exp(wide))
-
-    @property
-    def best(self) -> float | None:
-        """Beyond how many workers more are slower, by the universal scalability law: √((1 - σ)/κ); None if none are."""
-        if self.law is not USL:
-            return None
-        contention, coherence = self.values[1:]
-        return math.sqrt((1 - contention) / coherence) if coherence > 1e-6 and contention < 1 else None
 
 
 def fitted(law: Law, measured: Mapping[int, Sequence[float]]) -> Fit | None:

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from unisono.job import differences
 from unisono.received import parse_object, read_object
 from unisono_lab.analysis.batch_curve import FAILED_NAME
 from unisono_lab.analysis.batch_curve import NAME as BATCHES_NAME
-from unisono_lab.analysis.results import Mode
+from unisono_lab.analysis.results import SETTINGS_NAME, Mode
 
 # The cells of a scaling study: which runs it is made of, and in which order.
 
@@ -105,21 +105,6 @@ def planned(kinds: Sequence[Kind], repeats: int, seed: int) -> list[PlannedCell]
     return cells
 
 
-def seconds_left(cells: Iterable[PlannedCell], took: Mapping[Kind, Sequence[float]]) -> float | None:
-    """How long cells will take: each as long as its kind so far, or as all kinds on average; None if nothing is known.
-
-    Args:
-        cells: the cells that are left.
-        took: seconds of those that are done.
-    """
-    means = {kind: sum(seconds) / len(seconds) for kind, seconds in took.items() if seconds}
-    if not means:
-        return None
-    average = sum(means.values()) / len(means)
-    return sum(means.get(cell.kind, average) for cell in cells)
-
-
-SETTINGS_NAME = "study.json"
 ABOUT_NAME = "cell.json"
 
 

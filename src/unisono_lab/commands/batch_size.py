@@ -35,33 +35,6 @@ ROOM_SHARE = 0.9
 LEAST_STEPS = 3
 """The optimizer's state is there from the second step on."""
 
-Workers = Annotated[
-    int, typer.Option("-n", "--workers", help="The number of workers; each gets the batch that is tried.")
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="The host memory that each worker may use, such as 2GiB; by default its share of the free memory.",
-        show_default=False,
-    ),
-]
-First = Annotated[int, typer.Option("--from", help="The first batch per worker to try.")]
-Most = Annotated[int | None, typer.Option(help="The largest batch per worker to try.", show_default=False)]
-Steps = Annotated[int, typer.Option(help="The number of steps of each trial.")]
-Margin = Annotated[
-    float, typer.Option(help="The safety margin: recommend a batch smaller than the largest by this share.")
-]
-Json = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="The file for the figures; by default one that unisono study finds.",
-        show_default=False,
-    ),
-]
-
 
 app = typer.Typer()
 
@@ -71,13 +44,32 @@ app = typer.Typer()
 def batch_size(
     script: ScriptName,
     args: ScriptArgs = None,
-    workers: Workers = 1,
-    memory_limit: MemoryLimit = None,
-    first: First = 16,
-    most: Most = None,
-    steps: Steps = 20,
-    margin: Margin = 0.1,
-    json: Json = None,
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", help="The number of workers; each gets the batch that is tried.")
+    ] = 1,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The host memory that each worker may use, such as 2GiB; by default its share of the free memory.",
+            show_default=False,
+        ),
+    ] = None,
+    first: Annotated[int, typer.Option("--from", help="The first batch per worker to try.")] = 16,
+    most: Annotated[int | None, typer.Option(help="The largest batch per worker to try.", show_default=False)] = None,
+    steps: Annotated[int, typer.Option(help="The number of steps of each trial.")] = 20,
+    margin: Annotated[
+        float, typer.Option(help="The safety margin: recommend a batch smaller than the largest by this share.")
+    ] = 0.1,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="The file for the figures; by default one that unisono study finds.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     module: Module = False,
     options: Starting,

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from unisono.cli.options import Module, named_folder
-from unisono.cli.tables import show_table
+from unisono.cli.tables import bare_table, show_table
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import Range
 from unisono.launch.ending.result import RUNS
@@ -91,14 +90,9 @@ def chaos(
 
 
 def _show(verdict: ChaosResult, out: Console) -> None:
-    table = Table("fault", "planned", "injected")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for kind, number in verdict.planned.items():
-        table.add_row(kind, str(number), str(verdict.struck.get(kind, 0)))
-    table.add_section()
-    table.add_row("all", str(sum(verdict.planned.values())), str(sum(verdict.struck.values())))
-    show_table(table, out)
+    rows = [(kind, str(number), str(verdict.struck.get(kind, 0))) for kind, number in verdict.planned.items()]
+    rows.append(("all", str(sum(verdict.planned.values())), str(sum(verdict.struck.values()))))
+    show_table(bare_table(("fault", "planned", "injected"), rows), out)
     facts = {
         "steps": f"{verdict.steps}; a step was begun again {verdict.repeated} times",
         "generations": f"{verdict.generations}",

@@ -13,25 +13,21 @@ from unisono.errors import JobError
 from unisono.host.parent_death import end_with_parent
 from unisono.host.signals import ignore_notices
 
-Where = Annotated[
-    str | None,
-    typer.Argument(
-        autocompletion=run_folders,
-        metavar="[RUN_DIR|URL]",
-        help="A run folder, or the URL of a coordinator on another host; by default the elastic job that runs.",
-        show_default=False,
-    ),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 for any free one.")]
-Parent = Annotated[int | None, typer.Option(hidden=True, help="The launcher beside which this is the page.")]
-
 
 def page(
-    where: Where = None,
-    port: Port = 0,
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            autocompletion=run_folders,
+            metavar="[RUN_DIR|URL]",
+            help="A run folder, or the URL of a coordinator on another host; by default the elastic job that runs.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 for any free one.")] = 0,
     token_file: TokenFile = None,
     certificate: Trusted = None,
-    parent: Parent = None,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="The launcher beside which this is the page.")] = None,
 ) -> None:
     """Show a job in a browser: who trains, its curves, and what happened; until Ctrl-C ends the page.
 
@@ -39,7 +35,7 @@ def page(
     who may only look.
     """
     from unisono.launch.elastic.address import Whereabouts, find_run
-    from unisono_lab.page.serve import NICE, serve
+    from unisono_lab.page.app import NICE, serve
     from unisono_lab.page.source import CoordinatorSource, FolderSource, RunSource
 
     source: RunSource

@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -34,10 +34,8 @@ Folders = Annotated[
 Deadline = Annotated[str | None, typer.Option(metavar="TIME", help="The time that it may take, such as 8h or 90m.")]
 Budget = Annotated[float | None, typer.Option(help="What it may cost, in the scenario's currency.")]
 Minimise = Annotated[
-    str | None,
-    typer.Option(
-        metavar="cost|time", help="Search for the hosts, checkpoints and policies with the least cost or time."
-    ),
+    Literal["cost", "time"] | None,
+    typer.Option(help="Search for the hosts, checkpoints and policies with the least cost or time."),
 ]
 Policies = Annotated[
     list[str] | None,
@@ -85,12 +83,9 @@ def simulate(
     from unisono_lab.report.report import require_reports
     from unisono_lab.simulation.calibration import measured as read_measured
     from unisono_lab.simulation.scenario import read_scenario
-    from unisono_lab.simulation.search import Goal
-    from unisono_lab.simulation.simulation import SimulationSettings, simulation
+    from unisono_lab.simulation.simulation import Goal, SimulationSettings, simulation
     from unisono_lab.simulation.simulation import as_json as written
 
-    if minimise not in (None, "cost", "time"):
-        raise JobError(f"--minimise {minimise}: cost or time")
     if budget is not None and not 0 <= budget < float("inf"):
         raise JobError(f"--budget {budget}: a number from 0")
     if out is not None:
@@ -99,7 +94,7 @@ def simulate(
     for words in known.damaged:
         typer.echo(f"unisono: {words}", err=True)
     given = read_scenario(scenario, known)
-    wish = Goal("time" if minimise == "time" else "cost", None if deadline is None else seconds_of(deadline), budget)
+    wish = Goal(minimise or "cost", None if deadline is None else seconds_of(deadline), budget)
     sets = [_names(each) for each in policies or ()]
     asked = SimulationSettings(wish, sets, seeds, seed, processes or usable_cores(), searches=minimise is not None)
     try:

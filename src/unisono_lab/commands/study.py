@@ -27,7 +27,7 @@ from unisono.settings.table import Settings
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
     from unisono_lab.measure.engines import StudyEngine
-    from unisono_lab.measure.measurement import Measurement
+    from unisono_lab.measure.measuring import Measurement
 
 
 class StudyCommand(HelpfulCommand):
@@ -82,8 +82,7 @@ class StudyPlace:
             )
         if self.resources is not None:
             return OnRay(read_resources(self.resources))
-        made: StudyEngine = ENGINES[self.engine]()
-        return made
+        return ENGINES[self.engine]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +118,12 @@ class ReportOptions:
         for name, value in (("--price", self.price or 0.0), ("--waiting", self.waiting)):
             if not 0 <= value < float("inf"):
                 raise JobError(f"{name} {value}: a number from 0")
+        predicted = sorted({*read_workers(self.predict, "--predict")}) if self.predict else []
+        if predicted and not predicted[0]:
+            raise JobError(f"--predict {self.predict}: each number from 1")
         has_prices = self.price is not None or self.waiting
         prices = Prices(self.price or 0.0, self.waiting) if has_prices else None
-        return Wanted(title=title, predict=self._predicted(), threshold=self.efficiency, prices=prices)
-
-    def _predicted(self) -> list[int]:
-        try:
-            found = sorted({int(part) for part in (self.predict or "").split(",") if part.strip()})
-        except ValueError:
-            found = [0]
-        if found and found[0] < 1:
-            raise JobError(f"--predict {self.predict}: numbers of workers with commas between them, such as 8,16")
-        return found
+        return Wanted(title=title, predict=predicted, threshold=self.efficiency, prices=prices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +156,7 @@ class RunOptions:
             JobError: a script cannot be read, or an option makes no sense.
         """
         from unisono_lab.measure.engines import plain_workers
-        from unisono_lab.measure.measurement import Measurement
+        from unisono_lab.measure.measuring import Measurement
 
         plain, workers = tuple(shlex.split(self.baseline or "")), read_workers(self.workers)
         for argv in filter(None, (launched.argv, plain)):
@@ -287,10 +280,12 @@ def start(
         JobError: a run could not be started, or the folder cannot be used, or holds another study.
     """
     from unisono_lab.analysis.study_folder import StudyFolder
-    from unisono_lab.commands.study_progress import StudyProgress
     from unisono_lab.commands.study_report import report
     from unisono_lab.measure.engines import CellRunner, results_of
     from unisono_lab.measure.measuring import measure
+
+    def tell(words: str) -> None:
+        err.print(Text(f"unisono: {words}"), soft_wrap=True)
 
     measurement.check()
     folder, err = StudyFolder(path), Console(stderr=True, highlight=False, emoji=False)
@@ -303,25 +298,23 @@ def start(
             cells = measurement.cells
             done = sum(folder.kept(cell) is not None for cell in cells)
             before = f", {done} of them measured before" if done else ""
-            err.print(Text(f"unisono: {len(cells)} runs{before}, folder {folder.path}"), soft_wrap=True)
+            tell(f"{len(cells)} runs{before}, folder {folder.path}")
             if most := [
                 str(workers) for workers in measurement.workers if workers * (measurement.threads or 1) > cores
             ]:
-                words = f"unisono: {' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
-                err.print(Text(f"{words}: they will be timed, and not called scaling"), soft_wrap=True)
+                words = f"{' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
+                tell(f"{words}: they will be timed, and not called scaling")
             try:
-                with StudyProgress(len(cells), done) as progress:
-                    measured = measure(measurement, folder, runner, progress, keeps_going=keeps_going)
+                measured = measure(measurement, folder, runner, tell, keeps_going=keeps_going)
             except KeyboardInterrupt as interrupted:
                 return say_ended(interrupted, "start it again to go on with what is missing", err)
             command = shlex.join(["unisono", *sys.argv[1:]])
             report(results_of(runner, measured, cores, command), folder.path, wanted)
     for missing in measured.missing:
-        words = f"unisono: no figures of {missing.cell}: {missing.words} (log: {missing.log})"
-        err.print(Text(words, "red"), soft_wrap=True)
+        tell(f"no figures of {missing.cell}: {missing.words} (log: {missing.log})")
     if measured.left_out:
-        words = f"unisono: all failed for the same reason, so the other {len(measured.left_out)} runs were left out"
-        err.print(Text(f"{words} (--keep-going runs them)", "red"), soft_wrap=True)
+        others = f"the other {len(measured.left_out)} runs were left out (--keep-going runs them)"
+        tell(f"all failed for the same reason, so {others}")
     return 1 if measured.missing else 0
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from unisono.cli.tables import bare_table, show_table, width_of
 from unisono.errors import JobError
-from unisono_lab.report.figure_tables import Field, WrittenTable
+from unisono_lab.report.document import Field, WrittenTable
 
 if TYPE_CHECKING:
     from unisono_lab.analysis.analysis import Wanted
@@ -50,7 +50,6 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
     from unisono_lab.analysis.results import CSV_NAME
     from unisono_lab.report.document import document
     from unisono_lab.report.report import HTML_NAME, require_reports, write_report
-    from unisono_lab.report.step_picture import timed_steps
 
     out = Console(highlight=False, emoji=False)
     batches = _batches(results, sources or [folder])
@@ -61,7 +60,7 @@ def report(results: Results, folder: Path, wanted: Wanted, sources: Sequence[Pat
         show(document(analyzed(results, wanted, batches), ()), out)
         words = f"figures: {folder / CSV_NAME}; {error}, and then unisono study --from {folder}"
     else:
-        show(write_report(results, folder, wanted, batches, timed_steps(sources or [folder])), out)
+        show(write_report(results, folder, wanted, batches, sources or [folder]), out)
         words = f"report: {folder / HTML_NAME}"
     out.print(Text(words, "dim"), soft_wrap=True)
 
@@ -147,8 +146,7 @@ def report_from(source: Path, out: Path | None, wanted: Wanted) -> None:
     Raises:
         JobError: the figures cannot be read, or the report cannot be written.
     """
-    from unisono_lab.analysis.results import CSV_NAME
-    from unisono_lab.analysis.table import read_results
+    from unisono_lab.analysis.results import CSV_NAME, read_results
 
     is_folder = source.is_dir()
     folder = out or (source if is_folder else source.with_name(f"{source.stem}-report"))
@@ -171,7 +169,7 @@ def compare(sources: Sequence[Path], out: Path | None, wanted: Wanted) -> None:
     Raises:
         JobError: there are fewer than two, they cannot be read, or the report cannot be written.
     """
-    from unisono_lab.analysis.table import read_results, side_by_side
+    from unisono_lab.analysis.results import read_results, side_by_side
 
     if len(sources) < 2:
         raise JobError("unisono study compare A B: name two studies, each a folder, a results.json or a CSV file")
@@ -191,8 +189,7 @@ def _require_no_study(folder: Path, sources: Sequence[Path]) -> None:
     Raises:
         JobError: it is a study's folder, or holds one of the sources.
     """
-    from unisono_lab.analysis.results import CSV_NAME, JSON_NAME
-    from unisono_lab.analysis.study_folder import SETTINGS_NAME
+    from unisono_lab.analysis.results import CSV_NAME, JSON_NAME, SETTINGS_NAME
 
     taken = {(folder / name).resolve() for name in ("", CSV_NAME, JSON_NAME)}
     if (folder / SETTINGS_NAME).exists() or any(source.resolve() in taken for source in sources):

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from unisono.cli.completion import run_folders
-from unisono.cli.tables import show_table
+from unisono.cli.tables import bare_table, show_table
 from unisono.jsonl import to_json
 from unisono_lab.report.drawing import require_drawable, save
 from unisono_lab.report.step_picture import step_figure
@@ -74,15 +73,12 @@ def _table(timelines: StepTimelines, found: Explanation) -> Table:
     """The milliseconds of each worker in the median step, by part; parts that nobody has are left out."""
     rows = {place: parts_of(step) for place, step in found.workers.items()}
     parts = [part for part in NAMES if any(row[part] >= 5e-6 for row in rows.values())]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("ms of a worker", no_wrap=True)
-    for name in ("shards", *(NAMES[part] for part in parts)):
-        table.add_column(name.replace(" ", "\n"), justify="right")
-    for place, row in sorted(rows.items(), key=lambda item: found.workers[item[0]].rank):
-        shards = found.workers[place].shards
-        figures = (f"{row[part] * 1e3:.2f}" for part in parts)
-        table.add_row(timelines.workers[place].name, str(shards), *figures)
-    return table
+    head = ["ms of a worker", "shards", *(NAMES[part].replace(" ", "\n") for part in parts)]
+    lines = [
+        [timelines.workers[place].name, str(found.workers[place].shards), *(f"{row[part] * 1e3:.2f}" for part in parts)]
+        for place, row in sorted(rows.items(), key=lambda item: found.workers[item[0]].rank)
+    ]
+    return bare_table(head, lines)
 
 
 def _values(timelines: StepTimelines, found: Explanation) -> dict[str, object]:

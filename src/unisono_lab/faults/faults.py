@@ -3,33 +3,212 @@
 from __future__ import annotations
 
 import json
+import random
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unisono.errors import JobError
-from unisono.received import short
-from unisono_lab.faults.fault import (
-    KINDS,
-    Fault,
-    FlipBit,
-    FlippedPlace,
-    Join,
-    Kill,
-    KillAgent,
-    KillCoordinator,
-    Leave,
-    Partition,
-    Point,
-    Resize,
-    Slow,
-    Stop,
-    WrongResult,
-)
+from unisono.failpoints import FailpointListener, listen
+from unisono.received import LONGEST_S, short
+
+# Listening at the points at which a fault may be injected; see :mod:`unisono.failpoints`.
+
+Point = Literal["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]
+"""A point that workers pass while they recover from a loss, or take others in."""
+
+RECOVERY: tuple[Point, ...] = get_args(Point)
+
+OF_SOME = ("state captured", "state received", "state taken")
+"""Points that not all workers pass: only whoever gives the state, or gets it."""
+
+
+@contextmanager
+def listening(listener: FailpointListener) -> Iterator[None]:
+    """Have this be told of every point that is passed meanwhile."""
+    before = listen(listener)
+    try:
+        yield
+    finally:
+        listen(before)
+
+
+Steps = Annotated[int, Field(ge=0)]
+Rank = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S, allow_inf_nan=False)]
+
+
+class _Fault(BaseModel):
+    """The fields of every fault.
+
+    Attributes:
+        at_step: the number of committed steps at which it is injected, before the next step is computed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_step: Steps
+
+
+class _Delayed(_Fault):
+    """A fault that may be injected in the middle of the step, or of a recovery.
+
+    Attributes:
+        after_s: the seconds from the beginning of the step, or from the point of the recovery.
+        during: ``step``, or ``recovery`` to wait until workers form the next generation, after a loss or to take others
+            in.
+        point: the failpoint of the recovery.
+    """
+
+    after_s: Seconds = 0.0
+    during: Literal["step", "recovery"] = "step"
+    point: Point = "regroup begins"
+
+    @model_validator(mode="after")
+    def _require_recovery(self) -> Self:
+        if self.during == "step" and "point" in self.model_fields_set:
+            raise ValueError(f'point = {self.point!r} is of a recovery: write during = "recovery", too')
+        return self
+
+
+class Kill(_Delayed):
+    """The worker is killed with SIGKILL.
+
+    Attributes:
+        device: the number of one of its devices; the others of the worker end with it.
+    """
+
+    kind: Literal["kill"] = "kill"
+    rank: Rank
+    device: Rank = 0
+
+
+class Stop(_Delayed):
+    """The worker stands still, as on a machine that swaps or hangs.
+
+    Attributes:
+        device: the number of one of its devices.
+        for_s: seconds until it goes on; None for never.
+    """
+
+    kind: Literal["stop"] = "stop"
+    rank: Rank
+    device: Rank = 0
+    for_s: Annotated[float, Field(gt=0, le=LONGEST_S, allow_inf_nan=False)] | None = None
+
+
+class Slow(_Fault):
+    """The worker computes slower.
+
+    Attributes:
+        factor: the factor on the time that its shards take.
+        steps: the number of steps for which it lasts; None for all.
+    """
+
+    kind: Literal["slow"] = "slow"
+    rank: Rank
+    factor: Annotated[float, Field(ge=1, le=LONGEST_S, allow_inf_nan=False)]
+    steps: Count | None = None
+
+
+class Join(_Delayed):
+    """So many workers more are asked for."""
+
+    kind: Literal["join"] = "join"
+    workers: Count = 1
+
+
+class Leave(_Delayed):
+    """The worker is asked to leave, with SIGTERM."""
+
+    kind: Literal["leave"] = "leave"
+    rank: Rank
+
+
+class Resize(_Delayed):
+    """So many workers are asked for."""
+
+    kind: Literal["resize"] = "resize"
+    workers: Count
+
+
+class KillCoordinator(_Delayed):
+    """The coordinator is killed with SIGKILL.
+
+    Attributes:
+        for_s: seconds in which it is killed again whenever it is back.
+    """
+
+    kind: Literal["kill_coordinator"] = "kill_coordinator"
+    for_s: Seconds = 0.0
+
+
+class KillAgent(_Delayed):
+    """The agent of the worker's host is killed with SIGKILL."""
+
+    kind: Literal["kill_agent"] = "kill_agent"
+    rank: Rank
+
+
+class Partition(_Delayed):
+    """The worker can reach neither the coordinator nor the other workers.
+
+    Attributes:
+        for_s: seconds until it can again.
+    """
+
+    kind: Literal["partition"] = "partition"
+    rank: Rank
+    for_s: Seconds = 1.0
+
+
+FlippedPlace = Literal["weights", "buffers", "optimizer", "partial_sum", "gradient", "shard_buffer", "checkpoint"]
+
+
+class FlipBit(_Fault):
+    """Flips one bit in the worker's memory, or of a checkpoint on its disk.
+
+    Attributes:
+        place: ``weights``, ``buffers`` or ``optimizer``: the largest number of the first tensor there.
+            ``partial_sum``, of the gradients of its shards, before it is read, or ``gradient``, the mean over the
+            global batch, before the update reads it: its first number, if it is checked.
+            ``shard_buffer``, what a shard has made of a buffer. ``checkpoint``: the weights'
+            file of the newest one in the run folder.
+        bit: the number of the bit: in that number, from the lowest on, or in that file, from its beginning on; larger
+            ones start over.
+    """
+
+    kind: Literal["flip_bit"] = "flip_bit"
+    rank: Rank
+    place: FlippedPlace = "weights"
+    bit: Annotated[int, Field(ge=0)] = 0
+
+
+class WrongResult(_Fault):
+    """Has the worker compute one element of one gradient with a wrong bit, from this step on.
+
+    Attributes:
+        bit: the number of the bit, from the lowest on; larger ones start over.
+    """
+
+    kind: Literal["wrong_result"] = "wrong_result"
+    rank: Rank
+    bit: Annotated[int, Field(ge=0)] = 0
+
+
+Fault = Kill | Stop | Slow | Join | Leave | Resize | KillCoordinator | KillAgent | Partition | FlipBit | WrongResult
+
+KINDS: dict[str, type[Fault]] = {kind.model_fields["kind"].default: kind for kind in Fault.__args__}
+"""By the name that scripts use."""
+
+
+# Faults as data: written down once, carried out again and again.
 
 
 @dataclass(frozen=True)
@@ -192,3 +371,106 @@ def _table(fault: Fault) -> str:
     }
     fields: dict[str, Any] = {"kind": fault.kind, **found, **when}
     return "".join(["[[fault]]\n", *(f"{name} = {json.dumps(value)}\n" for name, value in fields.items())])
+
+
+# A fault plan that is drawn from a seed: the same for the same seed.
+
+
+SHARES = {
+    "kill": 30,
+    "stop": 18,
+    "resize": 14,
+    "join": 12,
+    "leave": 10,
+    "slow": 5,
+    "partition": 5,
+    "kill_coordinator": 3,
+    "kill_agent": 3,
+}
+"""How often each kind is drawn, in parts of a hundred. What memory and processors do wrong is left out: a job may
+rightly end with an error by it, as after its last step. ``benchmarks.flip_campaign`` injects such faults."""
+
+FOREVER = 8
+"""One worker in so many that stand still does not go on."""
+
+RECOVERIES = 4
+"""One fault in so many is injected during the recovery from another one."""
+
+WITHIN_S = 0.1
+"""The latest moment of a fault, in seconds after a step's beginning: in the middle of it, or of one that follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomFaults:
+    """The settings from which a fault plan is drawn.
+
+    Attributes:
+        seed: the seed of all that is drawn.
+        faults: the number of faults.
+        steps: the number of steps of the job, over which they are spread.
+        largest: the largest number of workers of the job.
+        devices: the number of devices of each worker.
+    """
+
+    seed: int
+    faults: int
+    steps: int
+    largest: int
+    devices: int = 1
+
+    def draw(self) -> Faults:
+        """The script.
+
+        Raises:
+            JobError: there is no room for faults in this job.
+        """
+        if self.faults < 1 or self.steps < 2:
+            raise JobError(f"{self.faults} faults in {self.steps} steps: at least 1 fault and 2 steps are needed")
+        draw = random.Random(self.seed)  # noqa: S311  nothing secret
+        kinds = self._kinds(draw)
+        draw.shuffle(kinds)
+        script = Faults()
+        for number, kind in enumerate(kinds):
+            first, last = (self.steps * edge // self.faults for edge in (number, number + 1))
+            at_step = max(1, min(draw.randint(first, max(first, last - 1)), self.steps - 1))
+            script = self._add(script, kind, at_step, draw)
+            if kind != "slow" and draw.randrange(RECOVERIES) == 0:
+                script = script.in_recovery(draw.choice(RECOVERY))
+        return script
+
+    def _kinds(self, draw: random.Random) -> list[str]:
+        """Of each kind its share, and one of each if there is room."""
+        least = 1 if self.faults >= len(SHARES) else 0
+        counts = {kind: max(least, self.faults * share // 100) for kind, share in SHARES.items()}
+        kinds = [kind for kind, number in counts.items() for _ in range(number)]
+        missing = max(0, self.faults - len(kinds))
+        return (kinds + draw.choices(list(SHARES), list(SHARES.values()), k=missing))[-self.faults :]
+
+    def _add(self, script: Faults, kind: str, at_step: int, draw: random.Random) -> Faults:
+        rank = draw.randrange(self.largest)
+        after_s = round(draw.choice((0.0, draw.uniform(0, WITHIN_S))), 3)
+        if kind == "stop":
+            for_s = None if draw.randrange(FOREVER) == 0 else round(draw.uniform(0.1, 1.0), 3)
+            device = self._device(draw)
+            return script.stop(rank=rank, at_step=at_step, for_s=for_s, after_s=after_s, device=device)
+        if kind == "slow":
+            factor = round(draw.uniform(1.5, 5.0), 1)
+            return script.slow(rank=rank, factor=factor, at_step=at_step, steps=draw.randint(1, 10))
+        if kind == "partition":
+            for_s = round(draw.uniform(0.1, 1.5), 3)
+            return script.partition(rank=rank, at_step=at_step, for_s=for_s, after_s=after_s)
+        if kind == "resize":
+            # More often up than down, or the job would spend most of its life on a single worker.
+            workers = max(draw.randint(1, self.largest), draw.randint(1, self.largest))
+            return script.resize(workers=workers, at_step=at_step, after_s=after_s)
+        if kind == "join":
+            return script.join(at_step=at_step, after_s=after_s)
+        if kind == "kill_coordinator":
+            return script.kill_coordinator(at_step=at_step, for_s=draw.choice((0.0, 0.5)), after_s=after_s)
+        if kind == "kill":
+            return script.kill(rank=rank, at_step=at_step, after_s=after_s, device=self._device(draw))
+        of_rank = {"leave": script.leave, "kill_agent": script.kill_agent}[kind]
+        return of_rank(rank=rank, at_step=at_step, after_s=after_s)
+
+    def _device(self, draw: random.Random) -> int:
+        return draw.randrange(self.devices) if self.devices > 1 else 0

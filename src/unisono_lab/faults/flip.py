@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.errors import JobError
 from unisono.train.model.at_rest import kept_by
-from unisono_lab.faults.fault import FlippedPlace
+from unisono_lab.faults.faults import FlippedPlace
 
 if TYPE_CHECKING:
     from unisono.train.run import Run

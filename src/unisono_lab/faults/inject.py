@@ -20,20 +20,7 @@ from unisono.membership.token import read_token
 from unisono.settings.variables import Variables
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono_lab.faults import fault_helper as fault_helper
-from unisono_lab.faults.fault import (
-    Fault,
-    FlipBit,
-    Join,
-    Kill,
-    KillAgent,
-    KillCoordinator,
-    Leave,
-    Partition,
-    Resize,
-    Slow,
-    Stop,
-    WrongResult,
-)
+from unisono_lab.faults import faults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,23 +33,23 @@ PATIENCE_S = 30.0
 PAUSE_S = 0.1
 
 
-def inject(fault: Fault, run: Run) -> None:
+def inject(fault: faults.Fault, run: Run) -> None:
     """Do it, now or, in a thread of its own, a little later. A slow worker is somebody else's business."""
-    if isinstance(fault, Slow):
+    if isinstance(fault, faults.Slow):
         return
-    if isinstance(fault, FlipBit):
+    if isinstance(fault, faults.FlipBit):
         _flip_bit(fault, run)
         return
-    if isinstance(fault, WrongResult):
+    if isinstance(fault, faults.WrongResult):
         _compute_wrongly(fault, run)
         return
-    if fault.after_s or isinstance(fault, Join | Resize):  # those wait for an answer
+    if fault.after_s or isinstance(fault, faults.Join | faults.Resize):  # those wait for an answer
         threading.Thread(target=_later, args=(fault, run), name="unisono-fault", daemon=True).start()
     else:
         _do(fault, run)
 
 
-def _later(fault: Fault, run: Run) -> None:
+def _later(fault: faults.Fault, run: Run) -> None:
     time.sleep(getattr(fault, "after_s", 0.0))
     try:
         _do(fault, run)
@@ -70,26 +57,26 @@ def _later(fault: Fault, run: Run) -> None:
         run.inside.folder.journal("fault failed", kind=fault.kind, error=str(error))
 
 
-def _do(fault: Fault, run: Run) -> None:
+def _do(fault: faults.Fault, run: Run) -> None:
     me = os.getpid()
     match fault:
-        case Kill():
+        case faults.Kill():
             os.kill(me, signal.SIGKILL)
-        case Leave():
+        case faults.Leave():
             os.kill(me, signal.SIGTERM)
-        case Stop(for_s=for_s):
+        case faults.Stop(for_s=for_s):
             if for_s is not None:
                 _help("continue", str(me), for_s)
             os.kill(me, signal.SIGSTOP)
-        case KillCoordinator(for_s=for_s):
+        case faults.KillCoordinator(for_s=for_s):
             _kill_coordinator(run.dir, for_s)
-        case KillAgent():
+        case faults.KillAgent():
             os.kill(_agent(), signal.SIGKILL)
-        case Join(workers=workers):
+        case faults.Join(workers=workers):
             _ask(more=workers)
-        case Resize(workers=workers):
+        case faults.Resize(workers=workers):
             _ask(exactly=workers)
-        case Partition(for_s=for_s):
+        case faults.Partition(for_s=for_s):
             run.inside.membership.cut_off(for_s)
 
 
@@ -154,7 +141,7 @@ def _possible(control: Control, more: int) -> int:
     return min(int(status["wanted"]) + more, int(status["largest"]))
 
 
-def _flip_bit(fault: FlipBit, run: Run) -> None:
+def _flip_bit(fault: faults.FlipBit, run: Run) -> None:
     from unisono_lab.faults.flip import flip, flip_in, flip_in_checkpoint
 
     if fault.place == "checkpoint":
@@ -174,7 +161,7 @@ def _flip_bit(fault: FlipBit, run: Run) -> None:
     run.inside.exact.require_engine().witness = witness
 
 
-def _compute_wrongly(fault: WrongResult, run: Run) -> None:
+def _compute_wrongly(fault: faults.WrongResult, run: Run) -> None:
     from unisono_lab.faults.flip import flip
 
     def wrong(gradient: Tensor) -> Tensor:

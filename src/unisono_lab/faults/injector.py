@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import JobError
 from unisono.failpoints import listen
-from unisono_lab.faults.fault import OF_SOME, Fault, Join, KillCoordinator, Partition, Resize, Slow
-from unisono_lab.faults.faults import Faults
+from unisono_lab.faults.faults import OF_SOME, Fault, Faults, Join, KillCoordinator, Partition, Resize, Slow
 from unisono_lab.faults.inject import inject
 
 if TYPE_CHECKING:

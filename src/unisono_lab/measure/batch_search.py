@@ -6,47 +6,93 @@ The same trials always lead to the same next one, so the search is tested with m
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import DataError, JobError, LaunchError
-from unisono.launch.ending.outcome import Outcome
+from unisono.launch.ending.failure import Failure
+from unisono.launch.ending.outcome import Outcome, WorkerExit, describe
 from unisono.launch.ending.result import in_a_line, last_lines, open_folder
 from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings
-from unisono.launch.terminal.terminal import SilentTerminal
+from unisono.launch.terminal.terminal import SilentTerminal, WorkerName
 from unisono_lab.analysis.batch_curve import BatchCurve, Bound, Tried
 from unisono_lab.measure.measured_run import peak_mib
 from unisono_lab.measure.measuring import Interrupted
-from unisono_lab.measure.out_of_memory import ran_out_of_memory
 from unisono_lab.replay.record import Record
+
+# The decision whether a job ended because memory ran out. Nothing here touches the system.
+
+
+KINDS = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError", "MemoryError")
+"""Types of exceptions that say nothing else."""
+
+SAID = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|insufficient memory|bad_alloc"
+    r"|unable to allocate|ALLOC_FAILED|cudaErrorMemoryAllocation",
+    re.IGNORECASE,
+)
+"""What torch, CUDA's libraries, numpy, the C++ library and Linux say."""
+
+TAKEN = ("SIGKILL", "SIGBUS")
+"""How the kernel ends processes for which there is no memory, or no shared memory, left."""
+
+
+def ran_out_of_memory(outcome: Outcome, said: Mapping[WorkerName, Sequence[str]]) -> str:
+    """A sentence that says whose memory did not suffice; empty if that is not why the job ended.
+
+    What other workers say of the loss of that one, each in its own way, is no reason to look further.
+
+    Args:
+        outcome: the outcome of the job.
+        said: the last lines of each worker that printed no exception, by rank.
+    """
+    if outcome.exit_code == 0:
+        return ""
+    found = [each for each in outcome.exits if _ran_out(each, said.get(each.rank, ()))]
+    first = min(found, key=lambda each: each.began, default=None)
+    return "" if first is None else _words(first, outcome.host)
+
+
+def _ran_out(worker: WorkerExit, said: Sequence[str]) -> bool:
+    if worker.code == 0:
+        return False
+    if worker.over_mib is not None:
+        return True
+    if worker.failure is not None:
+        return _is_about_memory(worker.failure)
+    if worker.told_at is not None:
+        return False
+    if worker.fault:
+        return False
+    return worker.signal_name in TAKEN or any(SAID.search(line) for line in said)
+
+
+def _is_about_memory(failure: Failure) -> bool:
+    return failure.type in KINDS or SAID.search(failure.message) is not None
+
+
+def _words(worker: WorkerExit, host: str) -> str:
+    if worker.failure is None:
+        return describe(worker, host).partition(":" if worker.over_mib is None else "\n")[0]
+    first_line = (worker.failure.message.strip().splitlines() or [""])[0]
+    return f"rank {worker.rank} on host {host}: {worker.failure.type}: {first_line}"
+
+
+# The search for the largest batch that fits, as a pure function of what was tried: doubling, then bisection.
+
 
 FIRST = 16
 MARGIN = 0.1
 RESOLUTION = 0.02
 """Bisection ends when the largest batch that fits is known to this share of itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The answer.
-
-    Attributes:
-        largest: batch that fits; None if none does.
-        with_margin: the largest that leaves the margin; it was tried, too.
-        best: the batch with the best throughput among those that leave the margin; None if none could be timed.
-        bound: the reason why the largest is not larger.
-    """
-
-    largest: int | None
-    with_margin: int | None = None
-    best: int | None = None
-    bound: Bound = "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +125,7 @@ class BatchSearch:
         if not 0 <= self.margin < 1:
             raise JobError(f"--margin {self.margin:g}: a share of the largest batch, from 0 and below 1")
 
-    def next(self, trials: Mapping[int, Tried]) -> int | Found:
+    def next(self, trials: Mapping[int, Tried]) -> int | BatchCurve:
         """The batch to try next, or the answer.
 
         Args:
@@ -90,13 +136,18 @@ class BatchSearch:
             return batch
         largest = known.low
         if largest is None:
-            return Found(None)
+            return self._curve(trials)
         with_margin = known.below(largest * (1 - self.margin)) if known.bound == "memory" else largest
         if with_margin not in trials:
             return with_margin
         timed = [one for one in trials.values() if one.fits and one.samples_per_s and one.batch <= with_margin]
         best = max(timed, key=lambda one: (one.samples_per_s or 0.0, -one.batch), default=None)
-        return Found(largest, with_margin, None if best is None else best.batch, known.bound)
+        fastest = None if best is None else best.batch
+        return self._curve(trials, largest=largest, with_margin=with_margin, best=fastest, bound=known.bound)
+
+    def _curve(self, trials: Mapping[int, Tried], **found: Any) -> BatchCurve:
+        rows = tuple(trials[batch] for batch in sorted(trials))
+        return BatchCurve(rows=rows, workers=self.workers, margin=self.margin, **found)
 
 
 class _Known:
@@ -182,14 +233,7 @@ def searched(
     while isinstance(answer := search.next(trials), int):
         trials[answer] = attempt(answer)
         tell(trials[answer])
-    return BatchCurve(
-        rows=tuple(trials[batch] for batch in sorted(trials)),
-        **asdict(answer),
-        workers=search.workers,
-        memory_limit_mib=memory_limit_mib,
-        margin=search.margin,
-        command=command,
-    )
+    return answer.model_copy(update={"memory_limit_mib": memory_limit_mib, "command": command})
 
 
 def finished_trial(folder: Path, batch: int, peak: float | None, limit: float | None = None) -> Tried:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, LaunchError
@@ -28,18 +28,31 @@ from unisono.launch.terminal.terminal import SilentTerminal
 from unisono.settings.reading import settings_by_path, variables_of, words_of
 from unisono_lab.analysis.results import Results
 from unisono_lab.analysis.study_folder import PlannedCell
-from unisono_lab.measure.measurement import Measurement, surroundings
-from unisono_lab.measure.measuring import Measured, RunEnd, network, notes, rows, shown_settings
+from unisono_lab.measure.measuring import (
+    Measured,
+    Measurement,
+    RunEnd,
+    network,
+    notes,
+    rows,
+    shown_settings,
+    surroundings,
+)
 
 
-class StudyEngine(Protocol):
-    """Starts runs, one at a time.
+def _options(settings: LaunchSettings) -> list[str]:
+    """Those of ``unisono run`` that a study sets."""
+    return words_of(settings.options, without=("launch.grace_s",))
+
+
+class StudyEngine:
+    """Starts runs, one at a time: with the launcher of this host, unless a subclass starts them elsewhere.
 
     Attributes:
         name: the name of the engine, as in ``--on``; empty for this host.
     """
 
-    name: str
+    name = ""
 
     def opened(self) -> AbstractContextManager[object]:
         """Within it runs can be started.
@@ -48,41 +61,14 @@ class StudyEngine(Protocol):
             JobError: what it needs is not here.
             LaunchError: it cannot be reached.
         """
-        ...
-
-    def cores(self) -> int:
-        """The number of cores for workers. Only within :meth:`opened`."""
-        ...
-
-    def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
-        """One run in this folder, from its start to its end. Main thread only."""
-        ...
-
-    def typed(self, settings: LaunchSettings) -> list[str]:
-        """The words with which a person would start such a run, without those of the script."""
-        ...
-
-
-def _options(settings: LaunchSettings) -> list[str]:
-    """Those of ``unisono run`` that a study sets."""
-    return words_of(settings.options, without=("launch.grace_s",))
-
-
-class OnThisHost:
-    """The launcher of this host."""
-
-    name = ""
-
-    def opened(self) -> AbstractContextManager[object]:
-        """Nothing is to be opened."""
         return nullcontext()
 
     def cores(self) -> int:
-        """Those of this host that this process may use."""
+        """The number of cores for workers. Only within :meth:`opened`."""
         return usable_cores()
 
     def run(self, settings: LaunchSettings, place: Path) -> RunEnd:
-        """As ``unisono run -n`` does it."""
+        """One run in this folder, from its start to its end. Main thread only."""
         folder = open_folder(place, settings.script.stem)
         try:
             outcome = launch(settings, folder, SilentTerminal())
@@ -92,12 +78,12 @@ class OnThisHost:
         return RunEnd(outcome.exit_code, words, str(log.relative_to(folder.path)), outcome.interrupted, outcome.reason)
 
     def typed(self, settings: LaunchSettings) -> list[str]:
-        """``unisono run``."""
+        """The words with which a person would start such a run, without those of the script."""
         return ["unisono", "run", "-n", str(settings.workers), *_options(settings)]
 
 
 @dataclass(frozen=True, slots=True)
-class OnRay:
+class OnRay(StudyEngine):
     """The nodes of a Ray cluster, all of which see the folder of the study.
 
     Attributes:
@@ -143,7 +129,7 @@ ASKED = (PREEMPTED, FIRST_SIGNAL + signal.SIGTERM)
 """Exit codes of ``srun`` whose workers were asked to leave, after they could do so by themselves, and before."""
 
 
-class BySlurm:
+class BySlurm(StudyEngine):
     """Job steps of the allocation that this process is in; without one, ``srun`` asks for one for each run."""
 
     name = "slurm"
@@ -190,7 +176,7 @@ class BySlurm:
         return ["srun", "--kill-on-bad-exit=1", f"--ntasks={settings.workers}", *count]
 
 
-ENGINES: Mapping[str | None, type[Any]] = {None: OnThisHost, "ray": OnRay, "slurm": BySlurm}
+ENGINES: Mapping[str | None, type[StudyEngine]] = {None: StudyEngine, "ray": OnRay, "slurm": BySlurm}
 
 
 @contextmanager

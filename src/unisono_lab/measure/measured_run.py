@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -50,7 +50,7 @@ class MeasuredRun:
     seconds: float
     trained: int
     epoch_s: float | None = None
-    times: StepBreakdown | None = None
+    times: Parts | None = None
     peak_memory_mib: float | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
@@ -112,7 +112,7 @@ def measured_run(folder: Path, warmup_steps: int) -> MeasuredRun:
         seconds=seconds,
         trained=lines[-1]["position"] + lines[-1]["batch_size"],
         epoch_s=_epoch_s(timed, epoch_samples),
-        times=StepBreakdown.medians(step_times(timed)),
+        times=medians(step_times(timed)),
         peak_memory_mib=max((peak_mib(one) for one in workers), default=0.0) or None,
         batch_size=record.batch_size,
         learning_rate=rate,
@@ -232,34 +232,24 @@ def _is_number(value: Any) -> bool:
 # The parts of a step's time, over all of its workers.
 
 
-@dataclass(frozen=True, slots=True)
-class StepBreakdown:
-    """The parts of a step, in seconds; the mean over its workers.
+Parts = Mapping[str, float]
+"""Seconds of a step, the mean over its workers, by the fields of a cell:
 
-    Attributes:
-        step_s: the whole step, on the main worker's clock.
-        data_s: the wait for samples.
-        compute_s: the forward and the backward pass.
-        wait_s: the wait, from when a worker had computed its shards until the slowest one had.
-        exposed_s: the rest of the wait for the reduction, after everything was computed.
-        update_s: the optimizer's update.
-    """
-
-    step_s: float
-    data_s: float
-    compute_s: float
-    wait_s: float
-    exposed_s: float
-    update_s: float
-
-    @classmethod
-    def medians(cls, steps: Sequence[StepBreakdown]) -> StepBreakdown:
-        """The median of each part; they add up to about a whole."""
-        rows = [asdict(step) for step in steps]
-        return cls(**{name: median(row[name] for row in rows) for name in rows[0]})
+step_s     the whole step, on the main worker's clock
+data_s     the wait for samples
+compute_s  the forward and the backward pass
+wait_s     the wait, from when a worker had computed its shards until the slowest one had
+exposed_s  the rest of the wait for the reduction, after everything was computed
+update_s   the optimizer's update
+"""
 
 
-def step_times(lines: Sequence[Mapping[str, Any]]) -> list[StepBreakdown]:
+def medians(steps: Sequence[Parts]) -> Parts:
+    """The median of each part; they add up to about a whole."""
+    return {name: median(step[name] for step in steps) for name in steps[0]}
+
+
+def step_times(lines: Sequence[Mapping[str, Any]]) -> list[Parts]:
     """The times of steps.
 
     Args:
@@ -271,14 +261,14 @@ def step_times(lines: Sequence[Mapping[str, Any]]) -> list[StepBreakdown]:
     return found or [_of_main(line) for line in lines]
 
 
-def _of_main(line: Mapping[str, Any]) -> StepBreakdown:
+def _of_main(line: Mapping[str, Any]) -> Parts:
     seconds = line["seconds"]
     parts = (seconds.get(name, 0.0) for name in ("data", "compute", "exposed_communication", "update"))
-    data, compute, exposed, update = parts
-    return StepBreakdown(seconds["total"], data, compute, 0.0, exposed, update)
+    names = ("data_s", "compute_s", "exposed_s", "update_s")
+    return {"step_s": seconds["total"], "wait_s": 0.0, **dict(zip(names, parts, strict=True))}
 
 
-def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> StepBreakdown | None:
+def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> Parts | None:
     now, then = line.get("workers") or (), after.get("workers") or ()
     if not now or len(now) != len(then) or after["step"] != line["step"] + 1:
         return None
@@ -287,14 +277,14 @@ def _of_workers(line: Mapping[str, Any], after: Mapping[str, Any]) -> StepBreakd
     arrived = [waited + took for waited, took in zip(data, compute, strict=True)]
     exposed = [one["exposed_s"] for one in then]
     waits = [min(max(arrived) - each, most) for each, most in zip(arrived, exposed, strict=True)]
-    return StepBreakdown(
-        step_s=line["seconds"]["total"],
-        data_s=fmean(data),
-        compute_s=fmean(compute),
-        wait_s=fmean(waits),
-        exposed_s=fmean(exposed) - fmean(waits),
-        update_s=fmean(one["update_s"] for one in then),
-    )
+    return {
+        "step_s": line["seconds"]["total"],
+        "data_s": fmean(data),
+        "compute_s": fmean(compute),
+        "wait_s": fmean(waits),
+        "exposed_s": fmean(exposed) - fmean(waits),
+        "update_s": fmean(one["update_s"] for one in then),
+    }
 
 
 def _computed(line: Mapping[str, Any], shard_s: Sequence[float]) -> list[float]:

@@ -14,7 +14,7 @@ from unisono.jsonl import read_lines
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.settings.reading import settings_by_path
 from unisono.train.model.stages import LOOPED, SCHEDULES
-from unisono_lab.measure.engines import OnThisHost
+from unisono_lab.measure.engines import StudyEngine
 
 
 def ideal_bubble(schedule: str, devices: int, shards: int, blocks: int) -> float:
@@ -140,7 +140,7 @@ def measure_schedules(
                 continue
             tell(f"{schedule}, run {repeat + 1} of {study.repeats}")
             folder = place / f"{schedule}-{repeat}"
-            end = OnThisHost().run(study.settings(schedule), folder)
+            end = StudyEngine().run(study.settings(schedule), folder)
             if end.interrupted:
                 raise KeyboardInterrupt
             if end.exit_code:

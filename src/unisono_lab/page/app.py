@@ -1,13 +1,17 @@
-"""The routes of a page."""
+"""The routes of a page, and the server that has them."""
 
 import asyncio
 import json
+import socket
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
-from functools import cache
+from contextlib import aclosing, asynccontextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, TypeVar
 
+import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,10 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from unisono.errors import JobError, LaunchError, Unreadable
 from unisono.launch.elastic.address import Control
+from unisono.membership.listener import FewDescriptors, HttpProtocol
 from unisono.membership.messages import Name
 from unisono.membership.parser import parse
-from unisono_lab.page.curves import LARGEST_STEP
-from unisono_lab.page.finer import Axis
+from unisono_lab.page.curves import LARGEST_STEP, Axis
 from unisono_lab.page.gate import Gate, Keys
 from unisono_lab.page.hub import Hub
 from unisono_lab.page.source import RunSource
@@ -129,12 +133,11 @@ class Page:
         source: the run to show.
         keys: the keys and sessions.
         cookie: the name of the cookie.
-        is_secure: whether the page is served over TLS.
     """
 
-    def __init__(self, source: RunSource, keys: Keys, cookie: str, *, is_secure: bool = False) -> None:
+    def __init__(self, source: RunSource, keys: Keys, cookie: str) -> None:
         self.hub = Hub(source)
-        self._source, self._keys, self._cookie, self._is_secure = source, keys, cookie, is_secure
+        self._source, self._keys, self._cookie = source, keys, cookie
 
     def routes(self) -> list[BaseRoute]:
         """All there are."""
@@ -169,7 +172,7 @@ class Page:
             return _refused(401, JobError(why))
         cookie, session = entered
         answer = JSONResponse({"page": session.page, "may": session.may})
-        answer.set_cookie(self._cookie, cookie, httponly=True, samesite="strict", secure=self._is_secure)
+        answer.set_cookie(self._cookie, cookie, httponly=True, samesite="strict")
         return answer
 
     async def _share(self, request: Request) -> Response:
@@ -214,11 +217,108 @@ class Page:
         return JSONResponse({"done": verb})
 
 
-def page_app(page: Page, keys: Keys, cookie: str, scheme: str = "http", names: frozenset[str] = frozenset()) -> Gate:
+def page_app(page: Page, keys: Keys, cookie: str) -> Gate:
     """All of it, with the gate around it."""
     app = Starlette(routes=page.routes(), lifespan=page.running)
-    return Gate(app, keys, cookie, is_open, scheme, names)
+    return Gate(app, keys, cookie, is_open)
 
 
 def _refused(status: int, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=status)
+
+
+# The process that serves a page: ``unisono page RUN_DIR``. It needs no torch.
+
+
+NICE = 10
+"""How far it stands back behind those who train."""
+
+FAREWELL_S = 1
+"""Seconds in which those who look learn of a job's end."""
+
+TICK_S = 30.0
+ENOUGH_S = 3
+"""Seconds after which a button that was pressed before it is not waited for any more."""
+
+REQUEST_LINE_S = 10.0
+
+
+class PageServer(uvicorn.Server):
+    """Wakes at a signal; uvicorn's own does ten times a second. Takes leave of those who look.
+
+    Args:
+        config: uvicorn's settings.
+        hub: the run, and those who look.
+    """
+
+    def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
+        super().__init__(config)
+        self._hub = hub
+
+    async def main_loop(self) -> None:
+        """Until it is to end."""
+        self._loop, self._signalled = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(FewDescriptors(sys.stderr.write))
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._signalled.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell those who look how it ended, and hang up on those who do not take it."""
+        farewell = asyncio.create_task(self._hub.end())
+        hanging_up = asyncio.get_running_loop().call_later(FAREWELL_S, self._hang_up)
+        await super().shutdown(sockets)
+        hanging_up.cancel()
+        farewell.cancel()
+        await asyncio.gather(farewell, return_exceptions=True)
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        super().handle_exit(sig, frame)
+        if hasattr(self, "_loop"):  # otherwise the first look sees it
+            self._loop.call_soon_threadsafe(self._signalled.set)
+
+
+def serve(source: RunSource, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page of a run until a signal ends it. Main thread only.
+
+    Args:
+        source: the run to show.
+        port: the port on loopback; 0 for any free one.
+        say: a function that is told the link, once.
+
+    Raises:
+        JobError: the port cannot be had.
+    """
+    try:
+        listening = socket.create_server(("127.0.0.1", port), backlog=MOST_VIEWERS)
+    except OSError as error:
+        raise JobError(f"a page cannot listen on port {port} of this host: {error}; name another with --port") from None
+    with listening:
+        port = listening.getsockname()[1]
+        keys, cookie = Keys(), f"unisono-{port}"
+        page = Page(source, keys, cookie)
+        app = page_app(page, keys, cookie)
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            interface="asgi3",
+            loop="asyncio",
+            http=partial(HttpProtocol, request_line_s=REQUEST_LINE_S),  # type: ignore[arg-type]  # it is called
+            ws="none",
+            timeout_graceful_shutdown=ENOUGH_S,
+            limit_concurrency=4 * MOST_VIEWERS,
+            log_config=None,
+            log_level="error",  # who asks for nonsense, or too often, fills no log
+            access_log=False,
+            server_header=False,
+            date_header=False,  # it would have to be made each second
+            proxy_headers=False,
+        )
+        say(f"http://127.0.0.1:{port}/#{keys.act}")
+        PageServer(config, page.hub).run([listening])

@@ -1,13 +1,83 @@
 """The figures of a run over its steps, of the lines of ``metrics.jsonl``: columns that never take much room."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unisono.adapt.curvature_question import CONFIDENCE, FIGURES
-from unisono_lab.page.thinned import MOST, Mark
+from unisono_lab.page.source import METRICS, Follower, NewLines, Read
+
+# A row of items that grows for ever and never takes much room.
+
+
+T = TypeVar("T")
+
+MOST = 1024
+"""Groups that are kept; a plot has about as many pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How much of a row somebody has seen.
+
+    Attributes:
+        shape: the shape that the row had then.
+        count: the number of items of a row then, or of entries of a table.
+    """
+
+    shape: int = -1
+    count: int = 0
+
+
+class Thinned(Generic[T]):
+    """Groups of neighbouring items, all of one size but the newest. When there are too many, each two become one.
+
+    Args:
+        merge: a function that makes one item of two neighbours, the earlier one first.
+        most: the number of groups that are kept; even.
+
+    Attributes:
+        groups: the groups, in their order.
+        stride: the number of items in each.
+        shape: a number that changes with every group at once.
+        count: the number of items.
+    """
+
+    def __init__(self, merge: Callable[[T, T], T], most: int = MOST) -> None:
+        self.groups: list[T] = []
+        self.stride, self.shape, self.count = 1, 0, 0
+        self._merge, self._most = merge, most
+
+    def add(self, item: T) -> None:
+        """One more item, the newest."""
+        if self.count == self._most * self.stride:
+            self._halve()
+        if self.count % self.stride:
+            self.groups[-1] = self._merge(self.groups[-1], item)
+        else:
+            self.groups.append(item)
+        self.count += 1
+
+    @property
+    def mark(self) -> Mark:
+        """Of who has seen all that there is."""
+        return Mark(self.shape, self.count)
+
+    def since(self, seen: Mark) -> int:
+        """The number of the first group that is new, or may have changed, for somebody."""
+        return seen.count // self.stride if seen.shape == self.shape else 0
+
+    def _halve(self) -> None:
+        pairs = zip(self.groups[::2], self.groups[1::2], strict=True)
+        self.groups = [self._merge(earlier, later) for earlier, later in pairs]
+        self.stride, self.shape = 2 * self.stride, self.shape + 1
+
+
+# The figures of a run over its steps, of the lines of ``metrics.jsonl``: columns that never take much room.
+
 
 MOST_CURVES = 96
 """More names than that are not drawn: whoever logs them has made a mistake, or means harm."""
@@ -231,3 +301,88 @@ def shard_seconds(line: Mapping[str, Any]) -> list[float | None]:
     if isinstance(workers, list):
         told = [one.get("shard_s") if isinstance(one, Mapping) else None for one in workers]
     return [number(value) for value in told] if isinstance(told, list) else []
+
+
+# The curves of a few steps, finer than those of the whole run: made again of the lines that these steps have.
+
+
+Axis = Literal["step", "time"]
+
+MOST_BYTES = 2**27
+"""Of the file that are read for one range, some 300 000 steps: of a wider one the thinned points are fine enough."""
+
+
+class _Stretch(NamedTuple):
+    """Lines that follow each other: their bytes, and the smallest and largest of their steps and times."""
+
+    first: int
+    end: int
+    step: tuple[float, float]
+    time: tuple[float, float]
+
+
+class Stretches:
+    """Where in the file of metrics which steps are, roughly.
+
+    Args:
+        most: the largest number of bytes that a range may have.
+    """
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._most = most
+        self._known: Thinned[_Stretch] = Thinned(_joined)
+
+    def add(self, news: NewLines) -> None:
+        """The next lines of the file."""
+        steps, times = (
+            [found for line in news.lines if (found := number(line.get(name))) is not None] for name in ("step", "time")
+        )
+        if steps and times:
+            bounds = (min(steps), max(steps)), (min(times), max(times))
+            self._known.add(_Stretch(news.first, news.end, *bounds))
+
+    def of(self, axis: Axis, low: float, high: float) -> tuple[int, int]:
+        """The first byte of a range, and the one behind it; the same if there is nothing, or far too much."""
+        found = [one for one in self._known.groups if getattr(one, axis)[0] <= high and getattr(one, axis)[1] >= low]
+        first, end = (found[0].first, found[-1].end) if found else (0, 0)
+        return (first, end) if end - first <= self._most else (0, 0)
+
+
+class FinerCurves:
+    """Reads a range, part by part.
+
+    Args:
+        axis: what the range is of.
+        low: its lower end.
+        high: its upper end.
+        stretch: the first byte, and the one behind, between which its lines are.
+    """
+
+    def __init__(self, axis: Axis, low: float, high: float, stretch: tuple[int, int]) -> None:
+        self._axis, self._low, self._high = axis, low, high
+        self._at, self._end = stretch
+        self._file, self._curves = Follower(METRICS, self._at), Curves()
+
+    def take(self, read: Read) -> bool:
+        """Take the next part; whether there is another one."""
+        if self._at >= self._end:
+            return False
+        news = self._file.news(read)
+        if news.anew:  # it is another file by now, whose lines are elsewhere
+            return False
+        self._curves.take([line for line in news.lines if self._is_inside(number(line.get(self._axis)))])
+        self._at = news.end or self._at
+        return self._at < self._end and (news.more or bool(news.lines))
+
+    def points(self) -> dict[str, Any]:
+        """The points of all curves, as the browser gets those of the whole run; empty if there are none."""
+        return self._curves.table.since(Mark())
+
+    def _is_inside(self, where: float | None) -> bool:
+        return where is not None and self._low <= where <= self._high
+
+
+def _joined(one: _Stretch, other: _Stretch) -> _Stretch:
+    (low, high), (since, until) = one.step, one.time
+    step = min(low, other.step[0]), max(high, other.step[1])
+    return _Stretch(one.first, other.end, step, (min(since, other.time[0]), max(until, other.time[1])))

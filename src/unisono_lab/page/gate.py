@@ -2,19 +2,22 @@
 
 import asyncio
 import hmac
-import json
 import secrets
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from time import monotonic
 from typing import Any, Literal
+
+from starlette.requests import cookie_parser
+from starlette.responses import JSONResponse
 
 from unisono.membership.asgi import App, NotAdmitted, Receive, Scope, Send, body_of, header, read_already
 from unisono.membership.auth import Rate
 from unisono.membership.token import is_loopback
 
 May = Literal["act", "look"]
+MAY: tuple[May, May] = ("look", "act")
+"""By whether a key is the one to act."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -71,18 +74,13 @@ class Keys:
 
     def enter(self, key: str) -> tuple[str, BrowserSession] | None:
         """A new session, and the cookie that stands for it; None for a key that does not open."""
-        is_act, is_look = hmac.compare_digest(key.encode(), self.act.encode()), False
-        if not is_act:
-            is_look = hmac.compare_digest(key.encode(), self.look.encode())
-        if not is_look and (not is_act or self._clock() > self._until):
+        is_act = hmac.compare_digest(key.encode(), self.act.encode()) and self._clock() <= self._until
+        if not is_act and not hmac.compare_digest(key.encode(), self.look.encode()):
             return None
         if is_act:
             self._until = float("-inf")
         self._forget_one()
-        cookie, session = (
-            secrets.token_urlsafe(32),
-            BrowserSession(secrets.token_urlsafe(32), "act" if is_act else "look"),
-        )
+        cookie, session = secrets.token_urlsafe(32), BrowserSession(secrets.token_urlsafe(32), MAY[is_act])
         self._sessions[cookie] = session
         return cookie, session
 
@@ -105,8 +103,6 @@ class Gate:
         keys: the keys and sessions.
         cookie: the name of the cookie.
         is_open: a function that says whether a method and path need no session.
-        scheme: ``http`` or ``https``.
-        names: further host names and addresses, besides those of loopback, by which the page is known.
         body_s: the seconds within which the whole of a request has to come.
         take_s: the seconds within which each part of an answer has to be taken.
     """
@@ -117,13 +113,11 @@ class Gate:
         keys: Keys,
         cookie: str,
         is_open: Callable[[str, str], bool],
-        scheme: str = "http",
-        names: frozenset[str] = frozenset(),
         body_s: float = BODY_S,
         take_s: float = TAKE_S,
     ) -> None:
         self._app, self._keys, self._cookie, self._is_open = app, keys, cookie, is_open
-        self._scheme, self._names, self._body_s, self._take_s = scheme, names, body_s, take_s
+        self._body_s, self._take_s = body_s, take_s
         self._rate = Rate(REQUESTS_PER_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +129,11 @@ class Gate:
             self._check(scope)
             body = await body_of(receive, LARGEST_BODY, self._body_s)
         except NotAdmitted as turned:
-            await _answer(scope, send, turned)
+            answer = JSONResponse({"error": turned.reason}, status_code=turned.status)
+            if scope["type"] != "http":
+                await send({"type": "websocket.close"})
+            else:
+                await answer(scope, receive, _with_headers(send, self._take_s))
             return
         await self._app(scope, read_already(body, receive), _with_headers(send, self._take_s))
 
@@ -143,13 +141,14 @@ class Gate:
         if scope["type"] != "http":
             raise NotAdmitted(400, "a page has no such connections")
         host = _one(scope, b"host")
-        if not self._is_ours(host):
+        if not _is_ours(host):
             raise NotAdmitted(403, "this is not the address of a page")  # a name that somebody pointed here
         origins = [value for name, value in scope["headers"] if name == b"origin"]
-        own = f"{self._scheme}://{host}".encode()
+        own = f"http://{host}".encode()
         if any(origin.lower() != own.lower() for origin in origins) or (scope["method"] != "GET" and not origins):
             raise NotAdmitted(403, "other pages have no access")
-        session = self._keys.session(_cookie(scope, self._cookie), _one(scope, PAGE_HEADER))
+        cookies = cookie_parser(_one(scope, b"cookie"))
+        session = self._keys.session(cookies.get(self._cookie, ""), _one(scope, PAGE_HEADER))
         if session is not None:
             if _one(scope, b"sec-fetch-site") not in ("", "same-origin", "none"):
                 raise NotAdmitted(403, "other pages have no access")
@@ -160,11 +159,11 @@ class Gate:
         if not self._is_open(scope["method"], scope["path"]):
             raise NotAdmitted(401, "open the page with the link that was printed for it")
 
-    def _is_ours(self, host: str) -> bool:
-        """Whether a ``name:port`` is this page's. The port may be another one's: a tunnel's, say."""
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        name = name.removeprefix("[").removesuffix("]").lower()
-        return is_loopback(name) or name in self._names
+
+def _is_ours(host: str) -> bool:
+    """Whether a ``name:port`` is this host's. The port may be another one's: a tunnel's, say."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return is_loopback(name.removeprefix("[").removesuffix("]").lower())
 
 
 def _with_headers(send: Send, take_s: float) -> Send:
@@ -179,23 +178,5 @@ def _with_headers(send: Send, take_s: float) -> Send:
     return sent
 
 
-async def _answer(scope: Scope, send: Send, turned: NotAdmitted) -> None:
-    if scope["type"] != "http":
-        await send({"type": "websocket.close"})
-        return
-    body = json.dumps({"error": turned.reason}).encode()
-    about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": turned.status, "headers": [*about, *HEADERS]})
-    await send({"type": "http.response.body", "body": body})
-
-
 def _one(scope: Scope, name: bytes) -> str:
     return header(scope, name).decode("latin-1")
-
-
-def _cookie(scope: Scope, name: str) -> str:
-    try:
-        found = SimpleCookie(_one(scope, b"cookie"))
-    except CookieError:
-        return ""
-    return found[name].value if name in found else ""

@@ -7,10 +7,9 @@ from typing import Any
 
 from unisono.errors import JobError, LaunchError, UnisonoError, Unreadable
 from unisono.received import parse_object, why_of
-from unisono_lab.page.finer import Axis, FinerCurves
-from unisono_lab.page.follow import Follower, NewLines
+from unisono_lab.page.curves import Axis, FinerCurves
 from unisono_lab.page.run_model import RunModel, Viewed
-from unisono_lab.page.source import JOB, JOURNAL, METRICS, RESULT, RunSource
+from unisono_lab.page.source import JOB, JOURNAL, METRICS, RESULT, Follower, NewLines, RunSource
 
 METRICS_S = 1.0
 """How often the metrics are looked at, in seconds: each step costs the same, and each look besides."""

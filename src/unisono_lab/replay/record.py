@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.job import Job
@@ -75,6 +77,12 @@ def _job(folder: RunFolder) -> Job:
         return Job(**found)
     except (JobError, TypeError) as error:
         raise JobError(f"{folder.path / 'job.json'} is no job of this version: {error}") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with values from a file, with its place."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
 
 
 def _damage(file: Path, numbers: Sequence[int]) -> str:

@@ -6,10 +6,10 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Literal, TypeVar
 
 from unisono.adapt.view import Decision, Figure, Verb
+from unisono_lab.events import moment_of, title_of
 
 # What a run decided beside what a replay did.
 
@@ -67,6 +67,9 @@ def compared(run: Sequence[tuple[int, Decision]], replayed: Sequence[tuple[int, 
 
 T = TypeVar("T")
 
+SAID = frozenset({"started", "resumed", "minted", "lost", "left", "resized", "over"})
+"""Events whose figures alone would be hard to read."""
+
 UNTOLD = frozenset({"agent joined", "asked for", "formed"})
 """Events that follow from others, or change nothing for those who train."""
 
@@ -96,19 +99,16 @@ class Happening:
 
     @property
     def words(self) -> str:
-        """For people: what the line says besides event, time and step."""
+        """For people: what the line says, or all of its figures."""
         about = {name: value for name, value in self.line.items() if name not in ("event", "time", "step")}
-        try:
-            return WORDS.get(self.event, figures)(about)
-        except (KeyError, TypeError, ValueError):  # another version wrote other fields
-            return figures(about)
+        return (self.event in SAID and title_of(self.line)) or figures(about)
 
 
 def timeline(journal: Sequence[Mapping[str, Any]]) -> list[Happening]:
     """All of a journal, each line with its time since the first one."""
-    times = [_time(line) for line in journal]
-    start = next((time for time in times if time is not None), None)
-    since = [None if time is None or start is None else (time - start).total_seconds() for time in times]
+    times = [moment_of(line) for line in journal]
+    start = next((time for time in times if time is not None), 0.0)
+    since = [None if time is None else time - start for time in times]
     return [Happening(seconds, line) for seconds, line in zip(since, journal, strict=True)]
 
 
@@ -172,39 +172,3 @@ def figure(value: Any) -> str:
 def figures(about: Mapping[str, Figure] | Mapping[str, Any]) -> str:
     """Names and their values: ``noise_scale 145.792, before 64``."""
     return ", ".join(f"{name} {figure(value)}" for name, value in about.items())
-
-
-def _time(line: Mapping[str, Any]) -> datetime | None:
-    try:
-        return datetime.fromisoformat(line["time"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _new_generation(about: Mapping[str, Any]) -> str:
-    changes = [f"{name}: {figure(about[name])}" for name in ("joined", "lost") if about.get(name)]
-    return "; ".join([f"generation {about['generation']}: {figure(about['workers'])} train", *changes])
-
-
-def _lost(about: Mapping[str, Any]) -> str:
-    rank = "" if about["rank"] is None else f" (rank {about['rank']})"
-    return f"{about['worker']}{rank} on host {about['host']}: {about['why']}"
-
-
-def _resized(about: Mapping[str, Any]) -> str:
-    by = f" by {about['by']}" if about["by"] else ""
-    return f"{about['workers']} workers wanted, before {about['before']}; asked for {about['asked_for']}{by}"
-
-
-WORDS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "started": lambda about: f"{about['world_size']} workers",
-    "resumed": lambda about: f"goes on with {about['world_size']} workers",
-    "minted": _new_generation,
-    "lost": _lost,
-    "left": lambda about: f"{about['worker']} on host {about['host']}: {about['reason']}",
-    "resized": _resized,
-    "over": lambda about: f"{about['outcome']}{': ' if about['reason'] else ''}{about['reason']}",
-    "checkpoint": lambda about: f"{about['bytes']} bytes",
-    "finished": lambda about: f"weights sha256 {about['weights_sha256']}",
-}
-"""What is said of an event, if its figures alone would be hard to read."""

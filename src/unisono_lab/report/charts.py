@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unisono_lab.analysis.analysis import Analysis, Curve
+from unisono_lab.analysis.analysis import PARTS, Analysis, Curve, Row
 from unisono_lab.analysis.batch_curve import BatchCurve
 from unisono_lab.analysis.estimate import Estimate, shown
 from unisono_lab.analysis.results import Mode
-from unisono_lab.analysis.summary import PARTS, Row
 from unisono_lab.report.drawing import (
     BLUE,
     GREEN,
@@ -104,7 +103,7 @@ def _speedups(curves: Sequence[Curve], mode: Mode) -> Chart | None:
         if fit is not None and curve.alone is not None:
             grid, look = _grid(far), mark(place)
             style = {"linestyle": "--", "linewidth": 1.1, "color": look["color"]}
-            axis.plot(grid, [fit.speedup(at) for at in grid], label=f"fit: {fit.law.short}", **style)
+            axis.plot(grid, [fit.speedup(at) for at in grid], label=f"fit: {fit.law.name}", **style)
             beyond = [workers for workers in curve.predict if workers <= far]
             open_marks = {**look, "markerfacecolor": "none", "markersize": 7, "linestyle": "none"}
             axis.plot(beyond, [fit.speedup(workers) for workers in beyond], label="prediction", **open_marks)

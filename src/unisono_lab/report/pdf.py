@@ -16,9 +16,8 @@ from reportlab.pdfbase.ttfonts import TTFont
 from reportlab.platypus import Image, Paragraph, Preformatted, SimpleDocTemplate, Spacer, Table
 
 from unisono_lab.analysis.estimate import JOINED
-from unisono_lab.report.document import Block, Document
+from unisono_lab.report.document import Block, Document, Field, WrittenTable
 from unisono_lab.report.drawing import FAINT, INK, Chart, Drawing
-from unisono_lab.report.figure_tables import Field, WrittenTable
 
 MARGIN = 48.0
 """Points."""

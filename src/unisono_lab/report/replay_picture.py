@@ -56,27 +56,9 @@ class Picture:
         self.steps = [line["step"] + 1 for line in self.lines]
         self.decisions = decisions_that_hold(record.journal)
 
-    def has(self, name: str) -> bool:
-        """Whether any step has a figure of this name."""
-        return any(line.get(name) is not None for line in self.lines)
-
     def values(self, name: str) -> list[float]:
         """A figure of each step; NaN where it has none."""
         return [math.nan if line.get(name) is None else float(line[name]) for line in self.lines]
-
-    @property
-    def batches(self) -> tuple[list[int], list[float]]:
-        """Steps and their batches, without the rest at an epoch's end if there are others."""
-        whole = [number for number, line in enumerate(self.lines) if not line.get("ends_epoch")]
-        chosen = whole or range(len(self.lines))
-        sizes = self.values("batch_size")
-        return [self.steps[number] for number in chosen], [sizes[number] for number in chosen]
-
-    @property
-    def rates(self) -> list[float]:
-        """The learning rates, with what policies had made of them."""
-        factors = [float(line.get("lr_factor", 1.0)) for line in self.lines]
-        return [rate * factor for rate, factor in zip(self.values("lr"), factors, strict=True)]
 
     @property
     def lanes(self) -> dict[str, list[tuple[int, Decision]]]:
@@ -117,9 +99,12 @@ def _loss(axis: Any, picture: Picture) -> None:
 
 
 def _batch(axis: Any, picture: Picture) -> None:
-    if picture.has("noise_scale"):
+    if any(line.get("noise_scale") is not None for line in picture.lines):
         axis.plot(picture.steps, picture.values("noise_scale"), color=PINK, linewidth=1, label="noise scale")
-    axis.plot(*picture.batches, color=BLUE, linewidth=1.4, drawstyle="steps-pre", label="batch size")
+    points = [*zip(picture.steps, picture.values("batch_size"), picture.lines, strict=True)]
+    whole = [point for point in points if not point[2].get("ends_epoch")]  # without the rest at an epoch's end
+    steps, sizes, _ = zip(*(whole or points), strict=True)
+    axis.plot(steps, sizes, color=BLUE, linewidth=1.4, drawstyle="steps-pre", label="batch size")
     if picture.replay is not None:
         axis.plot(*_settings(picture.replay, 1), **DASHED, label="batch size (replay)")
     doubling(axis, "y")
@@ -128,7 +113,8 @@ def _batch(axis: Any, picture: Picture) -> None:
 
 
 def _rate(axis: Any, picture: Picture) -> None:
-    axis.plot(picture.steps, picture.rates, color=BLUE, linewidth=1.4, drawstyle="steps-pre", label="run")
+    rates = [rate * line.get("lr_factor", 1.0) for rate, line in zip(picture.values("lr"), picture.lines, strict=True)]
+    axis.plot(picture.steps, rates, color=BLUE, linewidth=1.4, drawstyle="steps-pre", label="run")
     if picture.replay is not None:
         axis.plot(*_settings(picture.replay, 2), **DASHED, label="replay")
         _explain(axis)

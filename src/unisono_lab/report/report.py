@@ -14,7 +14,7 @@ from unisono_lab.analysis.results import Results
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
 from unisono_lab.report.drawing import Chart, Drawing, drawn, inline
-from unisono_lab.report.step_picture import TimedStep, step_charts
+from unisono_lab.report.step_picture import step_charts
 
 HTML_NAME, PDF_NAME = "report.html", "report.pdf"
 
@@ -37,7 +37,7 @@ def write_report(
     folder: Path,
     wanted: Wanted,
     batches: Mapping[str, BatchCurve] | None = None,
-    steps: Sequence[TimedStep] = (),
+    sources: Sequence[Path] = (),
 ) -> Document:
     """Write ``report.html``, ``report.pdf``, ``results.csv``, ``results.json``, and each plot as PNG and as SVG.
 
@@ -46,7 +46,7 @@ def write_report(
         folder: the report's folder, made if it is missing.
         wanted: the reader's choices.
         batches: the results of the search for the largest batch, by label.
-        steps: the single steps to show.
+        sources: the folders of the studies, of which single steps are shown.
 
     Returns:
         what the report says.
@@ -57,7 +57,7 @@ def write_report(
     require_reports()
     results.write(folder)
     analysis = analyzed(results, wanted, batches)
-    pictures = [*charts(analysis), *step_charts(steps)]
+    pictures = [*charts(analysis), *step_charts(sources)]
     found = document(analysis, pictures)
     write_document(found, pictures, folder)
     return found

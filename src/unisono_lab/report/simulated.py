@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from unisono_lab.analysis.estimate import NOTHING, counted, duration, number, percent
-from unisono_lab.report.document import Block, Document, Section
+from unisono_lab.report.document import Block, Document, Field, Section, WrittenTable, fixed_words
 from unisono_lab.report.drawing import FAINT, INK, SERIES, Chart, canvas, doubling, explain, from_zero, mark
-from unisono_lab.report.figure_tables import Field, WrittenTable
-from unisono_lab.simulation.search import Candidate, Expectation, Goal, Likelihood, Margin, enough, frontier, margins
 from unisono_lab.simulation.simulated_run import SimulatedOutcome
-from unisono_lab.simulation.simulation import Simulation, commands, left_out
-
-ASSUMED: tuple[str, ...] = (
-    "Decisions about membership are those of the real coordinator's state machine, and decisions about batches, sizes "
-    "and checkpoints those of the real policies; hosts, processes, networks and steps are simulated.",
-    "A step takes what the fitted model says, times a log-normal factor of each worker; the slowest counts.",
-    "A host that is taken away without a notice falls silent; the coordinator gives its workers up as it does in a "
-    "job, by --failure-timeout-s.",
-    "The coordinator's own host is not lost.",
-    "Each host is paid from the moment at which it is there until it is taken away or the job is done, also while its "
-    "workers start, wait, or are not wanted by a policy.",
-    "A job that all have left is started again as soon as there is room, from its newest checkpoint.",
-    "What policies do to strategies, topologies and the learning rate changes no time.",
-)
-
-TERMS: tuple[tuple[str, str], ...] = (
-    ("p50, p95", "The median over all seeds, and what 95 % of them do not exceed."),
-    ("seed", "One course of events: when hosts go and come, and how long each step takes."),
-    ("in time", "The share of the seeds done by the deadline; in brackets its 95 % interval (Wilson, JASA 1927)."),
-    ("in budget", "The share of the seeds that are done and cost no more than the budget, with its interval."),
-    ("regroup", "A generation ends or forms; losses that nobody has noticed yet are a part of it."),
-    ("repeated", "Steps that were computed again, since nobody was left who had their result, and broken-off steps."),
-    ("waiting", "Too few workers, or a job that all had left."),
+from unisono_lab.simulation.simulation import (
+    Candidate,
+    Expectation,
+    Goal,
+    Likelihood,
+    Margin,
+    Simulation,
+    commands,
+    enough,
+    frontier,
+    left_out,
+    margins,
 )
 
 
 def simulated_document(found: Simulation, pictures: Sequence[Chart], title: str) -> Document:
     """What the report of a simulation says."""
+    words = fixed_words("simulation")
     sections = [
         Section("Figures: time and cost", [Block("table", table=_answers(found))]),
         Section("Figures: where the time goes", [Block("table", table=_lost(found))]),
@@ -49,8 +36,8 @@ def simulated_document(found: Simulation, pictures: Sequence[Chart], title: str)
         Section("Figures: workers", [Block("table", table=_rates(found))]),
         Section("What the figures are from", [Block("table", table=_sources(found))]),
         *_guesses(found),
-        Section("What is assumed", [Block("bullets", ASSUMED)]),
-        Section("Glossary", [Block("terms", terms=TERMS)]),
+        Section("What is assumed", [Block("bullets", words["assumed"])]),
+        Section("Glossary", [Block("terms", terms=[*words["terms"].items()])]),
     ]
     return Document(title, _verdict(found), _advice(found), sections)
 
@@ -198,12 +185,6 @@ def _long(seconds: float) -> str:
 
 HOUR_S = 3600.0
 
-LEAST_SPAN = 0.1
-"""Of an axis: what it shows at least, as a share of the largest value."""
-
-LETTER = 0.022
-"""The width of a letter beside a mark, as a share of the axis."""
-
 
 def simulated_charts(found: Simulation) -> list[Chart]:
     """Time and cost of all seeds, a job over time, throughputs, and the candidates if there are any."""
@@ -225,32 +206,13 @@ def _spread(found: Simulation) -> Chart:
         done = [each for each in variant.outcomes if each.done]
         points = ([each.seconds / HOUR_S for each in done], [each.cost for each in done])
         axis.scatter(*points, label=variant.name, alpha=0.75, **mark(place))
-    deadline_h = None if found.wish.deadline_s is None else found.wish.deadline_s / HOUR_S
-    several = [each for variant in found.variants for each in variant.outcomes if each.done]
-    _limit(axis.axvline, axis.set_xlim, [each.seconds / HOUR_S for each in several], ("deadline", deadline_h, ":"))
-    _limit(axis.axhline, axis.set_ylim, [each.cost for each in several], ("budget", found.wish.budget, "--"))
+    if found.wish.deadline_s is not None:
+        axis.axvline(found.wish.deadline_s / HOUR_S, color=INK, linestyle=":", label="deadline")
+    if found.wish.budget is not None:
+        axis.axhline(found.wish.budget, color=INK, linestyle="--", label="budget")
     explain(figure, axis)
     words = "Each mark is a seed: the hours until the job was done, and what all hosts cost until then."
     return Chart("time-and-cost", "Time and cost", words, figure)
-
-
-def _limit(
-    line: Callable[..., Any],
-    bounds: Callable[[float, float], Any],
-    values: Sequence[float],
-    limit: tuple[str, float | None, str],
-) -> None:
-    """Have an axis show all values, and a limit if it is near them; else the legend says where it is."""
-    name, at, look = limit
-    low, high = min(values), max(values)
-    near = max(high - low, LEAST_SPAN * high, 1e-9)
-    if at is not None and low - near <= at <= high + near:
-        line(at, color=INK, linestyle=look, label=name)
-        low, high = min(low, at), max(high, at)
-    elif at is not None:
-        line(math.nan, color=INK, linestyle=look, label=f"{name} {number(at)}: outside")
-    room = max(0.15 * (high - low), LEAST_SPAN * high / 2)
-    bounds(max(0.0, low - room), high + room)
 
 
 def _course(found: Simulation) -> Chart:
@@ -302,25 +264,11 @@ def _frontier(found: Simulation) -> Chart:
     axis.plot(*_places(best), color=SERIES[0], marker="o", linewidth=1, label="none is better in both")
     label = "recommended" if found.wish.holds(found.candidates[0].answer) else "nearest to the limits"
     axis.scatter(*_places(found.candidates[:1]), color=SERIES[1], marker="*", s=130, zorder=5, label=label)
-    _name(axis, [*found.candidates[:1], *best])
+    for one, hours, cost in zip(best, *_places(best), strict=True):
+        axis.annotate(one.hosts, (hours, cost), (6, 5), textcoords="offset points", fontsize="x-small", color=INK)
     explain(figure, axis)
     words = "Mixes of hosts by median time and cost, with few seeds. The line joins those that no other beats in both."
     return Chart("candidates", "Cost against time", words, figure)
-
-
-def _name(axis: Any, several: Sequence[Candidate]) -> None:
-    """Write hosts beside their marks, towards the middle, but for those too near to one that is named already."""
-    (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
-    named: list[tuple[float, float, int]] = []
-    for one, hours, cost in zip(several, *_places(several), strict=True):
-        across, up, size = (hours - left) / (right - left), (cost - low) / (high - low), len(one.hosts)
-        near = any(abs(across - x) < LETTER * max(size, n) and abs(up - y) < 0.08 for x, y, n in named)
-        if near or not math.isfinite(hours):
-            continue
-        named.append((across, up, size))
-        is_left = across < 0.5
-        look = {"textcoords": "offset points", "fontsize": "x-small", "color": INK, "va": "bottom"}
-        axis.annotate(one.hosts, (hours, cost), (6 if is_left else -6, 5), ha="left" if is_left else "right", **look)
 
 
 def _places(several: Sequence[Candidate]) -> tuple[list[float], list[float]]:

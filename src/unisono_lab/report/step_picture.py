@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from unisono.errors import JobError
 from unisono_lab.analysis.estimate import counted
-from unisono_lab.analysis.results import Mode
 from unisono_lab.report.drawing import BLUE, FAINT, GREEN, INK, ORANGE, PINK, RED, SKY, Chart, canvas, explain_below
-from unisono_lab.timeline.critical_path import Lane, Part, Stretch
-from unisono_lab.timeline.explanation import NAMES, Explanation, explained
+from unisono_lab.timeline.explanation import NAMES, Explanation, Lane, Part, Stretch, explained
 from unisono_lab.timeline.recorded import StepTimelines, read
 
 COLOURS: Final[Mapping[Part, str]] = {
@@ -36,18 +33,33 @@ MAIN, BESIDE = 0.5, 0.18
 MOST_LANES = 64
 """Workers that are drawn: those of the critical path, and the first of the others."""
 
+CELL = re.compile(r"(strong|weak)-([0-9]{1,6})-0")
+"""A cell's folder, of which the first repeat is shown."""
+
 WIDEST = 110
 """Characters of a line below the picture."""
 
 
-def step_charts(steps: Sequence[TimedStep]) -> list[Chart]:
-    """What each worker did when, in the median step of each run on the most workers."""
-    found = []
-    for place, step in enumerate(steps, start=1):
-        label = f"{step.label}: " if step.label else ""
-        title = f"{label}one step of {counted(step.workers, 'worker')}, {step.mode} scaling"
-        words = " ".join(step.explanation.words)
-        found.append(Chart(f"step-{place}", title, words, step_figure(step.timelines, step.explanation)))
+def step_charts(studies: Sequence[Path]) -> list[Chart]:
+    """What each worker did when, in the median step of the first run on the most workers, of each study and mode.
+
+    Cells without a timeline are left out.
+    """
+    found = list[Chart]()
+    for study in studies:
+        cells: dict[str, int] = {}
+        for place in sorted((study / "cells").glob("*")):
+            if (name := CELL.fullmatch(place.name)) is not None:
+                cells[name[1]] = max(cells.get(name[1], 0), int(name[2]))
+        label = f"{study.absolute().name}: " if len(studies) > 1 else ""
+        for mode, workers in cells.items():
+            try:
+                timelines = read([study / "cells" / f"{mode}-{workers}-0" / "run"])
+                step = explained(timelines)
+            except JobError:  # an older version has measured it, or it took too few steps
+                continue
+            title = f"{label}one step of {counted(workers, 'worker')}, {mode} scaling"
+            found.append(Chart(f"step-{len(found) + 1}", title, " ".join(step.words), step_figure(timelines, step)))
     return found
 
 
@@ -118,47 +130,3 @@ def _step_over(axis: Any, before: Stretch, after: Stretch, rows: Mapping[int, in
 def _plain(text: str) -> str:
     """Text that matplotlib takes as it is: no formulas."""
     return text.replace("$", r"\$")
-
-
-# The median step of a study's runs on the most workers, for its report.
-
-CELL = re.compile(r"(strong|weak)-([0-9]{1,6})-0")
-"""A cell's folder, of which the first repeat is shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimedStep:
-    """What workers did when, in one cell of a study.
-
-    Attributes:
-        mode: the cell's mode.
-        workers: its number of workers.
-        timelines: all of its spans.
-        explanation: its median step.
-        label: the study's folder, where there are several.
-    """
-
-    mode: Mode
-    workers: int
-    timelines: StepTimelines
-    explanation: Explanation
-    label: str = ""
-
-
-def timed_steps(studies: Sequence[Path]) -> list[TimedStep]:
-    """Of each study and mode, the cell with the most workers; those without a timeline are left out."""
-    found = []
-    for study in studies:
-        cells: dict[Mode, int] = {}
-        for place in sorted((study / "cells").glob("*")):
-            if (name := CELL.fullmatch(place.name)) is not None:
-                mode: Mode = "weak" if name[1] == "weak" else "strong"
-                cells[mode] = max(cells.get(mode, 0), int(name[2]))
-        label = study.absolute().name if len(studies) > 1 else ""
-        for mode, workers in cells.items():
-            try:
-                timelines = read([study / "cells" / f"{mode}-{workers}-0" / "run"])
-                found.append(TimedStep(mode, workers, timelines, explained(timelines), label))
-            except JobError:  # an older version has measured it, or it took too few steps
-                continue
-    return found

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unisono_lab.analysis.analysis import Analysis, Curve, Prices
-from unisono_lab.analysis.estimate import Estimate, counted, duration, interval, listed, number, percent, shown
-from unisono_lab.analysis.results import Cell
+from unisono_lab.analysis.analysis import PARTS, Analysis, Curve, Prices, Row
+from unisono_lab.analysis.estimate import counted, duration, interval, listed, number, percent, shown
 from unisono_lab.analysis.study_folder import Kind
-from unisono_lab.analysis.summary import PARTS, Row
 
 
 def verdict(analysis: Analysis) -> list[str]:
@@ -26,25 +24,6 @@ def advice(analysis: Analysis) -> list[str]:
 def explanations(analysis: Analysis) -> list[str]:
     """For each curve: why it is not linear, as far as parts of steps were measured."""
     return [named(analysis, curve, words) for curve in analysis.curves if (words := _why_not_linear(curve))]
-
-
-def overheads(analysis: Analysis) -> list[str]:
-    """For each label: its workers beside the plain loop with equal threads."""
-    found: dict[str, str] = {}
-    for curve in analysis.curves:
-        beside = [(row.workers, row.over_equal) for row in curve.usable if row.over_equal is not None]
-        if beside:
-            said = listed([_beside_plain(workers, over) for workers, over in beside])
-            label = f"{shown(curve.label)}: " if curve.label else ""
-            threads = "with equal threads " if beside[-1][0] > 1 else ""
-            found.setdefault(label, f"{label}Beside the plain loop {threads}the throughput is {said}.")
-    return list(found.values())
-
-
-def _beside_plain(workers: int, over: Estimate) -> str:
-    who = "one worker" if workers == 1 else f"{workers} workers"
-    ends = interval(over, "percent")
-    return f"{percent(over.value)}{f' ({ends})' if ends else ''} with {who}"
 
 
 def name_of(analysis: Analysis, curve: Curve) -> str:
@@ -127,18 +106,7 @@ def _advice(curve: Curve, analysis: Analysis) -> str:
         beside = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
         price = _price(wanted.prices)
         said.append(f"{found.cheapest.workers} for the lowest cost ({what} costs {beside}; {price})")
-    return f"Recommended, of the numbers that were measured: {'; '.join(said)}.{_beyond(curve)}"
-
-
-def _beyond(curve: Curve) -> str:
-    """What the fit says of more workers."""
-    fit = curve.best_fit
-    if fit is None or fit.best is None or fit.misfit > 0.2:
-        return ""
-    most = curve.usable[-1].workers
-    if fit.best > 8 * most:
-        return ""
-    return f" Prediction of the {fit.law.name}: beyond about {max(1, round(fit.best))} workers more of them are slower."
+    return f"Recommended, of the numbers that were measured: {'; '.join(said)}."
 
 
 def _price(prices: Prices) -> str:
@@ -167,8 +135,6 @@ def _why_not_linear(curve: Curve) -> str:
         f"scaling{said}."
     )
 
-
-# The doubts about a study's figures, as far as the figures themselves tell.
 
 # Whether all numbers of workers trained the same.
 
@@ -240,23 +206,12 @@ def threats(analysis: Analysis) -> list[str]:
 
 
 def _failed(analysis: Analysis) -> Iterator[str]:
-    runs = _runs(analysis.results.cells)
-    failed = [(kind, code) for (_, kind, _), code in runs.items() if code]
+    cells = analysis.results.cells
+    failed = [f"{Kind(cell.mode, cell.workers)} (exit code {cell.exit_code})" for cell in cells if cell.exit_code]
     if failed:
-        which = "; ".join(sorted({f"{kind} (exit code {code})" for kind, code in failed}))
         are = "is" if len(failed) == 1 else "are"
-        yield f"{len(failed)} of {counted(len(runs), 'run')} failed and {are} in no figure: {which}."
-
-
-def _runs(cells: Sequence[Cell]) -> dict[tuple[str, Kind, int], int]:
-    """The exit code of each run: its rows may be epochs, or one worker's in strong and in weak scaling."""
-    alone = {(cell.label, cell.repeat) for cell in cells if (cell.mode, cell.workers) == ("strong", 1)}
-    found: dict[tuple[str, Kind, int], int] = {}
-    for cell in cells:
-        is_shared = (cell.mode, cell.workers) == ("weak", 1) and (cell.label, cell.repeat) in alone
-        kind = Kind("strong" if is_shared else cell.mode, cell.workers)
-        found[cell.label, kind, cell.repeat] = cell.exit_code or found.get((cell.label, kind, cell.repeat), 0)
-    return found
+        which = "; ".join(dict.fromkeys(failed))
+        yield f"{len(failed)} of {counted(len(cells), 'run')} failed and {are} in no figure: {which}."
 
 
 def _of_curve(curve: Curve) -> Iterator[str]:
@@ -271,10 +226,6 @@ def _of_curve(curve: Curve) -> Iterator[str]:
         yield "One worker was not measured, so there is no speedup, and fits rest on more than one worker alone."
     yield from _repeats(curve)
     yield from _noise(curve)
-    yield from _settings(curve)
-    yield from _plain(curve)
-    if any(cell.epoch == 1 for row in rows for cell in row.cells):
-        yield "Some runs have a first epoch only, which counts: in it is what happens once, such as filling caches."
     for fit in curve.fits:
         if fit.misfit > MISFIT:
             words = f"The fit of {fit.law.name} misses a median by {percent(fit.misfit)}"
@@ -299,29 +250,6 @@ def _noise(curve: Curve) -> Iterator[str]:
     said = listed(wide)
     if said:
         yield f"Noise: the interval of the throughput is as wide as {said}. Something else may have used the machine."
-
-
-def _settings(curve: Curve) -> Iterator[str]:
-    batches = {cell.batch_size for row in curve.rows for cell in row.cells if cell.batch_size}
-    shares = {cell.batch_size / row.workers for row in curve.rows for cell in row.cells if cell.batch_size}
-    if curve.mode == "strong" and len(batches) > 1:
-        said = listed([str(size) for size in sorted(batches)])
-        yield f"The global batch is not the same in all runs ({said}): this is not strong scaling."
-    if curve.mode == "weak" and len(shares) > 1:
-        yield "The batch per worker is not the same in all runs: this is not weak scaling."
-
-
-def _plain(curve: Curve) -> Iterator[str]:
-    if any(cell.epoch == 1 for row in curve.plain for cell in row.cells):
-        yield (
-            "The plain loop was timed over a first epoch, with all that happens once; of the workers' runs the first "
-            "steps are left out. Let it train two epochs at least."
-        )
-    if curve.mode == "weak" and any(row.over_equal for row in curve.rows if row.workers > 1):
-        yield (
-            "The plain loop has the batch of one worker, also where it has the threads of more: in weak scaling it "
-            "is compared with workers whose batch is larger."
-        )
 
 
 def _of_all(analysis: Analysis) -> Iterator[str]:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
@@ -19,6 +18,7 @@ from unisono.adapt.step_time import StepTime, fit
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.received import LONGEST_S
+from unisono_lab.events import moment_of
 from unisono_lab.replay.record import Record
 from unisono_lab.simulation.scenario import MeasuredFigures
 
@@ -212,7 +212,7 @@ class _Journal:
 
     def _note(self, line: Mapping[str, Any]) -> None:
         """One event more."""
-        at, took = _moment(line), line.get("seconds")
+        at, took = moment_of(line), line.get("seconds")
         host = str(line.get("host"))
         match line.get("event"):
             case "agent joined":
@@ -323,10 +323,3 @@ def _names(found: Any) -> list[str]:
 def _is_moment(value: Any) -> TypeGuard[float]:
     """Whether it is a time in seconds since 1970, which are more than any duration."""
     return type(value) in (int, float) and 0 <= value < 2**40
-
-
-def _moment(line: Mapping[str, Any]) -> float | None:
-    try:
-        return datetime.fromisoformat(str(line.get("time"))).timestamp()
-    except (ValueError, OverflowError):
-        return None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -28,10 +31,76 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.plan.split import Split
-from unisono_lab.simulation.agenda import Course
 from unisono_lab.simulation.market import HostPrices
 from unisono_lab.simulation.scenario import HostKind, Incident, Scenario
 from unisono_lab.simulation.training import Array, Crew, SimulatedTraining
+
+# What happens in virtual time, in its order, and what a job spends that time on.
+
+
+Part = Literal["training", "regroup", "waiting", "start"]
+"""What a job does at a moment.
+
+training  steps are computed
+regroup   a generation ends, or forms: also until a loss is noticed
+waiting   there are too few workers, or the job is not running
+start     the first workers start
+"""
+
+
+class Course:
+    """Everything that is to happen to a job, by its time, and what the job has lost so far.
+
+    At one moment things happen in the order in which they were planned.
+
+    Attributes:
+        now: the virtual time, in seconds.
+        part: what the job does now.
+        repeated_s: seconds of training whose steps were lost.
+        stall_s: seconds that training stood still for checkpoints.
+        worker_seconds: seconds of training, times workers.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.part: Part = "waiting"
+        self.repeated_s = self.stall_s = self.worker_seconds = 0.0
+        self._turned_at = 0.0
+        self._seconds: dict[Part, float] = defaultdict(float)
+
+    def at(self, moment: float, what: Callable[[], None]) -> None:
+        """Plan something for a moment, in seconds."""
+        self._count += 1
+        heapq.heappush(self._heap, (moment, self._count, what))
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        """Plan something for so many seconds from now."""
+        self.at(self.now + seconds, what)
+
+    def go_on(self) -> bool:
+        """Let the next thing happen, at its time; False if there is none."""
+        if not self._heap:
+            return False
+        self.now, _, what = heapq.heappop(self._heap)
+        what()
+        return True
+
+    def turn(self, part: Part) -> None:
+        """From now on the job does something else."""
+        self._seconds[self.part] = self._seconds[self.part] + self.now - self._turned_at
+        self.part, self._turned_at = part, self.now
+
+    def lost(self) -> dict[str, float]:
+        """Seconds, by what they were lost to."""
+        known = self._seconds
+        spent = {"regroup": known["regroup"], "waiting": known["waiting"], "start": known["start"]}
+        return {**spent, "repeated": self.repeated_s, "checkpoints": self.stall_s}
+
+
+# One start of a simulated job: the real coordinator's state, and the agents and workers that it decides about.
+
 
 PING_S = 20.0
 """How often the coordinator tries silent connections, as its service does."""

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unisono.adapt.step_time import StepTime
 from unisono.errors import JobError, Unreadable
 from unisono.received import open_file
+from unisono_lab.analysis.results import problems
 
 LARGEST_FILE = 2**20
 """Bytes of a scenario's file."""
@@ -181,8 +182,8 @@ class How(_Part):
     spot_budget: Annotated[float, Field(gt=0, le=1e12)] | None = None
 
 
-class NetworkTable(_Part):
-    """The network between workers. What it leaves out is what a study has measured.
+class NamedNetwork(_Part):
+    """A network between workers, by which reductions are forecast.
 
     Attributes:
         latency_s: seconds of a message without contents.
@@ -191,9 +192,9 @@ class NetworkTable(_Part):
         topology: the way of partial sums.
     """
 
-    latency_s: Annotated[float, Field(ge=0, le=1e3)] | None = None
-    bytes_per_s: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    gradient_bytes: Annotated[float, Field(ge=1, le=1e18)] | None = None
+    latency_s: Annotated[float, Field(ge=0, le=1e3)]
+    bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    gradient_bytes: Annotated[float, Field(ge=1, le=1e18)]
     topology: Literal["direct", "ring", "tree", "star"] = "direct"
 
 
@@ -224,26 +225,9 @@ class _File(_Part):
     hosts: Annotated[tuple[HostKind, ...], Field(max_length=64)]
     step: dict[str, float] = Field(default_factory=dict, max_length=5)
     seconds: Durations = Durations()
-    network: NetworkTable | None = None
+    network: dict[str, float | str] | None = None
     job: How = How()
     incidents: Annotated[tuple[Incident, ...], Field(max_length=10_000)] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NamedNetwork:
-    """A network between workers, by which reductions are forecast.
-
-    Attributes:
-        latency_s: seconds of a message without contents.
-        bytes_per_s: what a worker sends and receives in a second while a reduction is under way.
-        gradient_bytes: bytes that are reduced in a step.
-        topology: the way of partial sums, a name in ``TOPOLOGIES``.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    gradient_bytes: float
-    topology: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +270,7 @@ class Scenario:
         """The same with one of its figures multiplied, to see what a guess costs."""
         if name in LINK:
             assert self.network is not None
-            return replace(self, network=replace(self.network, **{name: getattr(self.network, name) * factor}))
+            return replace(self, network=self.network.model_copy(update={name: getattr(self.network, name) * factor}))
         if name in STEP:
             return replace(self, step=replace(self.step, **{name: getattr(self.step, name) * factor}))
         kind_name, _, of_kind = name.rpartition(".")
@@ -376,20 +360,17 @@ def _source(name: str, given: Collection[str], measured: Collection[str] = (), w
 
 
 def _network(
-    path: Path, given: NetworkTable, measured: Mapping[str, float], sources: dict[str, Source]
+    path: Path, given: Mapping[str, float | str], measured: Mapping[str, float], sources: dict[str, Source]
 ) -> NamedNetwork:
     """What the file says, or else was measured. The figures of a reduction that it replaces are none any more."""
-    said = given.model_dump(include=set(LINK), exclude_none=True)
-    known = {"latency_s": LATENCY_S, **measured, **said}
-    if missing := [name for name in LINK if name not in known]:
-        raise JobError(
-            f"{path}: network.{missing[0]} is missing, and was not measured: it is known of a study of two workers or "
-            f"more (--from with its folder)"
-        )
     for name in REDUCTION:
         sources.pop(name, None)
-    sources |= {name: _source(name, said, measured) for name in LINK}
-    return NamedNetwork(**{name: known[name] for name in LINK}, topology=given.topology)
+    sources |= {name: _source(name, given, measured) for name in LINK}
+    try:
+        return NamedNetwork.model_validate({"latency_s": LATENCY_S, **measured, **given})
+    except ValidationError as error:
+        hint = "what it leaves out is known of a study of two workers or more (--from with its folder)"
+        raise JobError(f"{path}: network.{problems(error)}; {hint}") from error
 
 
 def _file(path: Path) -> _File:
@@ -406,7 +387,7 @@ def _file(path: Path) -> _File:
     except RecursionError:
         raise JobError(f"{path} is nested too deep for a scenario") from None
     except ValidationError as error:
-        raise JobError(f"{path}: {_problems(error)}") from error
+        raise JobError(f"{path}: {problems(error)}") from error
     except ValueError as error:  # a number of thousands of digits, too
         raise JobError(f"{path} is no TOML: {error}") from error
 
@@ -415,12 +396,6 @@ def _number(text: str) -> float:
     """``1e9`` is a whole number, too."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
-
-
-def _problems(error: ValidationError) -> str:
-    """What is wrong with values from a file, each with its place; the first ten."""
-    found = [f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}" for one in error.errors()]
-    return "; ".join(found[:10]) + (f"; and {len(found) - 10} more" if len(found) > 10 else "")
 
 
 def _require_step(path: Path, given: Mapping[str, float], known: Mapping[str, float]) -> None:

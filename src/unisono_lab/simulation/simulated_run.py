@@ -13,8 +13,7 @@ from functools import partial
 import numpy as np
 
 from unisono.errors import JobError
-from unisono_lab.simulation.agenda import Course
-from unisono_lab.simulation.coordination import Coordination, Host
+from unisono_lab.simulation.coordination import Coordination, Course, Host
 from unisono_lab.simulation.market import MarketTrace, Supply, changes_per_s, supply
 from unisono_lab.simulation.scenario import Incident, Scenario
 from unisono_lab.simulation.training import SimulatedTraining, StepClock

@@ -11,9 +11,8 @@ from typing import Any
 from unisono.errors import JobError, Unreadable
 from unisono.received import LARGEST_JSON, open_file, parse_object, whole_number
 from unisono.spans import CLOCK_MARK
-from unisono_lab.timeline.clocks import Correction
-from unisono_lab.timeline.critical_path import critical_path
-from unisono_lab.timeline.recorded import PlacedSpan, StepTimelines, WorkerStep
+from unisono_lab.timeline.explanation import critical_path
+from unisono_lab.timeline.recorded import Correction, PlacedSpan, StepTimelines, WorkerStep
 
 Event = Mapping[str, Any]
 
