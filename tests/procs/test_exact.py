@@ -309,7 +309,7 @@ sys.path.insert(0, {folder!r})
 from exact_jobs import cross_entropy, images
 import torch, unisono
 from torch import nn
-run = unisono.init(batch_size=61, shards=8, seed=3, arithmetic={"reduction": sys.argv[1]})
+run = unisono.init(batch_size=61, shards=8, seed=3, arithmetic=unisono.Arithmetic(reduction=sys.argv[1]))
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 for step in run.steps(images(150), epochs=3):
