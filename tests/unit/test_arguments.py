@@ -144,6 +144,8 @@ def test_what_is_expected_is_said_in_plain_words() -> None:
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(JobError, match="checkpoint_evry=5: there is no such argument; did you mean checkpoints"):
         require_known(unisono.init, {"checkpoint_evry": 5})
+    with pytest.raises(JobError, match="chekpoints=5: there is no such argument; did you mean checkpoints"):
+        unisono.init(chekpoints=5)  # type: ignore[call-arg]
     with pytest.raises(JobError, match="zzzz=5: there is no such argument; there are batch_size, seed"):
         require_known(unisono.init, {"zzzz": 5})
 

@@ -134,7 +134,7 @@ def test_steps_to_profile_have_a_timeline() -> None:
 
 @pytest.mark.parametrize("steps", ["10", "12:10", "10:10", "-1:3", "a:b", "1:2:3", "1.5:3"])
 def test_what_names_no_steps_to_profile_is_refused(steps: str) -> None:
-    with pytest.raises(JobError, match="UNISONO_PROFILE=.*FIRST:LAST"):
+    with pytest.raises(JobError, match="records.profile=.*FIRST:LAST"):
         configured({"UNISONO_PROFILE": steps})
 
 

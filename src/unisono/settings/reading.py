@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
-from unisono.arguments import require_kind
+from unisono.arguments import require_kind, require_known
 from unisono.errors import JobError
 from unisono.received import short
 from unisono.settings.rows import NamedRow, groups_of, settings_of
@@ -63,11 +63,12 @@ def require_names_of_today(said: Mapping[str, Any]) -> None:
 
 
 def with_groups(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which says of arguments that it had once where they are now."""
+    """The function, which says of arguments that it has no more where they are now, and of others which is meant."""
 
     @wraps(function)
     def called(*args: P.args, **said: P.kwargs) -> R:
         require_names_of_today(said)
+        require_known(function, said)
         return function(*args, **said)
 
     return called

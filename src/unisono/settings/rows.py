@@ -15,6 +15,9 @@ from unisono.arguments import require_kind, require_known
 from unisono.errors import JobError
 from unisono.received import short
 
+SHOWN = 2**53
+"""Limits from which on nobody thinks of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -101,10 +104,10 @@ class NamedRow:
             return
         if (least is None or value >= least) and (most is None or value <= most):
             return
-        limits = {"least": least, "most": most}
-        words_of_limits = [f"at {which} {limit:.15g}" for which, limit in limits.items() if limit is not None]
+        said = {which: limit for which, limit in {"least": least, "most": most}.items() if limit is not None}
+        limits = [f"at {which} {limit:.15g}" for which, limit in said.items() if abs(limit) < SHOWN] or ["64 bits"]
         kind = "a whole number" if self.plain is int else "a number"
-        raise JobError(f"{words}: needs {kind} of {' and '.join(words_of_limits)}")
+        raise JobError(f"{words}: needs {kind} of {' and '.join(limits)}")
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

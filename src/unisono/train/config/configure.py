@@ -120,7 +120,7 @@ def _profile(text: str | None) -> range | None:
     first, _, last = text.partition(":")
     steps = whole_number(first), whole_number(last)
     if steps[0] is None or steps[1] is None or not 0 <= steps[0] < steps[1]:
-        raise JobError(f"UNISONO_PROFILE={short(text)}: use FIRST:LAST, such as 10:12 for the steps 10 and 11")
+        raise JobError(f"records.profile={short(text)}: use FIRST:LAST, such as 10:12 for the steps 10 and 11")
     return range(steps[0], steps[1])
 
 
