@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from unisono.checkpoint.folder import RunFolder
+from unisono.cli.options import opt
 from unisono.errors import JobError
 from unisono.host.open_files import allow_open_files
 from unisono.launch.elastic.elastic import ElasticSettings, Range
@@ -29,46 +28,19 @@ FILES_OF_HOST = 4
 
 FILES_OF_JOB = 256
 
-Hosts = Annotated[
-    str | None,
-    typer.Option(
-        "--hosts",
-        metavar="A:4,B:4|FILE",
-        rich_help_panel=SEVERAL_HOSTS,
-        help="Start workers on these hosts, over ssh: names with room for so many, or a hostfile (a slots=4).",
-    ),
-]
-SshCommand = Annotated[
-    str, typer.Option("--ssh", rich_help_panel=SEVERAL_HOSTS, help="With --hosts: ssh, with options of yours.")
-]
-HostsPython = Annotated[
-    str,
-    typer.Option(
-        "--python",
-        rich_help_panel=SEVERAL_HOSTS,
-        help="With --hosts: their Python interpreter; by default that of this command.",
-        show_default=False,
-    ),
-]
-HostsVariables = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--env",
-        metavar="NAME[=VALUE]",
-        rich_help_panel=SEVERAL_HOSTS,
-        help="An environment variable for the workers of all hosts; repeat for more.",
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
     """The options of a job whose hosts are reached over ssh."""
 
-    hosts: Hosts = None
-    ssh: SshCommand = "ssh"
-    python: HostsPython = sys.executable
-    env: HostsVariables = None
+    hosts: Annotated[str | None, opt(metavar="A:4,B:4|FILE", panel=SEVERAL_HOSTS)] = None
+    """Start workers on these hosts, over ssh: names with room for so many, or a hostfile (a slots=4)."""
+    ssh: Annotated[str, opt(panel=SEVERAL_HOSTS)] = "ssh"
+    """With --hosts: ssh, with options of yours."""
+    python: Annotated[str, opt(panel=SEVERAL_HOSTS)] = sys.executable
+    """With --hosts: their Python interpreter; by default that of this command."""
+    env: Annotated[list[str] | None, opt(metavar="NAME[=VALUE]", panel=SEVERAL_HOSTS)] = None
+    """An environment variable for the workers of all hosts; repeat for more."""
 
     def placement(self, workers: Range | None) -> HostPlan | None:
         """Where workers run; None without ``--hosts``.

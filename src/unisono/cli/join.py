@@ -1,6 +1,7 @@
 """``unisono join``: more room for workers of a job that is under way."""
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ import typer
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.cli.options import (
+    FOLDER,
     SCRIPT,
     FailureTimeout,
     Module,
@@ -17,9 +19,8 @@ from unisono.cli.options import (
     Training,
     Trusted,
     Url,
-    Wait,
     grouped,
-    named_folder,
+    opt,
 )
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Control, Whereabouts
@@ -32,6 +33,25 @@ from unisono.membership.token import read_token, token_file
 AGAIN_S = 0.5
 
 
+@dataclass(frozen=True, slots=True)
+class JoinOptions:
+    """The options of what a host offers, and to which job."""
+
+    url: Url = None
+    run_dir: Annotated[Path | None, opt(**FOLDER)] = None
+    """The job's run folder. With URL: a run folder on this host; by default a new one."""
+    workers: Annotated[int, opt("-n", "--workers", min=1)] = 1
+    """The largest number of workers on this host; by default 1."""
+    token_file: TokenFile = None
+    certificate: Trusted = None
+    wait_s: Annotated[float, opt(min=0)] = 0
+    """With URL: seconds to wait for a coordinator that does not answer yet."""
+    agent: Annotated[str | None, opt(hidden=True)] = None
+    """The id that the launcher gave this agent."""
+    module: Module = False
+    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S
+
+
 app = typer.Typer()
 
 
@@ -42,40 +62,23 @@ def join(
     args: Annotated[
         list[str] | None, typer.Argument(help="The arguments of the script, as unisono run got them.", metavar="ARGS")
     ] = None,
-    url: Url = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            parser=named_folder,
-            metavar="FOLDER",
-            help="The job's run folder. With URL: a run folder on this host; by default a new one.",
-            envvar=None,
-        ),
-    ] = None,
-    workers: Annotated[
-        int, typer.Option("-n", "--workers", min=1, help="The largest number of workers on this host.")
-    ] = 1,
-    token_file: TokenFile = None,
-    certificate: Trusted = None,
-    wait_s: Wait = 0,
-    agent: Annotated[str | None, typer.Option(hidden=True, help="The id that the launcher gave this agent.")] = None,
     *,
-    module: Module = False,
+    own: JoinOptions,
     options: Training,
-    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
 ) -> None:
     """Offer room for N more workers to an elastic job.
 
     From another host: unisono join https://HOST:PORT -n 2 --token-file token --certificate certificate.pem train.py
     With the job's run folder at hand: unisono join --run-dir runs/a -n 2 train.py
     """
-    if url is None and run_dir is None:
+    if own.url is None and own.run_dir is None:
         raise JobError("which job? unisono join https://HOST:PORT …, or unisono join --run-dir FOLDER …")
-    launched = Script(script, tuple(args or ()), is_module=module)
-    launch = LaunchSettings.tuned(launched, options, workers=workers, run_dir=run_dir)
-    settings = ElasticSettings(launch, Range(1, workers), failure_timeout_s=failure_timeout_s)
+    launched = Script(script, tuple(args or ()), is_module=own.module)
+    launch = LaunchSettings.tuned(launched, options, workers=own.workers, run_dir=own.run_dir)
+    settings = ElasticSettings(launch, Range(1, own.workers), failure_timeout_s=own.failure_timeout_s)
     settings.check()
-    raise typer.Exit(start(settings, Whereabouts(url, token_file, certificate, run_dir), agent, wait_s))
+    where = Whereabouts(own.url, own.token_file, own.certificate, own.run_dir)
+    raise typer.Exit(start(settings, where, own.agent, own.wait_s))
 
 
 def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = None, wait_s: float = 0) -> int:

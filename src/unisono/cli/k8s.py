@@ -8,17 +8,9 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import (
-    TRAINING,
-    FailureTimeout,
-    MaxRestarts,
-    Module,
-    Offered,
-    RestartOnError,
-    grouped,
-)
+from unisono.cli.options import TRAINING, Module, Offered, RestartOptions, grouped, opt
 from unisono.errors import JobError
-from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.elastic.elastic import Range
 from unisono.launch.k8s.cluster_job import GRACE_S, RESTARTS, ClusterJob, Pods, Spot
 from unisono.launch.k8s.job_set import job_set
 from unisono.launch.k8s.manifests import text_of, write
@@ -36,45 +28,22 @@ OBJECTS = "What is written"
 class PodOptions:
     """The options of the pods of workers."""
 
-    gpus: Annotated[
-        int, typer.Option(rich_help_panel=WORKERS, help="The number of GPUs of each pod; each GPU gets one worker.")
-    ] = 0
-    workers_per_pod: Annotated[
-        int | None, typer.Option(rich_help_panel=WORKERS, help="Without GPUs: the number of workers in each pod; 1.")
-    ] = None
-    cpu: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=WORKERS,
-            metavar="QUANTITY",
-            help="The cores of each pod: 4, 500m; by default one for each thread of its workers.",
-        ),
-    ] = None
-    memory: Annotated[
-        str | None, typer.Option(rich_help_panel=WORKERS, metavar="QUANTITY", help="The memory of each pod: 16Gi.")
-    ] = None
-    shm: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=WORKERS,
-            metavar="QUANTITY",
-            help="The largest size of /dev/shm, which counts as memory of the pod: 4Gi.",
-        ),
-    ] = None
-    spot: Annotated[
-        Spot | None,
-        typer.Option(rich_help_panel=WORKERS, help="Run workers on nodes that may be taken away, of this provider."),
-    ] = None
-    node_selector: Annotated[
-        list[str] | None,
-        typer.Option(rich_help_panel=WORKERS, metavar="KEY=VALUE", help="A label that nodes have; repeat for more."),
-    ] = None
-    toleration: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=WORKERS, metavar="KEY=VALUE:EFFECT", help="A taint that nodes may have; repeat for more."
-        ),
-    ] = None
+    gpus: Annotated[int, opt(panel=WORKERS)] = 0
+    """The number of GPUs of each pod; each GPU gets one worker."""
+    workers_per_pod: Annotated[int | None, opt(panel=WORKERS)] = None
+    """Without GPUs: the number of workers in each pod; 1."""
+    cpu: Annotated[str | None, opt(panel=WORKERS, metavar="QUANTITY")] = None
+    """The cores of each pod: 4, 500m; by default one for each thread of its workers."""
+    memory: Annotated[str | None, opt(panel=WORKERS, metavar="QUANTITY")] = None
+    """The memory of each pod: 16Gi."""
+    shm: Annotated[str | None, opt(panel=WORKERS, metavar="QUANTITY")] = None
+    """The largest size of /dev/shm, which counts as memory of the pod: 4Gi."""
+    spot: Annotated[Spot | None, opt(panel=WORKERS)] = None
+    """Run workers on nodes that may be taken away, of this provider."""
+    node_selector: Annotated[list[str] | None, opt(panel=WORKERS, metavar="KEY=VALUE")] = None
+    """A label that nodes have; repeat for more."""
+    toleration: Annotated[list[str] | None, opt(panel=WORKERS, metavar="KEY=VALUE:EFFECT")] = None
+    """A taint that nodes may have; repeat for more."""
 
     @property
     def pods(self) -> Pods:
@@ -99,43 +68,41 @@ class PodOptions:
 class ObjectOptions:
     """The options of the objects that are written."""
 
-    name: Annotated[
-        str | None, typer.Option(rich_help_panel=OBJECTS, help="The name of the JobSet; by default the script's.")
-    ] = None
-    namespace: Annotated[str | None, typer.Option(rich_help_panel=OBJECTS, help="The namespace.")] = None
-    secret: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=OBJECTS, help="The Secret with token, certificate and key; by default NAME-keys."),
-    ] = None
-    claim: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=OBJECTS,
-            help="A PersistentVolumeClaim for the run folder, which all pods mount (ReadWriteMany).",
-        ),
-    ] = None
-    new_secret: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel=OBJECTS, metavar="FILE", help="Make new keys, and write their Secret into this new file."
-        ),
-    ] = None
-    kubeflow: Annotated[
-        bool,
-        typer.Option(
-            "--kubeflow", rich_help_panel=OBJECTS, help="Write a TrainingRuntime and a TrainJob, for Kubeflow Trainer."
-        ),
-    ] = False
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", rich_help_panel=OBJECTS, metavar="FILE", help="Write into this file, not to the terminal."
-        ),
-    ] = None
+    name: Annotated[str | None, opt(panel=OBJECTS)] = None
+    """The name of the JobSet; by default the script's."""
+    namespace: Annotated[str | None, opt(panel=OBJECTS)] = None
+    """The namespace."""
+    secret: Annotated[str | None, opt(panel=OBJECTS)] = None
+    """The Secret with token, certificate and key; by default NAME-keys."""
+    claim: Annotated[str | None, opt(panel=OBJECTS)] = None
+    """A PersistentVolumeClaim for the run folder, which all pods mount (ReadWriteMany)."""
+    new_secret: Annotated[Path | None, opt(panel=OBJECTS, metavar="FILE")] = None
+    """Make new keys, and write their Secret into this new file."""
+    kubeflow: Annotated[bool, opt(panel=OBJECTS)] = False
+    """Write a TrainingRuntime and a TrainJob, for Kubeflow Trainer."""
+    output: Annotated[Path | None, opt("-o", "--output", panel=OBJECTS, metavar="FILE")] = None
+    """Write into this file, not to the terminal."""
 
 
 LongerGrace = Annotated[Settings, Offered(TRAINING, {"launch.grace_s": GRACE_S})]
 """The options of a training with more time to leave: storage of a network is slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobSetOptions:
+    """The options of the job as the cluster knows it."""
+
+    image: Annotated[str, opt()]
+    """The image, with the script, Unisono and openssl."""
+    workers: Annotated[str, opt("-n", "--workers", metavar="N|A:B")] = "1"
+    """The number of workers; from A to B of them. By default 1."""
+    module: Module = False
+    restarts: Annotated[int, opt()] = RESTARTS
+    """The number of times that the whole job may be started again."""
+    user: Annotated[int | None, opt(metavar="UID")] = None
+    """The number of the user that runs in the pods."""
+    env: Annotated[list[str] | None, opt(metavar="NAME=VALUE")] = None
+    """An environment variable of all pods; repeat for more."""
 
 
 @grouped
@@ -143,56 +110,35 @@ def k8s(
     script: Annotated[
         str, typer.Argument(help="The script to train with, in the image; a module's name with -m.", metavar="SCRIPT")
     ],
-    image: Annotated[str, typer.Option(help="The image, with the script, Unisono and openssl.")],
     args: Annotated[
         list[str] | None, typer.Argument(help="After --: the arguments of the script.", metavar="ARGS")
     ] = None,
-    workers: Annotated[
-        str, typer.Option("-n", "--workers", metavar="N|A:B", help="The number of workers; from A to B of them.")
-    ] = "1",
     *,
+    own: JobSetOptions,
     pod: PodOptions,
     objects: ObjectOptions,
-    module: Module = False,
     options: LongerGrace,
-    max_restarts: MaxRestarts = None,
-    restart_on_error: RestartOnError = False,
-    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
-    restarts: Annotated[
-        int, typer.Option(help="The number of times that the whole job may be started again.")
-    ] = RESTARTS,
-    user: Annotated[
-        int | None, typer.Option(metavar="UID", help="The number of the user that runs in the pods.")
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An environment variable of all pods; repeat for more."),
-    ] = None,
+    restarts: RestartOptions,
 ) -> None:
     """Write manifests for Kubernetes: unisono k8s train.py --image I -n 2:8 --gpus 1 -- --its-own flags.
 
     A JobSet of a coordinator and of pods whose workers join it. kubectl apply starts it.
     """
-    launch = LaunchSettings.tuned(Script(script, tuple(args or ()), is_module=module), options, workers=0)
-    settings = ElasticSettings(
-        launch,
-        Range.read(workers),
-        max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
-        restart_on_error=restart_on_error,
-        failure_timeout_s=failure_timeout_s,
-    )
+    launched = Script(script, tuple(args or ()), is_module=own.module)
+    launch = LaunchSettings.tuned(launched, options, workers=0)
+    settings = restarts.elastic(launch, Range.read(own.workers))
     name = label_of(launch.script.stem) if objects.name is None else objects.name
     wanted = ClusterJob(
         settings,
-        image,
+        own.image,
         name,
         f"{name}-keys" if objects.secret is None else objects.secret,
         pod.pods,
         objects.namespace,
         objects.claim,
-        restarts,
-        user,
-        read_variables(env or ()),
+        own.restarts,
+        own.user,
+        read_variables(own.env or ()),
     )
     wanted.check()
     _write(wanted, objects)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -14,11 +14,12 @@ from unisono.cli.completion import loggers, policies, run_folders, strategies
 from unisono.cli.help import HelpfulCommand
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
-from unisono.launch.elastic.elastic import MAX_RESTARTS
+from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.settings import LaunchSettings
 from unisono.received import short
 from unisono.settings.reading import TABLE, names_in, settings_by_path, text_of
-from unisono.settings.rows import NamedRow
-from unisono.settings.table import CLUSTERS, FAILURES, SEVERAL_HOSTS, Settings
+from unisono.settings.rows import NamedRow, meanings
+from unisono.settings.table import CLUSTERS, FAILURES, Settings
 
 SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "cls": HelpfulCommand}
 """A command's settings: what stands after the script is the script's, -n and --help too."""
@@ -42,26 +43,6 @@ class RemoteCommand(HelpfulCommand):
         return super().parse_args(ctx, args)
 
 
-Url = Annotated[
-    str | None, typer.Option("--url", metavar="URL", help="Of a coordinator on another host; comes first.", hidden=True)
-]
-TokenFile = Annotated[
-    Path | None, typer.Option(help="With URL: a copy of the file 'token' of the job's run folder.", show_default=False)
-]
-Wait = Annotated[
-    float,
-    typer.Option("--wait-s", help="With URL: seconds to wait for a coordinator that does not answer yet.", min=0),
-]
-Trusted = Annotated[
-    Path | None,
-    typer.Option(
-        "--certificate",
-        help="With URL: a copy of its 'certificate.pem', or of the certificate authority's.",
-        show_default=False,
-    ),
-]
-
-
 def named_folder(text: str) -> Path:
     """A run folder that somebody has named. No name (a variable that is not set, say) would be the working folder.
 
@@ -73,140 +54,36 @@ def named_folder(text: str) -> Path:
     return Path(text)
 
 
-Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")]
-RunDir = Annotated[
+def opt(*names: str, panel: str = "", **details: Any) -> Any:
+    """An option. In a data class the sentences below its field say what it is for, and what it is by default."""
+    return typer.Option(*names, rich_help_panel=panel or None, show_default=False, **details)
+
+
+FOLDER: Any = {"parser": named_folder, "metavar": "FOLDER", "autocompletion": run_folders}
+"""The details of options that name run folders."""
+
+Url = Annotated[
+    str | None, opt("--url", metavar="URL", help="Of a coordinator on another host; comes first.", hidden=True)
+]
+TokenFile = Annotated[Path | None, opt(help="With URL: a copy of the file 'token' of the job's run folder.")]
+Trusted = Annotated[
     Path | None,
-    typer.Option(
-        parser=named_folder,
-        metavar="FOLDER",
-        envvar="UNISONO_RUN_DIR",
-        autocompletion=run_folders,
-        help="The run folder; if it has checkpoints of this job, the job resumes from the newest.",
-    ),
+    opt("--certificate", help="With URL: a copy of its 'certificate.pem', or of the certificate authority's."),
 ]
-RunningIn = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir",
-        parser=named_folder,
-        metavar="FOLDER",
-        autocompletion=run_folders,
-        help="The job's run folder; needed if several elastic jobs run.",
-    ),
-]
-MaxRestarts = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Elastic: replacements of lost workers, per worker on average; {MAX_RESTARTS} for A:B.",
-        show_default=False,
-    ),
-]
-WorkerRange = Annotated[
-    str | None,
-    typer.Option(
-        "-n",
-        "--workers",
-        metavar="N|A:B",
-        help="The number of workers; A:B for an elastic job with A to B workers. By default 1; with --hosts, as many "
-        "as they have room for.",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the command and environment of each worker, and start none.")
+Module = Annotated[bool, opt("-m", "--module", help="SCRIPT is the name of a module.")]
+FailureTimeout = Annotated[
+    float, opt(panel=FAILURES, help="Elastic: seconds of silence after which a worker counts as lost; 300 by default.")
 ]
 ScriptName = Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")]
 ScriptArguments = Annotated[
     list[str] | None, typer.Argument(help="The arguments of the script: everything after it.", metavar="ARGS")
 ]
-FaultScript = Annotated[
-    Path | None,
-    typer.Option(
-        "--faults",
-        rich_help_panel=FAILURES,
-        help="A fault plan (TOML): faults to inject into the job, to test how it recovers.",
-    ),
-]
-RestartOnError = Annotated[
-    bool,
-    typer.Option(
-        "--restart-on-error",
-        rich_help_panel=FAILURES,
-        help="Elastic: replace a worker also after an exception in its script.",
-    ),
-]
-WithPage = Annotated[
-    bool,
-    typer.Option(
-        "--page/--no-page",
-        show_default=False,
-        help="Show the job in a browser, too: prints a link; the same as unisono page later.",
-    ),
-]
-FailureTimeout = Annotated[
-    float,
-    typer.Option(rich_help_panel=FAILURES, help="Elastic: seconds of silence after which a worker counts as lost."),
-]
-ListenAt = Annotated[
-    str | None,
-    typer.Option(
-        "--coordinator",
-        rich_help_panel=SEVERAL_HOSTS,
-        metavar="HOST:PORT",
-        help="Elastic: the address for other hosts, over TLS; :PORT for all addresses, port 0 for any free one.",
-    ),
-]
-Here = Annotated[
-    int | None,
-    typer.Option(
-        "--here",
-        min=0,
-        rich_help_panel=SEVERAL_HOSTS,
-        help="Elastic: the largest number of workers on this host; 0 for none.",
-    ),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(
-        rich_help_panel=SEVERAL_HOSTS,
-        help="With --coordinator: its TLS certificate, PEM. By default one is made for the job.",
-    ),
-]
-TlsKey = Annotated[
-    Path | None,
-    typer.Option(rich_help_panel=SEVERAL_HOSTS, help="With --coordinator: the certificate's private key, PEM."),
-]
-MadeToken = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file",
-        rich_help_panel=SEVERAL_HOSTS,
-        help="With --coordinator: a file with the job's token, made beforehand. By default each start makes one.",
-    ),
-]
-KnownAs = Annotated[
-    str | None,
-    typer.Option(
-        rich_help_panel=SEVERAL_HOSTS,
-        metavar="NAME",
-        help="With --coordinator: the name by which other hosts know this one, if it is another.",
-    ),
-]
-
-Engine = Annotated[
-    Literal["ray"] | None,
-    typer.Option(
-        "--on",
-        rich_help_panel=CLUSTERS,
-        help="Train on the nodes of a cluster: ray (found as ray.init does, by RAY_ADDRESS, say).",
-    ),
-]
 Resources = Annotated[
     str | None,
-    typer.Option(
+    opt(
         "--resources-per-worker",
         metavar="NAME=N,…",
-        rich_help_panel=CLUSTERS,
+        panel=CLUSTERS,
         help="With --on ray: the resources of each worker, CPU=4,GPU=1; by default a core for each of its threads.",
     ),
 ]
@@ -264,9 +141,6 @@ def _name(setting: NamedRow) -> str:
 
 def _parameter(setting: NamedRow, default: Any) -> Parameter:
     row, kind = setting.row, list[str] if setting.plain is tuple else setting.plain
-    usual = setting.default if default is None else default
-    is_plain = usual in (None, ()) or isinstance(usual, bool) or "efault" in setting.text
-    usually = "" if is_plain else f"; by default {text_of(usual)}"
     option = typer.Option(
         row.option,
         envvar=row.variable or None,
@@ -274,10 +148,29 @@ def _parameter(setting: NamedRow, default: Any) -> Parameter:
         metavar=row.metavar,
         autocompletion=COMPLETIONS.get(setting.path),
         show_default=False,
-        help=f"{setting.text.removesuffix('.')}{usually}.".replace("`", ""),
+        help=_with_default(setting.text, setting.default if default is None else default),
     )
     # Without a default, so that what nobody says is left to the script.
     return Parameter(_name(setting), Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind | None, option])
+
+
+def _with_default(text: str, default: Any) -> str:
+    """The sentences on an option, with its default, if there is one and they do not say it."""
+    is_said = default in (None, (), "", Parameter.empty) or isinstance(default, bool) or "efault" in text
+    return (text if is_said else f"{text.removesuffix('.')}; by default {text_of(default)}.").replace("`", "")
+
+
+def _parameters(group: Any) -> list[Parameter]:
+    """The options of a data class, each with the sentences below its field."""
+    parameters = list(signature(group, eval_str=True).parameters.values())
+    for parameter in parameters:
+        below = [meanings(each.__module__).get((each.__name__, parameter.name)) for each in group.__mro__]
+        for details in getattr(parameter.annotation, "__metadata__", ()):
+            if parameter.default is False and not details.param_decls:  # else typer makes a --no- of it, too
+                details.param_decls = (f"--{parameter.name.replace('_', '-')}",)
+            if details.help is None:
+                details.help = _with_default(next(filter(None, below), ""), parameter.default)
+    return parameters
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -300,7 +193,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         if name in offered:
             found += offered[name].parameters
         elif name in groups:
-            found += signature(groups[name], eval_str=True).parameters.values()
+            found += _parameters(groups[name])
         else:
             found.append(one.replace(annotation=hints[name]))
     in_order = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
@@ -309,10 +202,33 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartOptions:
+    """The options of commands that start elastic jobs: what happens to workers that are lost."""
+
+    max_restarts: Annotated[int | None, opt()] = None
+    """Elastic: replacements of lost workers, per worker on average; by default 3 for A:B."""
+    restart_on_error: Annotated[bool, opt("--restart-on-error", panel=FAILURES)] = False
+    """Elastic: replace a worker also after an exception in its script."""
+    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S
+
+    def elastic(self, launch: LaunchSettings, workers: Range, **more: Any) -> ElasticSettings:
+        """The settings of a job with these numbers of workers."""
+        return ElasticSettings(
+            launch,
+            workers,
+            max_restarts=MAX_RESTARTS if self.max_restarts is None else self.max_restarts,
+            restart_on_error=self.restart_on_error,
+            failure_timeout_s=self.failure_timeout_s,
+            **more,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class JobPlace:
     """The options of commands that ask something of a job that runs."""
 
-    run_dir: RunningIn = None
+    run_dir: Annotated[Path | None, opt("--run-dir", **FOLDER)] = None
+    """The job's run folder; needed if several elastic jobs run."""
     url: Url = None
     token_file: TokenFile = None
     certificate: Trusted = None

@@ -5,40 +5,29 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
 from unisono.cli.hosts import HostOptions
 from unisono.cli.options import (
+    FOLDER,
     SCRIPT,
-    DryRun,
-    Engine,
-    FailureTimeout,
-    FaultScript,
-    Here,
-    KnownAs,
-    ListenAt,
-    MadeToken,
-    MaxRestarts,
     Module,
     Resources,
-    RestartOnError,
-    RunDir,
+    RestartOptions,
     ScriptArguments,
     ScriptName,
-    TlsCert,
-    TlsKey,
     Training,
-    WithPage,
-    WorkerRange,
     grouped,
+    opt,
 )
 from unisono.errors import PREEMPTED, JobError
 from unisono.host.again import again
 from unisono.host.cgroup import usable_cores
 from unisono.host.status_line import VARIABLE
 from unisono.launch.command import dry_run, elastic_dry_run
-from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.elastic.entrance import Entrance
 from unisono.launch.ending.outcome import Outcome
 from unisono.launch.ending.result import RUNS, open_folder, report
@@ -47,13 +36,15 @@ from unisono.launch.local import launch
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal
 from unisono.named import thing_named
+from unisono.settings.table import CLUSTERS, FAILURES, SEVERAL_HOSTS
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
     """The options of a job on the nodes of a cluster."""
 
-    engine: Engine = None
+    engine: Annotated[Literal["ray"] | None, opt("--on", panel=CLUSTERS)] = None
+    """Train on the nodes of a cluster: ray (found as ray.init does, by RAY_ADDRESS, say)."""
     resources: Resources = None
 
     def check(self, *others: object) -> None:
@@ -78,11 +69,18 @@ class ClusterOptions:
 class EntranceOptions:
     """The options of a coordinator that other hosts reach."""
 
-    coordinator: ListenAt = None
-    tls_cert: TlsCert = None
-    tls_key: TlsKey = None
-    token_file: MadeToken = None
-    known_as: KnownAs = None
+    coordinator: Annotated[str | None, opt(panel=SEVERAL_HOSTS, metavar="HOST:PORT")] = None
+    """Elastic: the address for other hosts, over TLS; :PORT for all addresses, port 0 for any free one."""
+    tls_cert: Annotated[Path | None, opt(panel=SEVERAL_HOSTS)] = None
+    """With --coordinator: its TLS certificate, PEM. By default one is made for the job."""
+    tls_key: Annotated[Path | None, opt(panel=SEVERAL_HOSTS)] = None
+    """With --coordinator: the certificate's private key, PEM."""
+    token_file: Annotated[Path | None, opt(panel=SEVERAL_HOSTS)] = None
+    """With --coordinator: a file with the job's token, made beforehand. By default each start makes one."""
+    known_as: Annotated[str | None, opt(panel=SEVERAL_HOSTS, metavar="NAME")] = None
+    """With --coordinator: the name by which other hosts know this one, if it is another."""
+    here: Annotated[int | None, opt(min=0, panel=SEVERAL_HOSTS)] = None
+    """Elastic: the largest number of workers on this host; 0 for none."""
 
     def read(self, address: str | None) -> Entrance:
         """What they say of a coordinator at this address.
@@ -93,6 +91,25 @@ class EntranceOptions:
         return Entrance.read(address, self.tls_cert, self.tls_key).made_before(self.token_file, self.known_as)
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of every job."""
+
+    workers: Annotated[str | None, opt("-n", "--workers", metavar="N|A:B")] = None
+    """The number of workers; A:B for an elastic job with A to B workers. By default 1; with --hosts, as many as they
+    have room for.
+    """
+    run_dir: Annotated[Path | None, opt(envvar="UNISONO_RUN_DIR", **FOLDER)] = None
+    """The run folder; if it has checkpoints of this job, the job resumes from the newest."""
+    module: Module = False
+    faults: Annotated[Path | None, opt(panel=FAILURES)] = None
+    """A fault plan (TOML): faults to inject into the job, to test how it recovers."""
+    page: Annotated[bool, opt("--page/--no-page")] = False
+    """Show the job in a browser, too: prints a link; the same as unisono page later."""
+    dry: Annotated[bool, opt("--dry-run")] = False
+    """Print the command and environment of each worker, and start none."""
+
+
 app = typer.Typer()
 
 
@@ -101,30 +118,22 @@ app = typer.Typer()
 def run(
     script: ScriptName,
     args: ScriptArguments = None,
-    workers: WorkerRange = None,
-    run_dir: RunDir = None,
     *,
-    module: Module = False,
+    own: RunOptions,
     options: Training,
-    max_restarts: MaxRestarts = None,
-    restart_on_error: RestartOnError = False,
-    failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S,
+    restarts: RestartOptions,
     entrance: EntranceOptions,
-    here: Here = None,
     hosts: HostOptions,
-    faults: FaultScript = None,
     cluster: ClusterOptions,
-    page: WithPage = False,
-    dry: DryRun = False,
 ) -> None:
     """Start workers that train together: unisono run -n 4 train.py --its-own flags.
 
     With a range (-n 2:8) or --max-restarts the job is elastic: workers may come and go while it trains. With --hosts it
     has several hosts, and with --coordinator others may join.
     """
-    given = None if workers is None else Range.read(workers)
-    cluster.check(here, *astuple(entrance), hosts.hosts, page or None)
-    coordinator = entrance.coordinator
+    given = None if own.workers is None else Range.read(own.workers)
+    cluster.check(*astuple(entrance), hosts.hosts, own.page or None)
+    coordinator, here = entrance.coordinator, entrance.here
     placement = hosts.placement(given)
     wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
     fitting = wanted.within(usable_cores() // (options.arithmetic.threads * options.communication.devices_per_worker))
@@ -134,31 +143,28 @@ def run(
             raise JobError("--here with --hosts: name this host among them, as in --hosts localhost:4,b:4")
         room, coordinator = placement.here, coordinator or (":0" if placement.elsewhere else None)
     settings = LaunchSettings.tuned(
-        Script(script, tuple(args or ()), is_module=module),
+        Script(script, tuple(args or ()), is_module=own.module),
         options,
         workers=wanted.largest if room is None else min(room, wanted.largest),
-        run_dir=run_dir,
-        extra_environment=hosts.variables() | _status() | ({} if faults is None else _fault_injection(faults)),
+        run_dir=own.run_dir,
+        extra_environment=hosts.variables() | _status() | ({} if own.faults is None else _fault_injection(own.faults)),
     )
-    elastic = ElasticSettings(
+    elastic = restarts.elastic(
         settings,
         wanted,
         begin_with=None if room is not None or fitting == wanted.largest else fitting,
-        max_restarts=MAX_RESTARTS if max_restarts is None else max_restarts,
-        restart_on_error=restart_on_error,
-        failure_timeout_s=failure_timeout_s,
         entrance=replace(entrance.read(coordinator), towards=hosts.towards(placement)),
     )
     elastic.check()
-    is_elastic = not wanted.is_fixed or max_restarts is not None or room is not None
+    is_elastic = not wanted.is_fixed or restarts.max_restarts is not None or room is not None
     if cluster.engine:
         raise typer.Exit(start_on_ray(elastic, cluster.resources))
-    if dry:
+    if own.dry:
         typer.echo(_shown(settings, is_elastic=is_elastic))
         for line in () if placement is None else hosts.lines(placement, elastic, _run_dir(settings)):
             typer.echo(line)
         return
-    beside = _page_of if page else _no_page
+    beside = _page_of if own.page else _no_page
     raise typer.Exit(start_elastic(elastic, placement, hosts, beside) if is_elastic else start(settings, beside))
 
 

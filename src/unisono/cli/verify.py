@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from unisono.cli.options import SCRIPT, Module, Starting, grouped, read_workers
+from unisono.cli.options import SCRIPT, Module, Starting, grouped, opt, read_workers
 from unisono.errors import JobError
 from unisono.launch.settings import Script, Size
 from unisono.launch.tuning import Tuning
@@ -30,6 +30,25 @@ WHOLE = Size(1)
 app = typer.Typer()
 
 
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The options of a verification."""
+
+    workers: Annotated[str | None, opt(metavar="N,N,…")] = None
+    """Numbers of workers; all runs are compared with the first. By default 1,2,3, and 1 with --stages."""
+    steps: Annotated[int, opt()] = STEPS
+    """The number of steps to compare."""
+    module: Module = False
+    devices_per_worker: Annotated[str | None, opt(metavar="N,N,…")] = None
+    """Numbers of devices of a worker; 1 by default."""
+    fsdp: Annotated[bool, opt()] = False
+    """For models in slices: the numbers of --workers are devices, in workers of any size."""
+    stages: Annotated[str | None, opt(metavar="N,N,…")] = None
+    """For models in stages: numbers of devices that carry them."""
+    keep: Annotated[bool, opt()] = False
+    """Keep the run folders, with logs and traces, and print where they are."""
+
+
 @app.command(**SCRIPT)
 @grouped
 def verify(
@@ -38,32 +57,9 @@ def verify(
     args: Annotated[
         list[str] | None, typer.Argument(help="The arguments of the script: everything after it.", metavar="ARGS")
     ] = None,
-    workers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Numbers of workers; all runs are compared with the first. By default 1,2,3, and 1 with --stages.",
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="The number of steps to compare.")] = STEPS,
-    module: Module = False,
-    devices_per_worker: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="Numbers of devices of a worker; 1 by default.")
-    ] = None,
-    fsdp: Annotated[
-        bool,
-        typer.Option(
-            "--fsdp", help="For models in slices: the numbers of --workers are devices, in workers of any size."
-        ),
-    ] = False,
-    stages: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="For models in stages: numbers of devices that carry them.")
-    ] = None,
     *,
+    own: VerifyOptions,
     told: Starting,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the run folders, with logs and traces, and print where they are.")
-    ] = False,
 ) -> None:
     """Train a script with several numbers of workers and compare all weights after every step, bit for bit.
 
@@ -84,11 +80,21 @@ def verify(
     Exit code 0 if all are identical, 1 if not, the script's own if it fails.
     """
     threads = told.arithmetic.values.get("threads")
-    options = Options(workers, steps, told.shards, threads, keep, told.launch.tuning, devices_per_worker, fsdp, stages)
+    options = Options(
+        own.workers,
+        own.steps,
+        told.shards,
+        threads,
+        own.keep,
+        told.launch.tuning,
+        own.devices_per_worker,
+        own.fsdp,
+        own.stages,
+    )
     words: Sequence[str] = args or ()
     if not _given(context):
         options, words = options.taken_from(words)
-    raise typer.Exit(start(options, Script(script, tuple(words), is_module=module)))
+    raise typer.Exit(start(options, Script(script, tuple(words), is_module=own.module)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class NamedRow:
     @property
     def text(self) -> str:
         """The meaning: the sentences below the field in the source; empty where no source is at hand."""
-        below = [_meanings(each.__module__).get((each.__name__, self.name), "") for each in self.of.__mro__]
+        below = [meanings(each.__module__).get((each.__name__, self.name), "") for each in self.of.__mro__]
         return next(filter(None, below), "")
 
     def check(self, value: Any) -> None:
@@ -172,7 +172,7 @@ def settings_of(kind: Any) -> tuple[NamedRow, ...]:
 
 
 @cache
-def _meanings(module: str) -> dict[tuple[str, str], str]:
+def meanings(module: str) -> dict[tuple[str, str], str]:
     """The sentences below the fields of a module's classes, by class and field; none where no source is at hand."""
     found: dict[tuple[str, str], str] = {}
     with suppress(OSError, TypeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.options import Module, ScriptName, Starting, grouped
+from unisono.cli.options import Module, ScriptName, Starting, grouped, opt
 from unisono.cli.tables import bare_table, show_table
 from unisono.errors import JobError
 from unisono.host.cgroup import read_limits
@@ -39,39 +40,34 @@ LEAST_STEPS = 3
 app = typer.Typer()
 
 
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """The options of this command."""
+
+    workers: Annotated[int, opt("-n", "--workers")] = 1
+    """The number of workers; each gets the batch that is tried."""
+    memory_limit: Annotated[str | None, opt(metavar="SIZE")] = None
+    """The host memory that each worker may use, such as 2GiB; by default its share of the free memory."""
+    first: Annotated[int, opt("--from")] = 16
+    """The first batch per worker to try."""
+    most: Annotated[int | None, opt()] = None
+    """The largest batch per worker to try."""
+    steps: Annotated[int, opt()] = 20
+    """The number of steps of each trial."""
+    margin: Annotated[float, opt()] = 0.1
+    """The safety margin: recommend a batch smaller than the largest by this share."""
+    json: Annotated[Path | None, opt(metavar="FILE")] = None
+    """The file for the figures; by default one that unisono study finds."""
+    module: Module = False
+
+
 @app.command(cls=StudyCommand)
 @grouped
 def batch_size(
     script: ScriptName,
     args: ScriptArgs = None,
-    workers: Annotated[
-        int, typer.Option("-n", "--workers", help="The number of workers; each gets the batch that is tried.")
-    ] = 1,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="The host memory that each worker may use, such as 2GiB; by default its share of the free memory.",
-            show_default=False,
-        ),
-    ] = None,
-    first: Annotated[int, typer.Option("--from", help="The first batch per worker to try.")] = 16,
-    most: Annotated[int | None, typer.Option(help="The largest batch per worker to try.", show_default=False)] = None,
-    steps: Annotated[int, typer.Option(help="The number of steps of each trial.")] = 20,
-    margin: Annotated[
-        float, typer.Option(help="The safety margin: recommend a batch smaller than the largest by this share.")
-    ] = 0.1,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="The file for the figures; by default one that unisono study finds.",
-            show_default=False,
-        ),
-    ] = None,
     *,
-    module: Module = False,
+    own: SearchOptions,
     options: Starting,
 ) -> None:
     """Find the largest batch per worker that fits, and the one with the best throughput.
@@ -85,17 +81,19 @@ def batch_size(
     from unisono_lab.measure.batch_search import BatchRunner, BatchSearch
     from unisono_lab.measure.engines import TRIAL_GRACE_S
 
-    search = BatchSearch(workers, first, most, margin)
+    search = BatchSearch(own.workers, own.first, own.most, own.margin)
     search.check()
-    if steps < LEAST_STEPS:
-        raise JobError(f"--steps {steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
-    limit = ROOM_SHARE * room_mib(read_limits()) / workers if memory_limit is None else read_mib(memory_limit)
-    launched = Script(script, tuple(args or ()), is_module=module)
-    settings = LaunchSettings.tuned(launched, options, workers=workers, memory_limit_mib=limit)
+    if own.steps < LEAST_STEPS:
+        raise JobError(f"--steps {own.steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
+    limit = (
+        ROOM_SHARE * room_mib(read_limits()) / own.workers if own.memory_limit is None else read_mib(own.memory_limit)
+    )
+    launched = Script(script, tuple(args or ()), is_module=own.module)
+    settings = LaunchSettings.tuned(launched, options, workers=own.workers, memory_limit_mib=limit)
     settings = settings.with_options({"launch.grace_s": TRIAL_GRACE_S})
     settings.check()
-    path = file_of(json, settings.script.stem)
-    raise typer.Exit(start(search, BatchRunner(settings, steps, path.parent / FAILED_NAME), path))
+    path = file_of(own.json, settings.script.stem)
+    raise typer.Exit(start(search, BatchRunner(settings, own.steps, path.parent / FAILED_NAME), path))
 
 
 def read_mib(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from unisono.cli.options import Module, named_folder
+from unisono.cli.options import Module, grouped, named_folder, opt
 from unisono.cli.tables import bare_table, show_table
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import Range
@@ -24,32 +25,39 @@ DIGITS = 16
 MOST_PROBLEMS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """The options of this command."""
+
+    seed: Annotated[int, opt()] = 0
+    """The seed of the fault plan: the same seed gives the same faults."""
+    faults: Annotated[int, opt(min=1)] = 50
+    """The number of faults."""
+    written: Annotated[Path | None, opt("--script")] = None
+    """A fault plan (TOML) to use instead of one drawn from the seed."""
+    workers: Annotated[str, opt("-n", "--workers", metavar="A:B")] = "1:4"
+    """The range of workers."""
+    devices_per_worker: Annotated[int, opt(min=1)] = 1
+    """The devices of each worker; the job without faults has one."""
+    module: Module = False
+    run_dir: Annotated[Path | None, opt(parser=named_folder, metavar="FOLDER")] = None
+    """A new folder for both jobs and the report."""
+    checkpoint_every: Annotated[int | None, opt(min=1)] = None
+    """Steps between checkpoints; by default such that the run writes fifty."""
+    failure_timeout_s: Annotated[float, opt()] = 5.0
+    """Seconds of silence after which a worker counts as lost."""
+    patience_s: Annotated[float, opt()] = 120.0
+    """Seconds without a step after which the job is ended."""
+
+
+@grouped
 def chaos(
     script: Annotated[str, typer.Argument(help="The script to train with; a module's name with -m.", metavar="SCRIPT")],
     args: Annotated[
         list[str] | None, typer.Argument(help="The arguments of the script, after --.", metavar="-- ARGS")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The seed of the fault plan: the same seed gives the same faults.")] = 0,
-    faults: Annotated[int, typer.Option(min=1, help="The number of faults.")] = 50,
-    written: Annotated[
-        Path | None, typer.Option("--script", help="A fault plan (TOML) to use instead of one drawn from the seed.")
-    ] = None,
-    workers: Annotated[str, typer.Option("-n", "--workers", metavar="A:B", help="The range of workers.")] = "1:4",
-    devices_per_worker: Annotated[
-        int, typer.Option(min=1, help="The devices of each worker; the job without faults has one.")
-    ] = 1,
-    module: Module = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(parser=named_folder, metavar="FOLDER", help="A new folder for both jobs and the report."),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints; by default such that the run writes fifty.")
-    ] = None,
-    failure_timeout_s: Annotated[
-        float, typer.Option(help="Seconds of silence after which a worker counts as lost.")
-    ] = 5.0,
-    patience_s: Annotated[float, typer.Option(help="Seconds without a step after which the job is ended.")] = 120.0,
+    *,
+    own: ChaosOptions,
 ) -> None:
     """Train with random faults, and compare the weights and the samples used with those of a run without faults.
 
@@ -59,27 +67,27 @@ def chaos(
     from unisono_lab.chaos import REPORT, SCRIPT, ChaosSpec, run_chaos
     from unisono_lab.faults.faults import Faults
 
-    wanted = Range.read(workers)
-    for name, seconds in {"failure-timeout-s": failure_timeout_s, "patience-s": patience_s}.items():
+    wanted = Range.read(own.workers)
+    for name, seconds in {"failure-timeout-s": own.failure_timeout_s, "patience-s": own.patience_s}.items():
         if not 0 < seconds <= LONGEST_S:
             raise JobError(f"--{name} {seconds:g}: needs a number of seconds above 0, at most {LONGEST_S:g}")
     if not 1 <= wanted.smallest < wanted.largest:
-        raise JobError(f"--workers {workers}: faults change the number of workers, so write a range, such as 1:4")
-    trained = Script(script, tuple(args or ()), is_module=module)
+        raise JobError(f"--workers {own.workers}: faults change the number of workers, so write a range, such as 1:4")
+    trained = Script(script, tuple(args or ()), is_module=own.module)
     trained.require_readable()
-    found = None if written is None else Faults.read(written)
-    folder = (run_dir or new_run_folder(RUNS, f"chaos-{trained.stem}")).absolute()
+    found = None if own.written is None else Faults.read(own.written)
+    folder = (own.run_dir or new_run_folder(RUNS, f"chaos-{trained.stem}")).absolute()
     spec = ChaosSpec(
         script=trained,
         folder=folder,
-        seed=seed,
-        faults=faults,
+        seed=own.seed,
+        faults=own.faults,
         workers=str(wanted),
         largest=wanted.largest,
-        devices=devices_per_worker,
-        failure_timeout_s=failure_timeout_s,
-        patience_s=patience_s,
-        checkpoint_every=checkpoint_every,
+        devices=own.devices_per_worker,
+        failure_timeout_s=own.failure_timeout_s,
+        patience_s=own.patience_s,
+        checkpoint_every=own.checkpoint_every,
         written=found,
     )
     out, err = (Console(stderr=stderr, highlight=False, emoji=False) for stderr in (False, True))

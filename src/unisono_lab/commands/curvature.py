@@ -13,7 +13,7 @@ import typer
 
 from unisono.checkpoint.folder import ASKED, FOUND, RunFolder
 from unisono.cli.completion import run_folders
-from unisono.cli.options import SCRIPT, Module, grouped
+from unisono.cli.options import SCRIPT, Module, grouped, opt
 from unisono.errors import JobError, LaunchError, Unreadable
 from unisono.jsonl import to_json
 from unisono.launch.ending.result import in_a_line, last_lines, open_folder
@@ -30,13 +30,16 @@ app = typer.Typer()
 class CurvatureOptions:
     """The options that say what is to be measured."""
 
-    workers: Annotated[int, typer.Option("--workers", "-n", help="The number of workers; decides no bit.")] = 1
-    step: Annotated[
-        int | None, typer.Option(help="The checkpoint after so many steps; by default the newest.", show_default=False)
-    ] = None
-    samples: Annotated[int, typer.Option(help="The number of drawn vectors for the trace.")] = 16
-    iterations: Annotated[int, typer.Option(help="The most products with the Hessian for its largest eigenvalue.")] = 50
-    batches: Annotated[int, typer.Option(help="Measure the mean loss over so many global batches.")] = 1
+    workers: Annotated[int, opt("--workers", "-n")] = 1
+    """The number of workers; decides no bit."""
+    step: Annotated[int | None, opt()] = None
+    """The checkpoint after so many steps; by default the newest."""
+    samples: Annotated[int, opt()] = 16
+    """The number of drawn vectors for the trace."""
+    iterations: Annotated[int, opt()] = 50
+    """The most products with the Hessian for its largest eigenvalue."""
+    batches: Annotated[int, opt()] = 1
+    """Measure the mean loss over so many global batches."""
 
     def checkpoint(self, run: Path) -> Path:
         """The folder of the checkpoint.

@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.text import Text
 from unisono.adapt.named import policies_named
 from unisono.adapt.view import Decision
 from unisono.cli.completion import run_folders
+from unisono.cli.options import grouped, opt
 from unisono.cli.tables import show_table
 from unisono.jsonl import to_json
 from unisono_lab.replay.record import Record
@@ -48,46 +50,46 @@ NO_DECISIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """The options of this command."""
+
+    policy: Annotated[list[str] | None, opt()] = None
+    """Show what this policy would have decided in the run: noise-scale, or module:Class; repeat for more. It sees what
+    the run measured, which does not react to its decisions: only batch size and learning rate follow them.
+    """
+    plot: Annotated[Path | None, opt(metavar="FILE")] = None
+    """Draw a chart, too: .png, .svg or .pdf. Needs matplotlib: pip install matplotlib."""
+    everything: Annotated[bool, opt("--all")] = False
+    """Print a row for each decision and each event, even where many are alike."""
+    as_json: Annotated[bool, opt("--json")] = False
+    """Print lines of JSON, for programs."""
+
+
+@grouped
 def replay(
     run: Annotated[Path, typer.Argument(autocompletion=run_folders, metavar="RUN", help="The run folder.")],
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy",
-            help="Show what this policy would have decided in the run: noise-scale, or module:Class; repeat for "
-            "more. It sees what the run measured, which does not react to its decisions: only batch size and "
-            "learning rate follow them.",
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw a chart, too: .png, .svg or .pdf. Needs matplotlib: pip install matplotlib."
-        ),
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Print a row for each decision and each event, even where many are alike.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON, for programs.")] = False,
+    *,
+    own: ReplayOptions,
 ) -> None:
     """Show what was decided in a run, when and why; or what a policy would have done in it."""
-    if plot is not None:
+    if own.plot is not None:
         from unisono_lab.report.drawing import require_drawable, save
         from unisono_lab.report.replay_picture import Picture, drawn
 
-        require_drawable(plot)
+        require_drawable(own.plot)
     record = Record.read(run)
     for words in record.damaged:
         typer.echo(f"unisono: {words}", err=True)
-    replayed = _replayed(record, policy) if policy else None
+    replayed = _replayed(record, own.policy) if own.policy else None
     out = Console(highlight=False, emoji=False)
     if replayed is None:
-        _show_timeline(record, out, everything=everything, as_json=as_json)
+        _show_timeline(record, out, everything=own.everything, as_json=own.as_json)
     else:
-        _show_comparison(record, replayed, out, everything=everything, as_json=as_json)
-    if plot is not None:
-        save(drawn(Picture(record, replayed)), plot)
-        typer.echo(f"written: {plot}", err=as_json)
+        _show_comparison(record, replayed, out, everything=own.everything, as_json=own.as_json)
+    if own.plot is not None:
+        save(drawn(Picture(record, replayed)), own.plot)
+        typer.echo(f"written: {own.plot}", err=own.as_json)
 
 
 def _replayed(record: Record, names: Sequence[str]) -> Replay:

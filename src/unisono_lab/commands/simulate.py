@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from unisono.cli.options import grouped, opt
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.received import LONGEST_S
 
@@ -22,21 +24,6 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A TOML file: the work, the hosts, the job.")]
-Folders = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--from",
-        metavar="FOLDER",
-        help="A run folder or a study's, from which times are taken; repeat for more.",
-        show_default=False,
-    ),
-]
-Deadline = Annotated[str | None, typer.Option(metavar="TIME", help="The time that it may take, such as 8h or 90m.")]
-Budget = Annotated[float | None, typer.Option(help="What it may cost, in the scenario's currency.")]
-Minimise = Annotated[
-    Literal["cost", "time"] | None,
-    typer.Option(help="Search for the hosts, checkpoints and policies with the least cost or time."),
-]
 Policies = Annotated[
     list[str] | None,
     typer.Option(
@@ -46,29 +33,40 @@ Policies = Annotated[
         show_default=False,
     ),
 ]
-Seeds = Annotated[int, typer.Option(min=1, max=100_000, help="The number of simulated jobs.")]
-FirstSeed = Annotated[int, typer.Option(min=0, max=2**62, help="The first seed.")]
 Processes = Annotated[
     int | None, typer.Option(min=1, max=512, help="Processes that simulate; by default one for each core.")
 ]
-ReportFolder = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Write a report and its plots there.", show_default=False)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """The options of this command."""
+
+    measured: Annotated[list[Path] | None, opt("--from", metavar="FOLDER")] = None
+    """A run folder or a study's, from which times are taken; repeat for more."""
+    deadline: Annotated[str | None, opt(metavar="TIME")] = None
+    """The time that it may take, such as 8h or 90m."""
+    budget: Annotated[float | None, opt()] = None
+    """What it may cost, in the scenario's currency."""
+    minimise: Annotated[Literal["cost", "time"] | None, opt()] = None
+    """Search for the hosts, checkpoints and policies with the least cost or time."""
+    seeds: Annotated[int, opt(min=1, max=100_000)] = 40
+    """The number of simulated jobs."""
+    seed: Annotated[int, opt(min=0, max=2**62)] = 0
+    """The first seed."""
+    out: Annotated[Path | None, opt(metavar="FOLDER")] = None
+    """Write a report and its plots there."""
+    as_json: Annotated[bool, opt("--json")] = False
+    """Print JSON, for programs."""
+
+
+@grouped
 def simulate(
     scenario: ScenarioFile,
-    measured: Folders = None,
-    deadline: Deadline = None,
-    budget: Budget = None,
-    minimise: Minimise = None,
     policies: Policies = None,
-    seeds: Seeds = 40,
-    seed: FirstSeed = 0,
     processes: Processes = None,
-    out: ReportFolder = None,
-    as_json: Json = False,
+    *,
+    own: SimulateOptions,
 ) -> None:
     """Simulate a job on hosts that come, go and cost: how long, how dear, how likely by the deadline.
 
@@ -86,26 +84,28 @@ def simulate(
     from unisono_lab.simulation.simulation import Goal, SimulationSettings, simulation
     from unisono_lab.simulation.simulation import as_json as written
 
-    if budget is not None and not 0 <= budget < float("inf"):
-        raise JobError(f"--budget {budget}: a number from 0")
-    if out is not None:
+    if own.budget is not None and not 0 <= own.budget < float("inf"):
+        raise JobError(f"--budget {own.budget}: a number from 0")
+    if own.out is not None:
         require_reports()
-    known = read_measured(measured or ())
+    known = read_measured(own.measured or ())
     for words in known.damaged:
         typer.echo(f"unisono: {words}", err=True)
     given = read_scenario(scenario, known)
-    wish = Goal(minimise or "cost", None if deadline is None else seconds_of(deadline), budget)
+    wish = Goal(own.minimise or "cost", None if own.deadline is None else seconds_of(own.deadline), own.budget)
     sets = [_names(each) for each in policies or ()]
-    asked = SimulationSettings(wish, sets, seeds, seed, processes or usable_cores(), searches=minimise is not None)
+    asked = SimulationSettings(
+        wish, sets, own.seeds, own.seed, processes or usable_cores(), searches=own.minimise is not None
+    )
     try:
         found = simulation(given, asked)
     except KeyboardInterrupt:
         typer.echo("unisono: ended by SIGINT: nothing is kept", err=True)
         raise typer.Exit(FIRST_SIGNAL + signal.SIGINT) from None
-    if as_json:
+    if own.as_json:
         typer.echo(json.dumps(written(found), indent=1))
-    if not as_json or out is not None:
-        _report(found, scenario.stem, out, quiet=as_json)
+    if not own.as_json or own.out is not None:
+        _report(found, scenario.stem, own.out, quiet=own.as_json)
 
 
 def seconds_of(text: str) -> float:

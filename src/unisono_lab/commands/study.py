@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from unisono.cli.help import HelpfulCommand
-from unisono.cli.options import Module, Resources, Starting, grouped, read_workers
+from unisono.cli.options import Module, Resources, Starting, grouped, opt, read_workers
 from unisono.cli.tables import bare_table, show_table
 from unisono.errors import FIRST_SIGNAL, JobError
 from unisono.host.cgroup import usable_cores
@@ -56,10 +56,8 @@ COMPARE = "compare"
 class StudyPlace:
     """The options that say where the workers of a study are started."""
 
-    engine: Annotated[
-        Literal["ray", "slurm"] | None,
-        typer.Option("--on", help="Start the workers on the nodes of a Ray cluster, or as tasks of Slurm (srun)."),
-    ] = None
+    engine: Annotated[Literal["ray", "slurm"] | None, opt("--on")] = None
+    """Start the workers on the nodes of a Ray cluster, or as tasks of Slurm (srun)."""
     resources: Resources = None
 
     def engine_for(self, baseline: str | None) -> StudyEngine:
@@ -89,21 +87,14 @@ class StudyPlace:
 class ReportOptions:
     """The options that say what a report is to tell."""
 
-    price: Annotated[
-        float | None,
-        typer.Option(help="The price of one worker for an hour, to recommend the cheapest number of workers."),
-    ] = None
-    waiting: Annotated[float, typer.Option(help="The price of waiting for an hour, in the currency of --price.")] = 0.0
-    efficiency: Annotated[
-        float, typer.Option(help="The least efficiency, up to 1, of the recommended number of workers.")
-    ] = 0.8
-    predict: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Numbers of workers to predict; by default two and four times the largest measured one.",
-        ),
-    ] = None
+    price: Annotated[float | None, opt()] = None
+    """The price of one worker for an hour, to recommend the cheapest number of workers."""
+    waiting: Annotated[float, opt()] = 0.0
+    """The price of waiting for an hour, in the currency of --price."""
+    efficiency: Annotated[float, opt()] = 0.8
+    """The least efficiency, up to 1, of the recommended number of workers."""
+    predict: Annotated[str | None, opt(metavar="N,N,…")] = None
+    """Numbers of workers to predict; by default two and four times the largest measured one."""
 
     def wanted(self, title: str) -> Wanted:
         """The reader's choices, for a report with this title.
@@ -130,24 +121,24 @@ class ReportOptions:
 class RunOptions:
     """The options that say what is to be measured."""
 
-    workers: Annotated[str, typer.Option(metavar="N,N,…", help="Numbers of workers to measure.")] = "1,2"
-    mode: Annotated[
-        Literal["strong", "weak", "both"],
-        typer.Option(help="Strong keeps the global batch; weak multiplies batch and learning rate by the workers."),
-    ] = "strong"
-    repeats: Annotated[
-        int, typer.Option(help="The number of runs of each kind; all runs are interleaved in random order.")
-    ] = 5
-    steps: Annotated[int | None, typer.Option(help="Cut each run short after so many steps.")] = None
-    epochs: Annotated[int | None, typer.Option(help="Cut each run short after so many epochs.")] = None
-    warmup: Annotated[int, typer.Option(help="The number of first steps of each run that are not measured.")] = 5
-    baseline: Annotated[
-        str | None, typer.Option(metavar="SCRIPT", help="The plain loop to compare with, with its arguments.")
-    ] = None
-    label: Annotated[
-        str | None, typer.Option(help="The name of this measurement in reports and comparisons.", show_default=False)
-    ] = None
-    seed: Annotated[int, typer.Option(help="The seed of the random order of runs.")] = 0
+    workers: Annotated[str, opt(metavar="N,N,…")] = "1,2"
+    """Numbers of workers to measure."""
+    mode: Annotated[Literal["strong", "weak", "both"], opt()] = "strong"
+    """Strong keeps the global batch; weak multiplies batch and learning rate by the workers."""
+    repeats: Annotated[int, opt()] = 5
+    """The number of runs of each kind; all runs are interleaved in random order."""
+    steps: Annotated[int | None, opt()] = None
+    """Cut each run short after so many steps."""
+    epochs: Annotated[int | None, opt()] = None
+    """Cut each run short after so many epochs."""
+    warmup: Annotated[int, opt()] = 5
+    """The number of first steps of each run that are not measured."""
+    baseline: Annotated[str | None, opt(metavar="SCRIPT")] = None
+    """The plain loop to compare with, with its arguments."""
+    label: Annotated[str | None, opt()] = None
+    """The name of this measurement in reports and comparisons."""
+    seed: Annotated[int, opt()] = 0
+    """The seed of the random order of runs."""
 
     def measurement(self, launched: Script, options: Settings) -> Measurement:
         """What is to be measured of a script.
@@ -182,6 +173,21 @@ class RunOptions:
 app = typer.Typer()
 
 
+@dataclass(frozen=True, slots=True)
+class StudyOptions:
+    """The options of a study."""
+
+    out: Annotated[Path | None, opt()] = None
+    """The study's folder; a folder with measurements is continued."""
+    measured: Annotated[Path | None, opt("--from", metavar="FILE")] = None
+    """Measure nothing: write a report from this CSV file, results.json or study folder."""
+    keep_going: Annotated[bool, opt()] = False
+    """Go on even if the first run of each kind fails for the same reason."""
+    stages: Annotated[int | None, opt(metavar="DEVICES")] = None
+    """Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of workers."""
+    module: Module = False
+
+
 @app.command(cls=StudyCommand)
 @grouped
 def study(
@@ -190,33 +196,10 @@ def study(
         str | None, typer.Argument(help="The script to measure; a module's name with -m.", metavar="SCRIPT")
     ] = None,
     args: ScriptArgs = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The study's folder; a folder with measurements is continued.", show_default=False),
-    ] = None,
-    measured: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="Measure nothing: write a report from this CSV file, results.json or study folder.",
-        ),
-    ] = None,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Go on even if the first run of each kind fails for the same reason.")
-    ] = False,
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            metavar="DEVICES",
-            help="Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of "
-            "workers.",
-        ),
-    ] = None,
     *,
+    own: StudyOptions,
     runs: RunOptions,
     report: ReportOptions,
-    module: Module = False,
     options: Starting,
 ) -> None:
     """Measure a script with several numbers of workers, several times each, and report how it scales.
@@ -231,18 +214,18 @@ def study(
 
     What is measured is kept: started again, it measures only what is missing. Exit code 1 if figures are missing.
     """
-    if script is None or measured is not None or (script == COMPARE and not module):
-        return _from_figures(measured, [Path(each) for each in args or ()] if script else None, out, report)
-    launched = Script(script, tuple(args or ()), is_module=module)
-    if stages is not None:
-        own = {name: getattr(runs, name) for name in ("repeats", "steps", "warmup", "seed")}
-        own |= {"shards": options.shards, "threads": options.arithmetic.values.get("threads")}
-        own["tuned"] = options.launch.tuning
-        where = out or STUDIES / f"{runs.label or launched.stem}-stages"
-        raise typer.Exit(study_stages(launched, stages, where, **own))
+    if script is None or own.measured is not None or (script == COMPARE and not own.module):
+        return _from_figures(own.measured, [Path(each) for each in args or ()] if script else None, own.out, report)
+    launched = Script(script, tuple(args or ()), is_module=own.module)
+    if own.stages is not None:
+        told: dict[str, Any] = {name: getattr(runs, name) for name in ("repeats", "steps", "warmup", "seed")}
+        told |= {"shards": options.shards, "threads": options.arithmetic.values.get("threads")}
+        told["tuned"] = options.launch.tuning
+        where = own.out or STUDIES / f"{runs.label or launched.stem}-stages"
+        raise typer.Exit(study_stages(launched, own.stages, where, **told))
     measurement = runs.measurement(launched, options)
-    where, wanted = out or STUDIES / measurement.label, report.wanted(f"Scaling study: {measurement.label}")
-    raise typer.Exit(start(measurement, place.engine_for(runs.baseline), where, wanted, keeps_going=keep_going))
+    where, wanted = own.out or STUDIES / measurement.label, report.wanted(f"Scaling study: {measurement.label}")
+    raise typer.Exit(start(measurement, place.engine_for(runs.baseline), where, wanted, keeps_going=own.keep_going))
 
 
 def _from_figures(

@@ -1,6 +1,7 @@
 """``unisono timeline``: what each worker did when. Loaded when it is called: no other command reads spans."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unisono.cli.completion import run_folders
+from unisono.cli.options import grouped, opt
 from unisono.cli.tables import bare_table, show_table
 from unisono.jsonl import to_json
 from unisono_lab.report.drawing import require_drawable, save
@@ -21,6 +23,19 @@ TRACE = "timeline.json"
 """In the run folder, unless somebody names another file."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineOptions:
+    """The options of this command."""
+
+    out: Annotated[Path | None, opt(metavar="FILE")] = None
+    """The Chrome trace to write; by default timeline.json in the run folder."""
+    plot: Annotated[Path | None, opt(metavar="FILE")] = None
+    """Draw the median step, too: .png, .svg or .pdf. Needs matplotlib."""
+    as_json: Annotated[bool, opt("--json")] = False
+    """Print JSON, for programs."""
+
+
+@grouped
 def timeline(
     runs: Annotated[
         list[Path],
@@ -30,34 +45,27 @@ def timeline(
             help="The run folder; one for each host, where hosts have their own.",
         ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The Chrome trace to write; by default timeline.json in the run folder."),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the median step, too: .png, .svg or .pdf. Needs matplotlib."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    *,
+    own: TimelineOptions,
 ) -> None:
     """Show what each worker did when, in a run that unisono run --timeline has recorded.
 
     Writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and says what takes the time of the median step.
     """
-    if plot is not None:
-        require_drawable(plot)
+    if own.plot is not None:
+        require_drawable(own.plot)
     timelines = read(runs)
     for words in timelines.left_out:
         typer.echo(f"unisono: {words}", err=True)
     found = explained(timelines)
-    path = out or runs[0] / TRACE
+    path = own.out or runs[0] / TRACE
     write(chrome_trace(timelines), path)
-    if plot is not None:
-        save(step_figure(timelines, found), plot)
-    if as_json:
+    if own.plot is not None:
+        save(step_figure(timelines, found), own.plot)
+    if own.as_json:
         typer.echo(to_json(_values(timelines, found)), nl=False)
     else:
-        _show(timelines, found, [path, *([plot] if plot else [])])
+        _show(timelines, found, [path, *([own.plot] if own.plot else [])])
 
 
 def _show(timelines: StepTimelines, found: Explanation, written: Sequence[Path]) -> None:
