@@ -166,7 +166,7 @@ def _parameters(group: Any) -> list[Parameter]:
     for parameter in parameters:
         below = [meanings(each.__module__).get((each.__name__, parameter.name)) for each in group.__mro__]
         for details in getattr(parameter.annotation, "__metadata__", ()):
-            if parameter.default is False and not details.param_decls:  # else typer makes a --no- of it, too
+            if parameter.default is False and details.default is ...:  # else typer makes a --no- of it, too
                 details.param_decls = (f"--{parameter.name.replace('_', '-')}",)
             if details.help is None:
                 details.help = _with_default(next(filter(None, below), ""), parameter.default)
