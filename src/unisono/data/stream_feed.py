@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
@@ -120,20 +120,9 @@ class StreamFeed:
     epochs: int = 1
     _opened: dict[int, OpenReaders] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def shuffle(self) -> bool:
-        """A stream has its own order."""
-        return False
-
-    @property
-    def drop_last(self) -> bool:
-        """All that is read is used."""
-        return False
-
-    @property
-    def is_batched(self) -> bool:
-        """No batch sampler decides which samples a batch has."""
-        return False
+    shuffle: ClassVar[bool] = False  # a stream has its own order
+    drop_last: ClassVar[bool] = False  # all that is read is used
+    is_batched: ClassVar[bool] = False  # no batch sampler decides which samples a batch has
 
     @property
     def order(self) -> Order:

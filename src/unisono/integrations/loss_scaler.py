@@ -8,6 +8,7 @@ from typing import Any
 from torch.amp import GradScaler
 
 from unisono.errors import JobError
+from unisono.integrations.refused import refused
 from unisono.received import value_of
 from unisono.train.run import Run
 from unisono.train.state.loss_scale import GROWTH_STEPS
@@ -67,11 +68,7 @@ def require_scaling(run: Run, setting: str) -> None:
         JobError: it scales none.
     """
     if run.job.precision != "fp16":
-        raise JobError(
-            f"{setting}: losses are scaled by the run, from its beginning, and this one has precision="
-            f"{run.job.precision!r}: say arithmetic={{'precision': 'fp16'}} where it begins, in unisono.init or beside "
-            f"the settings of the framework's own"
-        )
+        raise JobError(refused("run.no-scaling", setting=setting, precision=run.job.precision))
 
 
 def take_scaling(accelerator: Any, run: Run, setting: str) -> None:

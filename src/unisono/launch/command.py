@@ -12,21 +12,9 @@ from unisono.launch.settings import LaunchSettings
 from unisono.settings.reading import variables_of
 
 PER_WORKER = (
-    "UNISONO_RANK",
-    "UNISONO_WORLD_SIZE",
-    "UNISONO_LOCAL_RANK",
-    "UNISONO_LOCAL_WORLD_SIZE",
-    "UNISONO_STORE",
-    "UNISONO_STORE_FD",
-    "UNISONO_COORDINATOR",
-    "UNISONO_TOKEN_FILE",
-    "UNISONO_CERTIFICATE",
-    "UNISONO_WORKER",
-    "UNISONO_AGENT_PID",
-    "UNISONO_TERM",
-    "UNISONO_FAILURE_TIMEOUT_S",
-    "UNISONO_TERMINAL",
-    "UNISONO_CORES",
+    *("UNISONO_RANK", "UNISONO_WORLD_SIZE", "UNISONO_LOCAL_RANK", "UNISONO_LOCAL_WORLD_SIZE", "UNISONO_STORE"),
+    *("UNISONO_STORE_FD", "UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE", "UNISONO_CERTIFICATE", "UNISONO_WORKER"),
+    *("UNISONO_AGENT_PID", "UNISONO_TERM", "UNISONO_FAILURE_TIMEOUT_S", "UNISONO_TERMINAL", "UNISONO_CORES"),
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 

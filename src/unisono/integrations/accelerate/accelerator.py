@@ -24,6 +24,7 @@ from unisono.integrations.accelerate.loader import Loader, size_of, together
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept_attributes import free_name
 from unisono.integrations.loss_scaler import take_scaling
+from unisono.integrations.refused import refused
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 
@@ -59,32 +60,21 @@ def require_kept(said: Mapping[str, Any]) -> None:
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             _refuse_split(f"{name}={os.environ[name]}", what)
     if precision_of(said) == "fp8":
-        raise JobError(
-            "mixed_precision='fp8' scales weights by what each process has seen: use mixed_precision='bf16' or 'fp16'"
-        )
+        raise JobError(refused("accelerate.fp8"))
     if said.get("dynamo_backend") is not None or said.get("dynamo_plugin") is not None:
         raise JobError("dynamo_backend=…: compiled models have other bits; leave it out")
     if said.get("step_scheduler_with_optimizer") is False:
-        raise JobError(
-            "step_scheduler_with_optimizer=False: a scheduler would step once for each shard, of which workers have "
-            "different numbers; leave it out, and step schedulers after optimizer.step()"
-        )
+        raise JobError(refused("accelerate.scheduler-steps"))
     loaders = said.get("dataloader_config")
     if loaders is not None and loaders.dispatch_batches:
-        raise JobError(
-            "dispatch_batches=True has the main process load for all, and the run distributes samples before they are "
-            "loaded: leave it out"
-        )
+        raise JobError(refused("accelerate.dispatch-batches"))
     if loaders is not None and loaders.use_stateful_dataloader:
         raise JobError("use_stateful_dataloader=True: the run's checkpoints know where a loader stands; leave it out")
     plugin = said.get("gradient_accumulation_plugin")
     if plugin is not None and not plugin.sync_with_dataloader:
         raise JobError("sync_with_dataloader=False accumulates over the end of an epoch: leave it out")
     if PartialState._shared_state.get("num_processes", 1) > 1:
-        raise JobError(
-            "accelerate has formed a process group of its own already: make unisono.accelerate.Accelerator() before "
-            "anything that uses accelerate's PartialState"
-        )
+        raise JobError(refused("accelerate.process-group"))
 
 
 def precision_of(said: Mapping[str, Any]) -> str:
@@ -103,17 +93,11 @@ def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> Non
         JobError: they are one.
     """
     if project is not None and Path(project).resolve() == run.resolve():
-        raise JobError(
-            f"project_dir is the run folder, {run}: both have a folder of checkpoints, and accelerate would remove the "
-            f"run's with total_limit. Name another one"
-        )
+        raise JobError(refused("accelerate.run-folder", run=run))
 
 
 def _refuse_split(where: str, what: str) -> NoReturn:
-    raise JobError(
-        f"{where}: {what} distributes a model among processes by itself, and Unisono has the whole model on each "
-        f"worker: leave it out, every worker has the whole model"
-    )
+    raise JobError(refused("accelerate.split", where=where, what=what))
 
 
 class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looked into by mypy
@@ -123,6 +107,8 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
         state: accelerate's own, of the process.
         bodies: the training loop's body.
     """
+
+    adjust_scheduler = False  # schedulers count updates, however many turns a worker has in a step
 
     def __init__(self, state: Any, bodies: Bodies) -> None:
         self._dataloader_references_ref = [None]
@@ -134,11 +120,6 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
     def sync_gradients(self) -> bool:
         """Whether the mean gradient of the step is there."""
         return self._bodies.is_last
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Schedulers count updates, however many turns a worker has in a step."""
-        return False
 
 
 class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -341,9 +322,7 @@ class Accelerator(RecordingAccelerator):
 
     def _train(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if not self._optimizers:
-            raise ModelError(
-                "there is no optimizer: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-            )
+            raise ModelError(refused("accelerate.no-optimizer"))
         self._evaluations.forget()
         count = self.gradient_accumulation_steps
         size = size_of(loader)
@@ -369,11 +348,7 @@ class Accelerator(RecordingAccelerator):
         if (evaluation := self._evaluations.newest) is not None:
             return rebuilt(tensor, evaluation.gather(leaves))
         if not self._bodies.is_outside:
-            raise JobError(
-                "gather or reduce in the body of a training loop, which runs once for each shard of this worker: other "
-                "workers have other numbers of them. The mean loss of a step is accelerator.mean_loss, that of a "
-                "value in accelerator.run.log(name, value) before accelerator.backward is in metrics.jsonl"
-            )
+            raise JobError(refused("accelerate.gather-in-body"))
         return rebuilt(tensor, from_main(self.run, leaves))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -11,6 +11,7 @@ from keras.src.losses import loss as of_keras
 from torch import Tensor
 
 from unisono.errors import ModelError
+from unisono.integrations.refused import refused
 
 BY_WEIGHT = "mean_with_sample_weight"
 
@@ -45,11 +46,7 @@ class LossWeight:
             return float(self.samples)
         if self._is_plain or len(set(self._found)) > 1:
             counts = [*(["all samples"] if self._is_plain else []), *(f"{one:g}" for one in self._found)]
-            raise ModelError(
-                f"train_step has losses that are means over different things (here {', '.join(counts)}: masks, or "
-                f"reduction={BY_WEIGHT!r}), and a shard has one weight: give all of them the same mask and weights, "
-                f"or reduction='sum', and the learning rate for it"
-            )
+            raise ModelError(refused("keras.means-differ", counts=", ".join(counts), reduction=BY_WEIGHT))
         return self._found[0]
 
 

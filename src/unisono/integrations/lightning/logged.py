@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unisono.errors import LossError
 from unisono.integrations.lightning.framework import part
+from unisono.integrations.refused import refused
 
 _Results = part("trainer.connectors.logger_connector.result")._ResultCollection
 
@@ -94,10 +95,7 @@ class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not 
         is_number, reduce = isinstance(value, Tensor), said.get("reduce_fx", torch.mean)
         reduce = reduce.lower() if isinstance(reduce, str) else reduce
         if is_number and self._of_shards and reduce not in MEANS and reduce not in SUMS:
-            raise LossError(
-                f"self.log({name!r}, reduce_fx={said['reduce_fx']!r}): shards are combined by mean and sum. Log a "
-                f"torchmetrics.MaxMetric or another metric that adds up instead"
-            )
+            raise LossError(refused("lightning.reduce-fx", name=name, reduce_fx=said["reduce_fx"]))
         kind = LogKind(
             fx,
             name,

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import seed_worker
 
 from unisono.errors import DataError, JobError
 from unisono.integrations.kept_attributes import free_name, put
+from unisono.integrations.loaders import Grouped, like
 from unisono.integrations.loss_scaler import take_scaling
+from unisono.integrations.refused import refused
 from unisono.integrations.run_of_script import run_for
 from unisono.integrations.transformers.evaluation import BatchPrediction, Predicted
 from unisono.integrations.transformers.kept_state import KeptState, MainWorker
@@ -33,31 +32,6 @@ else:
     Extended = object
 
 
-class GlobalBatches(Sampler[list[int]]):
-    """Global batches: as many batches of a loader as the trainer accumulates gradients over.
-
-    Args:
-        batches: the loader's batch sampler.
-        accumulated: the number of its batches in a global batch.
-    """
-
-    def __init__(self, batches: Any, accumulated: int) -> None:
-        self.batches, self.accumulated = batches, accumulated
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The samples of each."""
-        batches = iter(self.batches)
-        while group := list(islice(batches, self.accumulated)):
-            yield [sample for batch in group for sample in batch]
-
-    def __len__(self) -> int:
-        """The number of global batches in an epoch."""
-        return ceil(len(self.batches) / self.accumulated)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Nothing of this one's own depends on it."""
-
-
 def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
     """A plain loader of the same batches, or of those of several accumulated.
 
@@ -70,25 +44,17 @@ def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
     """
     dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{type(dataset).__name__} is read from front to back, and samples are distributed among workers by their "
-            f"numbers: give the trainer a map-style data set, such as datasets.Dataset; a finite stream becomes one "
-            f"with list(stream)"
-        )
+        raise DataError(refused("transformers.stream", kind=type(dataset).__name__))
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         raise DataError("the loader makes no batches (batch_size=None): give it per_device_train_batch_size")
     first = loader.worker_init_fn
-    return DataLoader(
-        dataset,
-        batch_sampler=batches if accumulated == 1 else GlobalBatches(batches, accumulated),
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        timeout=loader.timeout,
-        # Transformers' own would seed by the worker's rank; the run seeds each sample.
-        worker_init_fn=None if isinstance(first, partial) and first.func is seed_worker else first,
-        multiprocessing_context=loader.multiprocessing_context,
+    # Transformers' own would seed by the worker's rank; the run seeds each sample.
+    is_theirs = isinstance(first, partial) and first.func is seed_worker
+    return like(
+        loader,
+        batch_sampler=batches if accumulated == 1 else Grouped(batches, accumulated),
+        worker_init_fn=None if is_theirs else first,
     )
 
 
@@ -242,10 +208,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
     def _require_whole_epochs(self) -> None:
         if self.control.should_epoch_stop:
-            raise JobError(
-                "a callback has set control.should_epoch_stop, and the epochs of a run are whole: set "
-                "should_training_stop, or give num_train_epochs and a data set of the epoch that you mean"
-            )
+            raise JobError(refused("transformers.part-of-epoch"))
 
     def _finalize_training(self, *values: Any, **options: Any) -> Any:
         """The training is over."""

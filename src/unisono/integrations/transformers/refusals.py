@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from unisono.errors import DataError, JobError
+from unisono.integrations.refused import refused
 from unisono.train.run import Run
 
 
@@ -26,10 +27,7 @@ class _OnWorker:
 
     local_process_index = process_index
 
-    @property
-    def world_size(self) -> int:
-        """One, as far as Transformers is concerned."""
-        return 1
+    world_size = 1  # as far as Transformers is concerned
 
     @property
     def n_gpu(self) -> int:
@@ -65,11 +63,7 @@ def require_arguments(args: Any) -> None:
     """
     state = getattr(args, "distributed_state", None)
     if state is not None and state.num_processes > 1:
-        raise JobError(
-            f"the TrainingArguments have formed a process group of {state.num_processes} by themselves, from the "
-            f"variables of the launcher: call run = unisono.init() before they are made, which hides those; or start "
-            f"the script with unisono run"
-        )
+        raise JobError(refused("transformers.process-group", count=state.num_processes))
     for setting, cure in _refused(args):
         raise JobError(f"{setting}: {cure}")
 
