@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from unisono.data.content import Glance, content_of_samples
 from unisono.data.loader_processes import Processes
 from unisono.data.order import BlockwiseOrder, KeyedOrder, Order
+from unisono.data.refused import refused
 from unisono.data.sampler_order import LoopKey, SamplerOrder
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.data.torch_loader import LoaderParts
@@ -163,10 +164,7 @@ def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
             f"shuffle={short(shuffle)}: use True, False, 'blocks', or unisono.BlockShuffle(size=…, window=…)"
         )
     if isinstance(shuffle, str) and size is None:
-        raise JobError(
-            f"shuffle='blocks' goes by the block_size of a data set, and {type(data).__name__} has none: give it one, "
-            f"or say it with shuffle=unisono.BlockShuffle(size=…)"
-        )
+        raise JobError(refused("shuffle.no-block-size", kind=type(data).__name__))
     for name, value in (("size", blocks.size), ("window", blocks.window)):
         if type(value) is not int or value < 1:
             raise JobError(f"BlockShuffle({name}={short(value)}): needs a number from 1 on")

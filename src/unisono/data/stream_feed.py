@@ -13,6 +13,7 @@ from unisono.data.content import Glance, content_of_stream
 from unisono.data.feed import SAME_SAMPLES, Asked, Shuffle, refuse_beside
 from unisono.data.loader_processes import NO_PROCESSES, Processes
 from unisono.data.order import KeyedOrder, Order
+from unisono.data.refused import refused
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, is_indexed
 from unisono.data.stream_reader import opens_readers
@@ -33,22 +34,12 @@ def require_samples(stream: Any) -> None:
     """
     name = type(stream).__name__
     if gives_whole_batches(stream):
-        raise DataError(
-            f"{name} makes batches itself, and each would be taken for one sample: leave that out (.batched(…) or "
-            f".batch(…), a WebLoader, a batch_size of a loader inside). Say the number of samples in a global batch in "
-            f"unisono.init(batch_size=…), or in the DataLoader that you give run.steps, which may have a collate_fn"
-        )
+        raise DataError(refused("stream.whole-batches", name=name))
     share: Any = getattr(stream, "_distributed", None)
     if getattr(share, "world_size", 1) > 1:
-        raise DataError(
-            f"{name} is split by node: split_dataset_by_node gives this process share {share.rank} of "
-            f"{share.world_size}, and Unisono shares the samples out itself: give it the whole stream"
-        )
+        raise DataError(refused("stream.split-by-node", name=name, share=share.rank, count=share.world_size))
     if _resamples(stream):
-        raise DataError(
-            f"{name} draws its files anew in each process and in each pass (resampled=True), so workers would read "
-            f"other samples: leave that out, and shuffle with a seed (shardshuffle=…, seed=…)"
-        )
+        raise DataError(refused("stream.resampled", name=name))
 
 
 def gives_whole_batches(stream: Any) -> bool:
@@ -223,7 +214,4 @@ def _refuse(shuffle: Shuffle | None, drop_last: bool | None) -> None:
     if shuffle:
         raise JobError("shuffle=True: a stream has its own order. Shuffle in the stream, or the files that it reads")
     if drop_last:
-        raise JobError(
-            "drop_last=True: which batch of a stream is the last whole one is only known after it. Leave it out: "
-            "smaller batches are weighted by their size"
-        )
+        raise JobError(refused("stream.drop-last"))

@@ -10,6 +10,7 @@ from torch.utils.data._utils import worker
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.data.loader_processes import Processes
+from unisono.data.refused import refused
 from unisono.data.sampler_order import parts_of
 from unisono.data.shards import Collate
 from unisono.errors import DataError, JobError
@@ -81,27 +82,14 @@ def _is_plain(kind: type[BatchSampler]) -> bool:
 def _refuse(loader: DataLoader[Any]) -> None:
     kind = type(loader)
     if isinstance(loader.dataset, IterableDataset):
-        raise DataError(
-            f"the loader reads {type(loader.dataset).__name__}, a stream, from front to back, but samples are shared "
-            f"out among workers by index: give it a map-style data set (with __len__ and __getitem__); a finite stream "
-            f"becomes one with list(stream)"
-        )
+        raise DataError(refused("loader.stream", kind=type(loader.dataset).__name__))
     if kind.__iter__ is not DataLoader.__iter__ and not keeps_states(loader):
-        raise DataError(
-            f"{kind.__module__}.{kind.__name__} iterates in a way of its own, which cannot be distributed among "
-            f"workers: give run.steps the torch.utils.data.DataLoader that it was made from, or its data set"
-        )
+        raise DataError(refused("loader.own-iteration", module=kind.__module__, kind=kind.__name__))
     if loader.batch_sampler is None:
-        raise DataError(
-            "batch_size=None: the loader makes no batches, and a global batch has to be cut into shards: give it the "
-            "batch_size of the job, and a data set that returns single samples"
-        )
+        raise DataError(refused("loader.no-batches"))
     for part in (*parts_of(loader.batch_sampler), loader.sampler):
         if isinstance(part, DistributedSampler) or any(all(hasattr(part, one) for one in names) for names in SHARES):
-            raise DataError(
-                f"the loader's {type(part).__name__} gives each process a share of its own, and Unisono shares the "
-                f"batches out itself: leave the sampler out, and say shuffle=True where it shuffled"
-            )
+            raise DataError(refused("loader.share-of-process", kind=type(part).__name__))
 
 
 def processes_of(loader: DataLoader[Any], timeout_s: float) -> Processes:
@@ -116,10 +104,7 @@ def processes_of(loader: DataLoader[Any], timeout_s: float) -> Processes:
     """
     count, context = loader.num_workers, loader.multiprocessing_context
     if count and context is not None and context.get_start_method() != "fork":
-        raise JobError(
-            f"multiprocessing_context={context.get_start_method()!r}: loader processes are forked. Leave it out; a "
-            f"data set that uses CUDA or threads of its own needs num_workers=0"
-        )
+        raise JobError(refused("loader.not-forked", method=context.get_start_method()))
     usual = Processes(count, loader.timeout or timeout_s)
     return usual if loader.prefetch_factor is None else replace(usual, ahead=loader.prefetch_factor)
 
