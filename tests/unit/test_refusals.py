@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -20,7 +21,14 @@ def said(room: str) -> Iterator[tuple[str, frozenset[str]]]:
     for path in Path(str(unisono.__file__)).with_name(room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refused":
-                yield ast.literal_eval(node.args[0]), frozenset(str(each.arg) for each in node.keywords)
+                if isinstance(node.args[0], ast.Constant):
+                    yield str(node.args[0].value), frozenset(str(each.arg) for each in node.keywords)
+            elif isinstance(node, ast.Dict):  # of conditions
+                yield from ((each.value, frozenset()) for each in node.keys if _is_name(each))
+
+
+def _is_name(key: ast.expr | None) -> TypeGuard[Any]:
+    return isinstance(key, ast.Constant) and str(key.value).startswith("accelerate.")
 
 
 @pytest.mark.parametrize(("room", "refusals"), [("data", of_data), ("integrations", of_guests)])

@@ -162,7 +162,7 @@ class Impatient(TrainerCallback):  # type: ignore[misc]
         (
             {"fp16_full_eval": True},
             {},
-            "full evaluation in half precision: it rounds the weights for good; use bf16=True or fp16=True",
+            "(fp16|bf16)_full_eval=True: it rounds the weights for good; use bf16=True or fp16=True",
         ),
         (
             {"fp16": True},

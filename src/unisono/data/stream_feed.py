@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.content import Glance, content_of_stream
-from unisono.data.feed import SAME_SAMPLES, Asked, Shuffle, refuse_beside
+from unisono.data.feed import SAME_SAMPLES, Asked, Shuffle, collate_of, keeps_states, processes_of, refuse_beside
 from unisono.data.loader_processes import NO_PROCESSES, Processes
 from unisono.data.order import KeyedOrder, Order
 from unisono.data.refused import refused
@@ -19,7 +19,6 @@ from unisono.data.shards import Collate, is_indexed
 from unisono.data.stream_reader import opens_readers
 from unisono.data.stream_readers import OpenReaders
 from unisono.data.stream_source import ReadersAhead, StreamSource
-from unisono.data.torch_loader import keeps_states, processes_of
 from unisono.errors import DataError, JobError, UnisonoWarning
 
 BATCHES = {"_batched": True, "_unbatched": False, "_unlisted": False}
@@ -149,11 +148,9 @@ class StreamFeed:
         _refuse(None, loader.drop_last)
         if loader.batch_size is None:
             raise DataError("batch_size=None: the loader makes no batches: give it the batch_size of the job")
-        collate = None if loader.collate_fn is default_collate else loader.collate_fn
-        processes = processes_of(loader, timeout_s)
-        return cls(
-            stream, key, loader.batch_size, collate, keeps_states(loader), loader.worker_init_fn, processes, epochs
-        )
+        begin, processes = loader.worker_init_fn, processes_of(loader, timeout_s)
+        collate, keeps = collate_of(loader), keeps_states(loader)
+        return cls(stream, key, loader.batch_size, collate, keeps, begin, processes, epochs)
 
     def decides(self, batch_size: int) -> str:
         """What decides which samples a batch has, and what to do, for messages."""

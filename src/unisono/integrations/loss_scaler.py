@@ -42,14 +42,10 @@ class RunScaler(GradScaler):
             Unreadable: it is none that a run can have: a power of two, from 2**-20 to 2**32.
         """
         if state_dict and self._trained.restored is None:
-            state = value_of(
-                dict[str, Any],
-                dict(state_dict) if isinstance(state_dict, Mapping) else state_dict,
-                "state of a GradScaler",
-            )
-            self._trained.loss_scale.load_state_dict(
-                {"value": state.get("scale"), "steps": state.get("_growth_tracker")}
-            )
+            plain = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+            state = value_of(dict[str, Any], plain, "state of a GradScaler")
+            known = {"value": state.get("scale"), "steps": state.get("_growth_tracker")}
+            self._trained.loss_scale.load_state_dict(known)
 
 
 def scale_of(run: Run) -> float:

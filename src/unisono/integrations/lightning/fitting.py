@@ -66,7 +66,7 @@ class FitState:
             "schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
             "data": _of_data(trainer),
             "module": own,
-            "kinds": [one.state() for one in self._training.kinds.values()],
+            "kinds": [asdict(one) for one in self._training.kinds.values()],
             "trained": sorted(self._training.metrics.trained),
             "updates": {name: one._update_count for name, one in self._training.metrics.by_name.items()},
             "rows": [one.count for one in trainer.strategy.rows],

@@ -14,7 +14,7 @@ from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating
 from unisono.integrations.lightning.fitting import Fits, OneFit
 from unisono.integrations.lightning.framework import fabric, part, pl
 from unisono.integrations.lightning.loader import GlobalBatch, TrainingLoader, require_length
-from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
+from unisono.integrations.lightning.logged import Rows, agree_on_versions, rows_of
 from unisono.integrations.live_rank import rank_of
 from unisono.integrations.loss_scaler import RunScaler, require_scaling
 from unisono.integrations.refused import refused
