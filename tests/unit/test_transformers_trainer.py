@@ -191,7 +191,7 @@ def test_what_cannot_be_kept_is_refused_with_the_cure(
     ("name", "value", "message"),
     [
         ("deepspeed", "zero.json", "deepspeed: Unisono distributes the work itself, .* leave it out"),
-        ("fsdp", True, "fsdp: Unisono distributes the work itself, .* leave it out"),
+        ("fsdp", True, "fsdp=True: Unisono distributes the work itself, .* leave it out"),
         ("parallelism_config", object(), "parallelism_config: Unisono distributes .* leave it out"),
     ],
 )
