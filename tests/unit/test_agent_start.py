@@ -12,8 +12,7 @@ import pytest
 from unisono.checkpoint.folder import RunFolder
 from unisono.launch.elastic.agent import ElasticAgent
 from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.host_workers import HostWorkers, _Worker, cause_of
-from unisono.launch.elastic.starter import Starter
+from unisono.launch.elastic.host_workers import HostWorkers, Starter, _Worker, cause_of
 from unisono.launch.ending.failure import Failure
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal.terminal import Terminal

@@ -23,9 +23,8 @@ from unisono.cli import app as cli
 from unisono.errors import JobError
 from unisono.launch.elastic.elastic import ElasticSettings, Range
 from unisono.launch.k8s.cluster_job import SPOT, ClusterJob, Pods
-from unisono.launch.k8s.job_set import job_set
+from unisono.launch.k8s.job_set import escaped, job_set
 from unisono.launch.k8s.manifests import text_of, write
-from unisono.launch.k8s.pods import escaped
 from unisono.launch.k8s.secret import new_secret
 from unisono.launch.k8s.training_runtime import train_job, training_runtime
 from unisono.launch.k8s.words import Toleration, label_of, read_quantity, read_selector, read_variables, require_memory

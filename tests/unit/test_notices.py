@@ -9,9 +9,8 @@ import pytest
 
 from metadata_service import ACTION, MACHINE, PREEMPT, Metadata, metadata_service
 from unisono.errors import JobError
-from unisono.launch.notices.cloud import Notice
+from unisono.launch.notices.cloud import LARGEST, Notice, Query, ask
 from unisono.launch.notices.listener import listening_to_cloud
-from unisono.launch.notices.request import LARGEST, Query, ask
 from unisono.launch.notices.source import LINK_LOCAL, VARIABLES, Endpoint, NoticeSource
 
 pytestmark = pytest.mark.unit

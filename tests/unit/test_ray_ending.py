@@ -9,7 +9,7 @@ import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.launch.elastic.elastic import AgentEnd, ElasticSettings, Range
-from unisono.launch.ray.agents import AgentAccess
+from unisono.launch.elastic.host_order import HostOrder
 from unisono.launch.ray.coordinator_actor import after_the_coordinator
 from unisono.launch.ray.request import RayRequest
 from unisono.launch.settings import LaunchSettings, Script
@@ -105,7 +105,7 @@ def test_the_end_of_each_agent_is_noted_and_whoever_was_killed_or_does_not_end_i
     monkeypatch.setattr("ray.put", id)
     settings = ElasticSettings(LaunchSettings(Script(__file__)), Range(1, 5))
     request = RayRequest.of_this_process(settings, None, {})
-    job = agents.Agents(request, AgentAccess("", "", "", ""), Bundles(), print, frozenset)
+    job = agents.Agents(request, HostOrder("", False, "", "", "", "", ()), Bundles(), print, frozenset)
     job.look()
     found[:] = [0, 1, 137, RayActorError(), None]
     if are_noticed:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from unisono.cli import app as cli
 from unisono.errors import JobError, LaunchError
 from unisono.launch.settings import Script
-from unisono.launch.slurm.batch_job import Allocation, BatchJob, read_nodes, split_words
+from unisono.launch.slurm.batch_job import Allocation, BatchJob, directive, read_nodes, seconds_of, split_words
 from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
-from unisono.launch.slurm.words import directive, seconds_of
 
 pytestmark = pytest.mark.unit
 

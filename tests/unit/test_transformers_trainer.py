@@ -162,7 +162,7 @@ class Impatient(TrainerCallback):  # type: ignore[misc]
         (
             {"fp16_full_eval": True},
             {},
-            "full evaluation in half precision: it rounds the weights for good; use bf16=True or fp16=True",
+            "(fp16|bf16)_full_eval=True: it rounds the weights for good; use bf16=True or fp16=True",
         ),
         (
             {"fp16": True},
@@ -191,7 +191,7 @@ def test_what_cannot_be_kept_is_refused_with_the_cure(
     ("name", "value", "message"),
     [
         ("deepspeed", "zero.json", "deepspeed: Unisono distributes the work itself, .* leave it out"),
-        ("fsdp", True, "fsdp: Unisono distributes the work itself, .* leave it out"),
+        ("fsdp", True, "fsdp=True: Unisono distributes the work itself, .* leave it out"),
         ("parallelism_config", object(), "parallelism_config: Unisono distributes .* leave it out"),
     ],
 )

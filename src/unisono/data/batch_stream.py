@@ -7,6 +7,7 @@ from zlib import crc32
 
 from torch import Tensor
 
+from unisono.data.refused import refused
 from unisono.data.slot import replaced
 from unisono.data.stream_reader import ReaderState
 from unisono.data.stream_readers import Given, Wish
@@ -70,10 +71,7 @@ class StreamBatch(NamedTuple):
         rows = {len(tensor) if tensor.dim() else None for tensor in found}
         if len(rows) != 1 or None in rows:
             shapes = " and ".join(str(list(tensor.shape)) for tensor in found) or "no arrays"
-            raise DataError(
-                f"{name} gave {shapes} for a batch: each array needs one row for each sample, and all as many. Have "
-                f"it give batches (dataset.batch(32))"
-            )
+            raise DataError(refused("batches.uneven", name=name, shapes=shapes))
         digest = 0
         for tensor in found:
             digest = crc32(bytes_of(tensor.contiguous()).data, digest)

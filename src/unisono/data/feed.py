@@ -1,18 +1,21 @@
 """What a loop or an evaluation reads: a data set, its order, and how it is loaded."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, default_collate
+from torch.utils.data._utils import worker
+from torch.utils.data.distributed import DistributedSampler
 
 from unisono.data.content import Glance, content_of_samples
 from unisono.data.loader_processes import Processes
 from unisono.data.order import BlockwiseOrder, KeyedOrder, Order
-from unisono.data.sampler_order import LoopKey, SamplerOrder
+from unisono.data.refused import refused
+from unisono.data.sampler_order import LoopKey, SamplerOrder, parts_of
 from unisono.data.shards import Collate, ShardSource, check_dataset
-from unisono.data.torch_loader import LoaderParts
-from unisono.errors import JobError
+from unisono.errors import DataError, JobError
 from unisono.plan.block_order import BlockShuffle
 from unisono.received import short
 
@@ -139,17 +142,25 @@ class Feed:
     @classmethod
     def _of_loader(cls, loader: DataLoader[Any], asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":
         refuse_beside(asked)
-        parts = LoaderParts.of(loader, timeout_s)
-        samples = check_dataset(parts.dataset)
+        _refuse(loader)
+        dataset: Any = loader.dataset
+        batched, sampler = loader.batch_sampler, loader.sampler
+        is_batched = not (isinstance(batched, BatchSampler) and _is_plain(type(batched)))
+        size, drop_last = None, False
+        if isinstance(batched, BatchSampler) and not is_batched:
+            size, drop_last, sampler = batched.batch_size, batched.drop_last, batched.sampler
+        samples = check_dataset(dataset)
         order: Order
-        if type(parts.sampler) is SequentialSampler and parts.sampler.data_source is parts.dataset:
-            order = KeyedOrder(samples, key.seed, drop_last=parts.drop_last)
+        if not is_batched and type(sampler) is SequentialSampler and sampler.data_source is dataset:
+            order = KeyedOrder(samples, key.seed, drop_last=drop_last)
         else:
             order = SamplerOrder(
-                parts.sampler, parts.dataset, key, is_batched=parts.is_batched, drop_last=parts.drop_last
+                batched if is_batched else sampler, dataset, key, is_batched=is_batched, drop_last=drop_last
             )
-        source = ShardSource(parts.dataset, order, parts.collate, samples)
-        return cls(source, parts.processes, parts.batch_size, parts.is_batched, drop_last=parts.drop_last)
+        begin = partial(_begin, loader.worker_init_fn, loader.num_workers, dataset)
+        processes = replace(processes_of(loader, timeout_s), begin=begin)
+        source = ShardSource(dataset, order, collate_of(loader), samples)
+        return cls(source, processes, size, is_batched, drop_last=drop_last)
 
 
 def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
@@ -163,10 +174,7 @@ def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
             f"shuffle={short(shuffle)}: use True, False, 'blocks', or unisono.BlockShuffle(size=…, window=…)"
         )
     if isinstance(shuffle, str) and size is None:
-        raise JobError(
-            f"shuffle='blocks' goes by the block_size of a data set, and {type(data).__name__} has none: give it one, "
-            f"or say it with shuffle=unisono.BlockShuffle(size=…)"
-        )
+        raise JobError(refused("shuffle.no-block-size", kind=type(data).__name__))
     for name, value in (("size", blocks.size), ("window", blocks.window)):
         if type(value) is not int or value < 1:
             raise JobError(f"BlockShuffle({name}={short(value)}): needs a number from 1 on")
@@ -186,3 +194,66 @@ def refuse_beside(asked: Asked, why: str = "beside a DataLoader: the loader deci
     said = {one.name: getattr(asked, one.name) for one in fields(asked)}
     if beside := [f"{name}={short(value)}" for name, value in said.items() if value is not None]:
         raise JobError(f"{', '.join(beside)} {why}")
+
+
+# What a ``DataLoader`` is made of, and what of it cannot be kept.
+
+TORCHDATA = "torchdata.stateful_dataloader."
+
+SHARES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+"""Attributes by which samplers that give each process another share can be told from others."""
+
+
+def collate_of(loader: DataLoader[Any]) -> Collate | None:
+    """A function that makes a loader's batches of samples; None for torch's ``default_collate``."""
+    return None if loader.collate_fn is default_collate else loader.collate_fn
+
+
+def keeps_states(loader: DataLoader[Any]) -> bool:
+    """Whether it is torchdata's ``StatefulDataLoader``, which goes on from the states of its data set.
+
+    It iterates as torch's loader does.
+    """
+    return str(getattr(type(loader).__iter__, "__module__", "")).startswith(TORCHDATA)
+
+
+def _is_plain(kind: type[BatchSampler]) -> bool:
+    """Whether a batch sampler only puts together what a sampler gives."""
+    return kind is BatchSampler or kind.__module__.startswith(TORCHDATA)
+
+
+def _refuse(loader: DataLoader[Any]) -> None:
+    kind = type(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        raise DataError(refused("loader.stream", kind=type(loader.dataset).__name__))
+    if kind.__iter__ is not DataLoader.__iter__ and not keeps_states(loader):
+        raise DataError(refused("loader.own-iteration", module=kind.__module__, kind=kind.__name__))
+    if loader.batch_sampler is None:
+        raise DataError(refused("loader.no-batches"))
+    for part in (*parts_of(loader.batch_sampler), loader.sampler):
+        if isinstance(part, DistributedSampler) or any(all(hasattr(part, one) for one in names) for names in SHARES):
+            raise DataError(refused("loader.share-of-process", kind=type(part).__name__))
+
+
+def processes_of(loader: DataLoader[Any], timeout_s: float) -> Processes:
+    """The processes that a loader asks for.
+
+    Args:
+        loader: the loader.
+        timeout_s: seconds after which a loader process is taken to hang, unless the loader says so.
+
+    Raises:
+        JobError: they are to be started in another way than by a fork.
+    """
+    count, context = loader.num_workers, loader.multiprocessing_context
+    if count and context is not None and context.get_start_method() != "fork":
+        raise JobError(refused("loader.not-forked", method=context.get_start_method()))
+    usual = Processes(count, loader.timeout or timeout_s)
+    return usual if loader.prefetch_factor is None else replace(usual, ahead=loader.prefetch_factor)
+
+
+def _begin(first: Callable[[int], None] | None, count: int, dataset: Any, number: int) -> None:
+    """Begin a loader process as torch does: data sets and collate functions may ask which one they are in."""
+    worker._worker_info = worker.WorkerInfo(id=number, num_workers=count, seed=number, dataset=dataset)
+    if first is not None:
+        first(number)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -43,10 +43,7 @@ class BatchFeed(StreamFeed):
 
     begun: OpenPass | None = None
 
-    @property
-    def is_batched(self) -> bool:
-        """The stream decides which samples a batch has."""
-        return True
+    is_batched: ClassVar[bool] = True  # the stream decides which samples a batch has
 
     @property
     def order(self) -> Order:
@@ -54,10 +51,7 @@ class BatchFeed(StreamFeed):
         batch = None if self.begun is None else self.begun.batch
         return StreamOrder(0, self.key.seed, first=0 if batch is None else batch.digest)
 
-    @property
-    def promised(self) -> int | None:
-        """It says nothing of samples."""
-        return None
+    promised: ClassVar[int | None] = None  # it says nothing of samples
 
     @classmethod
     def of_batches(cls, data: Any, asked: Asked, key: LoopKey, epochs: int = 1) -> "BatchFeed | None":

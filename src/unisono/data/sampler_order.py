@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
 from torch.utils.data import WeightedRandomSampler as Weighted
 
+from unisono.data.refused import refused
 from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
 from unisono.plan.epoch_cut import EpochCut, EvenCut, ListedCut
@@ -140,10 +141,7 @@ class SamplerOrder:
                     part.set_epoch(number)
             found = list(islice(iter(self._asked), self._most + 1))
         if len(found) > self._most:
-            raise DataError(
-                f"the sampler ({type(self._first).__name__}) has given {self._most} items for one epoch and goes on: "
-                f"it has to end where the epoch does"
-            )
+            raise DataError(refused("sampler.endless", kind=type(self._first).__name__, count=self._most))
         return self._listed(found) if self._is_batched else EpochOrder(_indices(found, self._first), None)
 
     def _listed(self, found: Sequence[Any]) -> EpochOrder:
@@ -155,11 +153,7 @@ class SamplerOrder:
         try:
             return deepcopy(sampler, {id(each): each for each in self._shared})
         except Exception as error:
-            raise DataError(
-                f"the sampler ({type(sampler).__name__}) cannot be copied ({error}), and it has to be asked for one "
-                f"epoch more than once: by a worker that joins, and by a run that resumes. Make it of what "
-                f"copy.deepcopy can copy: open files, locks and running generators are not"
-            ) from error
+            raise DataError(refused("sampler.not-copied", kind=type(sampler).__name__, error=error)) from error
 
 
 def parts_of(sampler: Any) -> list[Any]:
@@ -180,7 +174,4 @@ def _indices(found: Iterable[Any], sampler: Any) -> Indices:
     try:
         return np.fromiter((operator.index(each) for each in found), np.int64)
     except (TypeError, RuntimeError, OverflowError) as error:
-        raise DataError(
-            f"the sampler ({type(sampler).__name__}) gave something that is no index: {error}. Samples are distributed "
-            f"among workers by whole numbers; have the data set translate them into keys of its own"
-        ) from error
+        raise DataError(refused("sampler.no-index", kind=type(sampler).__name__, error=error)) from error

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from unisono.data.order import KeyedOrder, Order
+from unisono.data.refused import refused
 from unisono.data.streams import DrawWatch, seed_generators
 from unisono.errors import DataError, UnisonoWarning
 from unisono.plan.batches import Batch
@@ -149,9 +150,13 @@ class ShardSource:
         """
         if self.samples is not None and (now := len(self.dataset)) != self.samples:
             raise DataError(
-                f"the data set ({type(self.dataset).__name__}) has {now} samples in epoch {request.epoch}, and had "
-                f"{self.samples} when the loop began: the order of a loop is made for one length, so samples would be "
-                f"left out or missed. Change it between two loops"
+                refused(
+                    "dataset.length-changed",
+                    kind=type(self.dataset).__name__,
+                    now=now,
+                    epoch=request.epoch,
+                    before=self.samples,
+                )
             )
         return LocatedShards(request, tuple(self.order.samples_at(request.epoch, one) for one in request.places))
 
@@ -254,8 +259,7 @@ def collated(collate: Collate | None, samples: list[Any], numbers: Sequence[int]
     except Exception as error:
         odd = _first_odd(samples, numbers)
         raise DataError(
-            f"samples {numbers[0]} … {numbers[-1]} of {whose} cannot be collated into one batch: {error}.{odd} Make "
-            f"all samples alike, or pass run.steps(…, collate_fn=…)"
+            refused("dataset.not-collated", first=numbers[0], last=numbers[-1], whose=whose, error=error, odd=odd)
         ) from error
 
 
@@ -273,10 +277,7 @@ def _many(dataset: Any, indices: Sequence[int]) -> list[Any]:
         error.add_note(f"(while samples {indices[0]} … {indices[-1]} of the data set were loaded)")
         raise
     if len(found) != len(indices):
-        raise DataError(
-            f"{type(dataset).__name__}.__getitems__ returned {len(found)} samples for {len(indices)} indices: "
-            f"it has to return a list with one sample for each"
-        )
+        raise DataError(refused("dataset.getitems", kind=type(dataset).__name__, given=len(found), asked=len(indices)))
     return found
 
 
@@ -328,12 +329,7 @@ def check_dataset(dataset: Any) -> int:
     """
     kind = type(dataset).__name__
     if not is_indexed(dataset):
-        raise DataError(
-            f"{kind} can only be read from front to back, but samples are distributed among workers by index: "
-            f"use a map-style data set (with __len__ and __getitem__); a finite stream becomes one with list(stream). "
-            f"run.steps, run.evaluate and run.predict take streams, too: a torch.utils.data.IterableDataset, whose "
-            f"__iter__ makes a generator anew each time"
-        )
+        raise DataError(refused("dataset.no-index", kind=kind))
     if not isinstance(dataset, Sized):
         raise DataError(f"{kind} has no length: give it a __len__ that returns the number of samples")
     if len(dataset) == 0:

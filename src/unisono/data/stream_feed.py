@@ -5,20 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.content import Glance, content_of_stream
-from unisono.data.feed import SAME_SAMPLES, Asked, Shuffle, refuse_beside
+from unisono.data.feed import SAME_SAMPLES, Asked, Shuffle, collate_of, keeps_states, processes_of, refuse_beside
 from unisono.data.loader_processes import NO_PROCESSES, Processes
 from unisono.data.order import KeyedOrder, Order
+from unisono.data.refused import refused
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, is_indexed
 from unisono.data.stream_reader import opens_readers
 from unisono.data.stream_readers import OpenReaders
 from unisono.data.stream_source import ReadersAhead, StreamSource
-from unisono.data.torch_loader import keeps_states, processes_of
 from unisono.errors import DataError, JobError, UnisonoWarning
 
 BATCHES = {"_batched": True, "_unbatched": False, "_unlisted": False}
@@ -33,22 +33,12 @@ def require_samples(stream: Any) -> None:
     """
     name = type(stream).__name__
     if gives_whole_batches(stream):
-        raise DataError(
-            f"{name} makes batches itself, and each would be taken for one sample: leave that out (.batched(…) or "
-            f".batch(…), a WebLoader, a batch_size of a loader inside). Say the number of samples in a global batch in "
-            f"unisono.init(batch_size=…), or in the DataLoader that you give run.steps, which may have a collate_fn"
-        )
+        raise DataError(refused("stream.whole-batches", name=name))
     share: Any = getattr(stream, "_distributed", None)
     if getattr(share, "world_size", 1) > 1:
-        raise DataError(
-            f"{name} is split by node: split_dataset_by_node gives this process share {share.rank} of "
-            f"{share.world_size}, and Unisono shares the samples out itself: give it the whole stream"
-        )
+        raise DataError(refused("stream.split-by-node", name=name, share=share.rank, count=share.world_size))
     if _resamples(stream):
-        raise DataError(
-            f"{name} draws its files anew in each process and in each pass (resampled=True), so workers would read "
-            f"other samples: leave that out, and shuffle with a seed (shardshuffle=…, seed=…)"
-        )
+        raise DataError(refused("stream.resampled", name=name))
 
 
 def gives_whole_batches(stream: Any) -> bool:
@@ -120,20 +110,9 @@ class StreamFeed:
     epochs: int = 1
     _opened: dict[int, OpenReaders] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def shuffle(self) -> bool:
-        """A stream has its own order."""
-        return False
-
-    @property
-    def drop_last(self) -> bool:
-        """All that is read is used."""
-        return False
-
-    @property
-    def is_batched(self) -> bool:
-        """No batch sampler decides which samples a batch has."""
-        return False
+    shuffle: ClassVar[bool] = False  # a stream has its own order
+    drop_last: ClassVar[bool] = False  # all that is read is used
+    is_batched: ClassVar[bool] = False  # no batch sampler decides which samples a batch has
 
     @property
     def order(self) -> Order:
@@ -169,11 +148,9 @@ class StreamFeed:
         _refuse(None, loader.drop_last)
         if loader.batch_size is None:
             raise DataError("batch_size=None: the loader makes no batches: give it the batch_size of the job")
-        collate = None if loader.collate_fn is default_collate else loader.collate_fn
-        processes = processes_of(loader, timeout_s)
-        return cls(
-            stream, key, loader.batch_size, collate, keeps_states(loader), loader.worker_init_fn, processes, epochs
-        )
+        begin, processes = loader.worker_init_fn, processes_of(loader, timeout_s)
+        collate, keeps = collate_of(loader), keeps_states(loader)
+        return cls(stream, key, loader.batch_size, collate, keeps, begin, processes, epochs)
 
     def decides(self, batch_size: int) -> str:
         """What decides which samples a batch has, and what to do, for messages."""
@@ -234,7 +211,4 @@ def _refuse(shuffle: Shuffle | None, drop_last: bool | None) -> None:
     if shuffle:
         raise JobError("shuffle=True: a stream has its own order. Shuffle in the stream, or the files that it reads")
     if drop_last:
-        raise JobError(
-            "drop_last=True: which batch of a stream is the last whole one is only known after it. Leave it out: "
-            "smaller batches are weighted by their size"
-        )
+        raise JobError(refused("stream.drop-last"))

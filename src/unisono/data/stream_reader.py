@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data._utils import worker
 
+from unisono.data.refused import refused
 from unisono.data.streams import seed_generators
 from unisono.errors import DataError
 from unisono.plan.order import Stream, stream_seed
@@ -184,11 +185,7 @@ class Reader:
                 begin(key.number)
             self._info.was_asked = self._info.was_counted
             if self._info.was_opened and not self._info.was_asked:
-                raise DataError(
-                    "worker_init_fn takes the stream out of get_worker_info(), and does not look how many readers "
-                    "there are: there is one for each shard of the job, whatever num_workers says to the loader. Split "
-                    "it by info.id and info.num_workers, or in the stream's __iter__"
-                )
+                raise DataError(refused("stream.begun-unsplit"))
             seed_generators(key.stream(0, alike=True))
         with self._inside():
             opened = open_stream(self._stream, key.number, key.readers, at.state, keeps=keeps)
@@ -231,17 +228,19 @@ class Reader:
         try:
             return ReaderState(samples, parse_json(json.dumps(told)))
         except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{teller}.state_dict() returned what is no JSON ({error}): it travels to other "
-                f"workers and into checkpoints, so make it of numbers, text, lists and dicts"
-            ) from error
+            raise DataError(refused("stream.state-no-json", name=teller, error=error)) from error
 
     def _skip(self, samples: int) -> None:
         if len(self.take(samples)) < samples:
             raise DataError(
-                f"reader {self._key.number} of {type(self._stream).__name__} has come to its end after "
-                f"{self.at.samples} samples of epoch {self._key.epoch}, and it has given {samples} before: a stream "
-                f"has to give the same samples again"
+                refused(
+                    "stream.shorter",
+                    reader=self._key.number,
+                    name=type(self._stream).__name__,
+                    now=self.at.samples,
+                    epoch=self._key.epoch,
+                    before=samples,
+                )
             )
 
     def _look_ahead(self) -> None:
@@ -287,7 +286,4 @@ def _copied(stream: Any) -> Any:
     try:
         return deepcopy(stream)
     except Exception as error:
-        raise DataError(
-            f"{type(stream).__name__} cannot be copied ({error}), and each of its readers needs a copy: open files and "
-            f"connections in __iter__, not before"
-        ) from error
+        raise DataError(refused("stream.not-copied", name=type(stream).__name__, error=error)) from error

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from unisono.data.refused import refused
 from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import Collate, alike, collated, one_thread
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
@@ -177,18 +178,9 @@ class OpenReaders:
             return
         reader, count = self._reader(wish), len(samples)
         if not alike(reader.take(count), list(samples)):
-            raise DataError(
-                f"{type(self._stream).__name__} gave other samples when it was read a second time from the beginning, "
-                f"and so it would to a worker that joins and to a run that resumes: seed what it shuffles or draws "
-                f"with, or draw from the global generators of torch, NumPy and Python, which are seeded before"
-            )
+            raise DataError(refused("stream.not-repeated", name=type(self._stream).__name__))
         if reader.at.state is not None and not self._goes_on(wish, reader, count):
-            raise DataError(
-                f"{type(self._stream).__name__} does not go on from the state that it told with the samples that come "
-                f"next without it, so a run that resumes would lose or repeat some. Shuffle buffers are left out of "
-                f"states, for one: give run.steps the stream itself, or in a DataLoader of torch, whose readers read "
-                f"again up to their place"
-            )
+            raise DataError(refused("stream.state-inexact", name=type(self._stream).__name__))
         self._is_known = True
 
     def _goes_on(self, wish: Wish, reader: Reader, count: int) -> bool:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from unisono.data.loader_processes import LoaderProcesses, Processes
+from unisono.data.refused import refused
 from unisono.data.stream_reader import ReaderState
 from unisono.data.stream_readers import Given, OpenReaders, Readers, Wish
 from unisono.errors import DataError
@@ -205,7 +206,6 @@ class StreamSource:
         wish = Wish(batch.epoch, number, self._begun[number], count)
         if (given := self._readers.give(wish).samples) != count:
             raise DataError(
-                f"reader {number} of {self._name} gave {given} samples here, and {count} on another worker: a stream "
-                f"has to give the same samples wherever it is read"
+                refused("stream.unlike-elsewhere", reader=number, name=self._name, given=given, asked=count)
             )
         return self._readers.batch(wish)

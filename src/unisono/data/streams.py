@@ -177,24 +177,6 @@ class Draws(NamedTuple):
         return cls(cpu, drawn(), np.random.random(), random.random())  # noqa: S311 (nothing is kept secret by it)
 
 
-class SeededAgain:
-    """Generators that are seeded with one seed again and again, in half the time."""
-
-    def __init__(self, seed: int) -> None:
-        seed_generators(seed)
-        self._seed, self._torch, self._python = seed, torch.default_generator.get_state(), random.getstate()
-        self.untouched = Draws.next()
-
-    def seed(self) -> None:
-        """Seed all generators."""
-        with _ONE_AT_A_TIME:
-            torch.default_generator.set_state(self._torch)
-        if (module := in_use()) is not None:
-            module.manual_seed(self._seed)
-        _seed_numpy(self._seed & 0xFFFFFFFF)
-        random.setstate(self._python)
-
-
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Whatever is seeded or drawn inside leaves no trace outside."""
@@ -216,18 +198,23 @@ class DrawWatch:
     def __init__(self) -> None:
         self.is_new, self.has_seen = True, False
         self._seed: int | None = None
-        self._seeded: SeededAgain | None = None
 
     def begin(self, seed: int) -> None:
-        """Seed all generators, and watch from here on."""
-        if self._seeded is None or seed != self._seed:
-            self._seed, self._seeded = seed, SeededAgain(seed)
-        self._seeded.seed()
+        """Seed all generators, and watch from here on. The same seed again and again takes half the time."""
+        if seed != self._seed:
+            seed_generators(seed)
+            self._seed, self._torch, self._python = seed, torch.default_generator.get_state(), random.getstate()
+            self._untouched = Draws.next()
+        with _ONE_AT_A_TIME:
+            torch.default_generator.set_state(self._torch)
+        if (module := in_use()) is not None:
+            module.manual_seed(seed)
+        _seed_numpy(seed & 0xFFFFFFFF)
+        random.setstate(self._python)
 
     def end(self) -> bool:
         """Whether anything was drawn since, or seeded. Leaves the generators in any state."""
-        assert self._seeded is not None, "it has begun"
-        drew = Draws.next() != self._seeded.untouched
+        drew = Draws.next() != self._untouched
         self.is_new, self.has_seen = False, self.has_seen or drew
         return drew
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
+from operator import eq, ge, gt, index, le, lt, ne
 from typing import Any
 
 from unisono.train.run import Run
@@ -31,40 +33,10 @@ class LiveRank(int):
         run = _RUN.get()
         return rank_of(_newest[0] if run is None else run)
 
-    def __eq__(self, other: object) -> bool:
-        return self._now == other
 
-    def __ne__(self, other: object) -> bool:
-        return self._now != other
+def _by_present_rank(act: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda rank, *values: act(rank._now, *values)
 
-    def __lt__(self, other: Any) -> bool:
-        return bool(self._now < other)
 
-    def __le__(self, other: Any) -> bool:
-        return bool(self._now <= other)
-
-    def __gt__(self, other: Any) -> bool:
-        return bool(self._now > other)
-
-    def __ge__(self, other: Any) -> bool:
-        return bool(self._now >= other)
-
-    def __bool__(self) -> bool:
-        return self._now != 0
-
-    def __hash__(self) -> int:
-        return hash(self._now)
-
-    def __int__(self) -> int:
-        return self._now
-
-    def __index__(self) -> int:
-        return self._now
-
-    def __repr__(self) -> str:
-        return str(self._now)
-
-    __str__ = __repr__
-
-    def __format__(self, form: str) -> str:
-        return format(self._now, form)
+for _act in (*(eq, ne, lt, le, gt, ge, index), *(bool, int, repr, str, format, hash)):
+    setattr(LiveRank, f"__{_act.__name__}__", _by_present_rank(_act))

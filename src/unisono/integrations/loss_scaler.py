@@ -8,6 +8,7 @@ from typing import Any
 from torch.amp import GradScaler
 
 from unisono.errors import JobError
+from unisono.integrations.refused import refused
 from unisono.received import value_of
 from unisono.train.run import Run
 from unisono.train.state.loss_scale import GROWTH_STEPS
@@ -41,14 +42,10 @@ class RunScaler(GradScaler):
             Unreadable: it is none that a run can have: a power of two, from 2**-20 to 2**32.
         """
         if state_dict and self._trained.restored is None:
-            state = value_of(
-                dict[str, Any],
-                dict(state_dict) if isinstance(state_dict, Mapping) else state_dict,
-                "state of a GradScaler",
-            )
-            self._trained.loss_scale.load_state_dict(
-                {"value": state.get("scale"), "steps": state.get("_growth_tracker")}
-            )
+            plain = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+            state = value_of(dict[str, Any], plain, "state of a GradScaler")
+            known = {"value": state.get("scale"), "steps": state.get("_growth_tracker")}
+            self._trained.loss_scale.load_state_dict(known)
 
 
 def scale_of(run: Run) -> float:
@@ -67,11 +64,7 @@ def require_scaling(run: Run, setting: str) -> None:
         JobError: it scales none.
     """
     if run.job.precision != "fp16":
-        raise JobError(
-            f"{setting}: losses are scaled by the run, from its beginning, and this one has precision="
-            f"{run.job.precision!r}: say arithmetic={{'precision': 'fp16'}} where it begins, in unisono.init or beside "
-            f"the settings of the framework's own"
-        )
+        raise JobError(refused("run.no-scaling", setting=setting, precision=run.job.precision))
 
 
 def take_scaling(accelerator: Any, run: Run, setting: str) -> None:

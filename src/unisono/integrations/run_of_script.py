@@ -9,6 +9,7 @@ from typing import Any
 
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError
+from unisono.integrations.refused import refused
 from unisono.settings.reading import require_names_of_today, with_defaults
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, init
@@ -37,10 +38,7 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
         return newest
     require_names_of_today(settings)
     if unknown := settings.keys() - signature(init).parameters.keys():
-        raise JobError(
-            f"{guest}({', '.join(sorted(unknown))}=…): neither the framework nor a run has such a setting (those of "
-            f"a run are the arguments of unisono.init)"
-        )
+        raise JobError(refused("run.unknown-settings", guest=guest, names=", ".join(sorted(unknown))))
     if run is not None:
         return run
     with generators_kept():  # the script's own seed holds: one line makes no other first weights

@@ -10,6 +10,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from unisono.errors import ModelError
+from unisono.integrations.refused import refused
 
 RULES = {dim_zero_sum: "sum", dim_zero_mean: "mean", dim_zero_max: "max", dim_zero_min: "min", dim_zero_cat: "cat"}
 """How a run combines what shards make of a metric's state, by torchmetrics' reduction of it."""
@@ -35,9 +36,13 @@ def state_of(metrics: nn.Module, name: str = "metrics") -> dict[str, Any]:
         for key, combine in metric._reductions.items():
             if combine not in RULES:
                 raise ModelError(
-                    f"{path}, a {type(metric).__name__}, combines its state {key} in a way of its own "
-                    f"({getattr(combine, '__name__', combine)}): update it outside of the loss function, with what "
-                    f"run.predict returns"
+                    refused(
+                        "torchmetrics.own-way",
+                        path=path,
+                        kind=type(metric).__name__,
+                        state=key,
+                        way=getattr(combine, "__name__", combine),
+                    )
                 )
     return {path: (one, {key: RULES[how] for key, how in one._reductions.items()}) for path, one in found.items()}
 

@@ -12,21 +12,9 @@ from unisono.launch.settings import LaunchSettings
 from unisono.settings.reading import variables_of
 
 PER_WORKER = (
-    "UNISONO_RANK",
-    "UNISONO_WORLD_SIZE",
-    "UNISONO_LOCAL_RANK",
-    "UNISONO_LOCAL_WORLD_SIZE",
-    "UNISONO_STORE",
-    "UNISONO_STORE_FD",
-    "UNISONO_COORDINATOR",
-    "UNISONO_TOKEN_FILE",
-    "UNISONO_CERTIFICATE",
-    "UNISONO_WORKER",
-    "UNISONO_AGENT_PID",
-    "UNISONO_TERM",
-    "UNISONO_FAILURE_TIMEOUT_S",
-    "UNISONO_TERMINAL",
-    "UNISONO_CORES",
+    *("UNISONO_RANK", "UNISONO_WORLD_SIZE", "UNISONO_LOCAL_RANK", "UNISONO_LOCAL_WORLD_SIZE", "UNISONO_STORE"),
+    *("UNISONO_STORE_FD", "UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE", "UNISONO_CERTIFICATE", "UNISONO_WORKER"),
+    *("UNISONO_AGENT_PID", "UNISONO_TERM", "UNISONO_FAILURE_TIMEOUT_S", "UNISONO_TERMINAL", "UNISONO_CORES"),
 )
 """What a launcher started by another launcher's worker would inherit, and hand on to workers of its own."""
 
@@ -165,15 +153,19 @@ def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
     return {"UNISONO_STORE": f"127.0.0.1:{rendezvous.port}", **socket}
 
 
+def _shown(command: WorkerCommand) -> str:
+    """A command as it would be typed: who starts it says its process id."""
+    told = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
+    return str(WorkerCommand(command.script, told))
+
+
 def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
     """What would be started, one worker below the other, for a person to read."""
     rendezvous = RendezvousSocket("PORT", "FD") if settings.processes > 1 else None
     lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if rendezvous else []
     lines += [f"# {line}" for line in settings.tuning.lines]
     for rank in range(settings.processes):
-        command = worker_command(settings, run_dir, rank, rendezvous)
-        shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
-        lines += [f"# rank {rank}", str(WorkerCommand(command.script, shown))]
+        lines += [f"# rank {rank}", _shown(worker_command(settings, run_dir, rank, rendezvous))]
     return "\n".join(lines)
 
 
@@ -187,7 +179,5 @@ def elastic_dry_run(settings: LaunchSettings, run_dir: Path) -> str:
         lines.append("# MEETING and FD are those of a socket on loopback that is opened for the devices of each worker")
     for device in range(devices):
         seat = ElasticSeat("w1", 0, "http://127.0.0.1:PORT", run_dir / "token", None, device, devices, meeting)
-        command = elastic_command(settings, run_dir, seat)
-        shown = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
-        lines.append(str(WorkerCommand(command.script, shown)))
+        lines.append(_shown(elastic_command(settings, run_dir, seat)))
     return "\n".join(lines)

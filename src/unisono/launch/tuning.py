@@ -38,8 +38,7 @@ def _tunable(name: str) -> str:
 
 
 KEEPING = _Decision(
-    {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": NEVER},
-    others=("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"),
+    {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": NEVER}, others=("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 )
 """Freed memory of any size stays with the process.
 

@@ -4,28 +4,92 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator as Original
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.errors import JobError, ModelError
+from unisono.errors import DataError, JobError, ModelError
 from unisono.integrations import live_rank
 from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.evaluation import Evaluations, from_main, leaves_of, rebuilt
-from unisono.integrations.accelerate.loader import Loader, size_of, together
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept_attributes import free_name
+from unisono.integrations.loaders import Cut, Grouped, like
 from unisono.integrations.loss_scaler import take_scaling
+from unisono.integrations.refused import refused
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
+
+# What a script iterates over in place of its loader.
+
+Read = Callable[[DataLoader[Any]], Iterator[Any]]
+"""Begins a pass over a loader."""
+
+
+class Loader:
+    """Stands for a loader, and is in all but its iteration like it.
+
+    Args:
+        loader: the loader, whose batches are global batches.
+        read: a function that begins a pass over it.
+    """
+
+    def __init__(self, loader: DataLoader[Any], read: Read) -> None:
+        self.base_dataloader = loader
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this worker's shards, or those that it evaluates."""
+        return self._read(self.base_dataloader)
+
+    def __len__(self) -> int:
+        """The number of global batches; not that of this worker's shards."""
+        return len(self.base_dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("base_dataloader", "_read"):  # it is being made
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the run knows the epoch."""
+
+    def behind(self, batches: int) -> Loader:
+        """The same without its first batches.
+
+        Raises:
+            DataError: it reads a stream.
+        """
+        if isinstance(self.base_dataloader.dataset, IterableDataset):
+            raise DataError(refused("accelerate.skip-of-stream"))
+        behind = Cut(self.base_dataloader.batch_sampler, batches)
+        return Loader(like(self.base_dataloader, batch_sampler=behind), self._read)
+
+
+def size_of(loader: DataLoader[Any]) -> int | None:
+    """The number of samples in a loader's batch; None if nothing says it."""
+    batches: Any = loader.batch_sampler
+    batches = batches.sampler if isinstance(batches, Cut) else batches
+    size: int | None = loader.batch_size or getattr(batches, "batch_size", None)
+    return size
+
+
+def together(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
+    """A loader each of whose batches is several of another one's."""
+    if batches == 1:
+        return loader
+    if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+        return like(loader, batch_size=loader.batch_size * batches, drop_last=loader.drop_last)
+    return like(loader, batch_sampler=Grouped(loader.batch_sampler, batches))
+
 
 _OTHERS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -54,37 +118,22 @@ def require_kept(said: Mapping[str, Any]) -> None:
     """
     for name, what in _OTHERS.items():
         if said.get(name) is not None:
-            _refuse_split(f"{name}=…", what)
+            raise JobError(refused("accelerate.split", where=f"{name}=…", what=what))
     for name, what in _VARIABLES.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
-            _refuse_split(f"{name}={os.environ[name]}", what)
-    if precision_of(said) == "fp8":
-        raise JobError(
-            "mixed_precision='fp8' scales weights by what each process has seen: use mixed_precision='bf16' or 'fp16'"
-        )
-    if said.get("dynamo_backend") is not None or said.get("dynamo_plugin") is not None:
-        raise JobError("dynamo_backend=…: compiled models have other bits; leave it out")
-    if said.get("step_scheduler_with_optimizer") is False:
-        raise JobError(
-            "step_scheduler_with_optimizer=False: a scheduler would step once for each shard, of which workers have "
-            "different numbers; leave it out, and step schedulers after optimizer.step()"
-        )
-    loaders = said.get("dataloader_config")
-    if loaders is not None and loaders.dispatch_batches:
-        raise JobError(
-            "dispatch_batches=True has the main process load for all, and the run distributes samples before they are "
-            "loaded: leave it out"
-        )
-    if loaders is not None and loaders.use_stateful_dataloader:
-        raise JobError("use_stateful_dataloader=True: the run's checkpoints know where a loader stands; leave it out")
-    plugin = said.get("gradient_accumulation_plugin")
-    if plugin is not None and not plugin.sync_with_dataloader:
-        raise JobError("sync_with_dataloader=False accumulates over the end of an epoch: leave it out")
-    if PartialState._shared_state.get("num_processes", 1) > 1:
-        raise JobError(
-            "accelerate has formed a process group of its own already: make unisono.accelerate.Accelerator() before "
-            "anything that uses accelerate's PartialState"
-        )
+            raise JobError(refused("accelerate.split", where=f"{name}={os.environ[name]}", what=what))
+    loaders, plugin = said.get("dataloader_config"), said.get("gradient_accumulation_plugin")
+    is_so = {
+        "accelerate.fp8": precision_of(said) == "fp8",
+        "accelerate.compiled": said.get("dynamo_backend") is not None or said.get("dynamo_plugin") is not None,
+        "accelerate.scheduler-steps": said.get("step_scheduler_with_optimizer") is False,
+        "accelerate.dispatch-batches": loaders is not None and loaders.dispatch_batches,
+        "accelerate.stateful-loader": loaders is not None and loaders.use_stateful_dataloader,
+        "accelerate.epoch-end": plugin is not None and not plugin.sync_with_dataloader,
+        "accelerate.process-group": PartialState._shared_state.get("num_processes", 1) > 1,
+    }
+    for name in filter(is_so.get, is_so):
+        raise JobError(refused(name))
 
 
 def precision_of(said: Mapping[str, Any]) -> str:
@@ -103,17 +152,7 @@ def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> Non
         JobError: they are one.
     """
     if project is not None and Path(project).resolve() == run.resolve():
-        raise JobError(
-            f"project_dir is the run folder, {run}: both have a folder of checkpoints, and accelerate would remove the "
-            f"run's with total_limit. Name another one"
-        )
-
-
-def _refuse_split(where: str, what: str) -> NoReturn:
-    raise JobError(
-        f"{where}: {what} distributes a model among processes by itself, and Unisono has the whole model on each "
-        f"worker: leave it out, every worker has the whole model"
-    )
+        raise JobError(refused("accelerate.run-folder", run=run))
 
 
 class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looked into by mypy
@@ -123,6 +162,8 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
         state: accelerate's own, of the process.
         bodies: the training loop's body.
     """
+
+    adjust_scheduler = False  # schedulers count updates, however many turns a worker has in a step
 
     def __init__(self, state: Any, bodies: Bodies) -> None:
         self._dataloader_references_ref = [None]
@@ -134,11 +175,6 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
     def sync_gradients(self) -> bool:
         """Whether the mean gradient of the step is there."""
         return self._bodies.is_last
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Schedulers count updates, however many turns a worker has in a step."""
-        return False
 
 
 class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -341,9 +377,7 @@ class Accelerator(RecordingAccelerator):
 
     def _train(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if not self._optimizers:
-            raise ModelError(
-                "there is no optimizer: model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-            )
+            raise ModelError(refused("accelerate.no-optimizer"))
         self._evaluations.forget()
         count = self.gradient_accumulation_steps
         size = size_of(loader)
@@ -369,11 +403,7 @@ class Accelerator(RecordingAccelerator):
         if (evaluation := self._evaluations.newest) is not None:
             return rebuilt(tensor, evaluation.gather(leaves))
         if not self._bodies.is_outside:
-            raise JobError(
-                "gather or reduce in the body of a training loop, which runs once for each shard of this worker: other "
-                "workers have other numbers of them. The mean loss of a step is accelerator.mean_loss, that of a "
-                "value in accelerator.run.log(name, value) before accelerator.backward is in metrics.jsonl"
-            )
+            raise JobError(refused("accelerate.gather-in-body"))
         return rebuilt(tensor, from_main(self.run, leaves))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

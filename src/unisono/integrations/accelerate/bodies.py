@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unisono.data.streams import Generators, generators_kept
 from unisono.errors import JobError, LossError
+from unisono.integrations.refused import refused
 from unisono.train.loop.prefetch import to_device
 from unisono.train.run import Run
 from unisono.train.step.loss import Weighted
@@ -171,11 +172,7 @@ class SettingsWatch:
                 for name in one
                 if one[name] != other.get(name)
             }
-            raise JobError(
-                f"the body of a training loop has changed {', '.join(sorted(names))} of an optimizer in two turns of "
-                f"one step, and each worker has another number of turns: give the scheduler to accelerator.prepare, "
-                f"and change settings by hand where accelerator.sync_gradients is true"
-            )
+            raise JobError(refused("accelerate.settings-twice", names=", ".join(sorted(names))))
         self._has_changed = True
 
     def _present(self) -> list[dict[str, Any]]:
@@ -249,11 +246,7 @@ class Bodies:
             JobError: the script is in another training loop's body.
         """
         if not self.is_outside:
-            raise JobError(
-                "a training loop in the body of another one, or beside it: one at a time. Two loaders that a body "
-                "reads together are one loader of a torch.utils.data.StackDataset of both data sets. Loops that "
-                "evaluate have every model in evaluation mode (model.eval()) before they begin"
-            )
+            raise JobError(refused("accelerate.two-loops"))
         with closing(steps):
             for step in steps:
                 yield from self._turns_of(step)
@@ -303,14 +296,9 @@ class Bodies:
         """
         self._require_whole()
         if self._phase is Phase.OUTSIDE:
-            raise JobError(
-                "accelerator.backward outside of a training loop: iterate over a loader that accelerator.prepare has "
-                "returned, with the model in training mode (model.train()) before the loop begins"
-            )
+            raise JobError(refused("accelerate.backward-outside"))
         if self._phase is not Phase.FORWARD:
-            raise LossError(
-                "accelerator.backward twice in one turn of the loop's body: add the losses up, and call it once"
-            )
+            raise LossError(refused("accelerate.backward-twice"))
         if self._buffers is not None:
             _put_back(self._buffers)
             self._buffers = None
@@ -332,9 +320,7 @@ class Bodies:
         """An optimizer is to make its step: whether it does."""
         self._require_whole()
         if self._phase is Phase.OUTSIDE:
-            raise JobError(
-                "optimizer.step() outside of a training loop over a prepared loader: the run makes no update there"
-            )
+            raise JobError(refused("accelerate.step-outside"))
         self._has_stepped |= self.updates
         return self.updates
 
@@ -351,11 +337,7 @@ class Bodies:
         if self._phase is Phase.UPDATE and self._has_stepped:
             self._end_update()
         if self._phase not in (Phase.OUTSIDE, Phase.BEHIND):
-            raise JobError(
-                f"{what} in the body of a training loop before optimizer.step() has updated: the body runs once for "
-                f"each shard of this worker, so other workers are not there. Do it after optimizer.step(), where "
-                f"accelerator.sync_gradients is true"
-            )
+            raise JobError(refused("accelerate.before-update", what=what))
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -392,19 +374,11 @@ class Bodies:
         """The body has come to its end."""
         if self._phase is Phase.FORWARD:
             self._give_up()
-            raise JobError(
-                "the body of a training loop has come to its end without accelerator.backward(loss): each batch is a "
-                "shard whose loss the others wait for. Loops that evaluate have every model in evaluation mode "
-                "(model.eval()) before they begin"
-            )
+            raise JobError(refused("accelerate.no-backward"))
         if self._phase is Phase.UPDATE:
             if not self._has_stepped:
                 self._give_up()
-                raise JobError(
-                    "the body of a training loop has come to its end without optimizer.step(), where the mean gradient "
-                    "of the step was there: call it in each turn, it acts in the last one of a step. To accumulate "
-                    "gradients say Accelerator(gradient_accumulation_steps=…)"
-                )
+                raise JobError(refused("accelerate.no-step"))
             self._end_update()
 
     def _end_update(self) -> None:
@@ -426,10 +400,7 @@ class Bodies:
 
     def _require_whole(self) -> None:
         if self._is_broken:
-            raise JobError(
-                "a training loop was left in the middle of a step, by a break or an error, where others wait "
-                "for this one's shards: leave it after optimizer.step(), where accelerator.sync_gradients is true"
-            )
+            raise JobError(refused("accelerate.left-in-a-step"))
 
     def _stand_in(self, step: Step) -> Any:
         """A batch for a turn that makes the update, on a worker that has no shard in this step."""

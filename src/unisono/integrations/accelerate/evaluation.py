@@ -15,6 +15,7 @@ from unisono.data.sampler_order import LoopKey
 from unisono.data.shards import ShardsRequest
 from unisono.data.streams import Generators, seed_generators
 from unisono.errors import DataError, JobError
+from unisono.integrations.refused import refused
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import value_of
 from unisono.train.group.workers import Workers
@@ -71,11 +72,7 @@ class Evaluations:
             JobError: a loop that is distributed was left before its end.
         """
         if self._is_cut_short:
-            raise JobError(
-                "an evaluation loop whose body gathers was left before its end, where other numbers of workers would "
-                "have gathered other batches: make a loader of the samples to evaluate (torch.utils.data.Subset), or "
-                "gather nothing, so that every worker has all batches"
-            )
+            raise JobError(refused("accelerate.evaluation-cut-short"))
 
 
 class EvaluationLoop:
@@ -113,10 +110,7 @@ class EvaluationLoop:
             JobError: they are already.
         """
         if self._is_shared:
-            raise JobError(
-                "two evaluation loops side by side, of which one gathers and has other batches on each worker: read "
-                "both with zip, or one after the other"
-            )
+            raise JobError(refused("accelerate.evaluations-beside"))
         self._gathered = _OFTEN
 
     def batches(self) -> Iterator[Any]:
@@ -134,10 +128,7 @@ class EvaluationLoop:
             self._own, self._gathered = self._next + place, 0
             yield self._batch(min(self._own, self._cut.steps - 1))
             if self._is_shared and self._gathered != 1:
-                raise JobError(
-                    f"the body of an evaluation loop gathered once in its first turn, and {self._gathered} times "
-                    f"in another one, where other workers wait: gather in each turn, or in none"
-                )
+                raise JobError(refused("accelerate.gathered-unevenly", times=self._gathered))
             if not self._is_shared:
                 self._is_shared = self._next == 0 and self._gathered == 1
                 self._next += 1
@@ -157,10 +148,7 @@ class EvaluationLoop:
             return self._told(leaves)
         own = [_plain(leaf) for leaf in leaves]
         if self._gathered > 1:
-            raise JobError(
-                "the body of an evaluation loop gathered once in its first turn, and again in another one: gather all "
-                "of it in one call, as accelerator.gather_for_metrics((predictions, references))"
-            )
+            raise JobError(refused("accelerate.gathered-again"))
         number = self._own if self._own < self._cut.steps else _SPARE
         first = self._next
 
@@ -184,10 +172,7 @@ class EvaluationLoop:
             JobError: batches are distributed already.
         """
         if self._is_shared:
-            raise JobError(
-                "the body of an evaluation loop gathered once in its first turn, and reduces or pads in another one: "
-                "do the same in each turn"
-            )
+            raise JobError(refused("accelerate.reduced-later"))
         self._gathered = _OFTEN
         return self._told(leaves)
 
@@ -214,9 +199,7 @@ def leaves_of(data: Any) -> list[Any]:
         recursively_apply(found.append, data, error_on_other_type=True)
     except TypeError:
         if not isinstance(data, list):
-            raise DataError(
-                f"gathered a {type(data).__name__}: give tensors, in tuples, lists and dicts; or a list of plain values"
-            ) from None
+            raise DataError(refused("accelerate.gathered-other", kind=type(data).__name__)) from None
         return [data]
     return [torch.atleast_1d(one) for one in found]
 
@@ -249,7 +232,4 @@ def _joined(parts: Sequence[Any]) -> Any:
     try:
         return torch.cat(list(parts))
     except RuntimeError as error:
-        raise DataError(
-            f"what was gathered of batches cannot be put together ({error}): have every batch of one shape after its "
-            f"first dimension, for instance padded to one length by the loader's collate_fn"
-        ) from None
+        raise DataError(refused("accelerate.not-joined", error=error)) from None

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unisono.data.streams import generators_kept, own_generators_kept, seed_generators
 from unisono.errors import CheckpointError, DataError
+from unisono.integrations.refused import refused
 from unisono.plan.order import Stream, stream_seed
 
 
@@ -231,8 +232,7 @@ class DataEpochs:
         self.told += 1
         if (found := _batches(self._source)) != (before := self._rows.batches):
             raise DataError(
-                f"{type(self._source).__name__} has {found} batches, and had {before} when the training began: "
-                f"keep their number"
+                refused("keras.batches-changed", kind=type(self._source).__name__, now=found, before=before)
             )
 
     def go_on(self, told: int) -> None:
@@ -242,10 +242,7 @@ class DataEpochs:
             CheckpointError: it has heard more than that, and cannot go back.
         """
         if told < self.told:
-            raise CheckpointError(
-                f"the run goes back into an earlier epoch, and {type(self._source).__name__} changes between epochs "
-                f"and cannot: start the job again, it goes on from its newest checkpoint"
-            )
+            raise CheckpointError(refused("keras.epochs-back", kind=type(self._source).__name__))
         while self.told < told:
             self.turn()
 

@@ -13,6 +13,7 @@ from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from unisono.errors import JobError
 from unisono.integrations.kept_attributes import KeptAttributes
+from unisono.integrations.refused import refused
 
 WRITERS = ("ProgbarLogger", "CSVLogger", "TensorBoard", "RemoteMonitor")
 """Callbacks of Keras that write or show, and decide nothing: the main worker alone calls them."""
@@ -183,11 +184,7 @@ def listed(given: Any, model: Any, is_main: IsMain, verbose: Any, *, trains: boo
     chosen = [] if given is None else keras.tree.flatten(given)
     for one in chosen:
         if isinstance(one, keras.callbacks.BackupAndRestore):
-            raise JobError(
-                "BackupAndRestore: leave it out. unisono.init(checkpoints={'every': …}, run_dir=…) keeps more, and "
-                "goes on "
-                "in the middle of an epoch"
-            )
+            raise JobError(refused("keras.backup-and-restore"))
     shown = [one for one in chosen if type(one).__name__ == "ProgbarLogger"]
     if not shown:
         chosen.append(keras.callbacks.ProgbarLogger() if verbose else None)

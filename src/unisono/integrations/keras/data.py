@@ -21,6 +21,7 @@ from unisono.data.streams import generators_kept
 from unisono.errors import DataError
 from unisono.integrations.keras.batches import BatchOrder, BatchRows, DataEpochs, DrawKey, Standard, changes, loader_of
 from unisono.integrations.keras.tf_data import TfBatches, is_tf_data
+from unisono.integrations.refused import refused
 
 _CANNOT_BE_READ = (
     "{} can be read once, and workers that join and runs that resume read again: give arrays, a PyDataset (whose "
@@ -82,9 +83,7 @@ class KerasData:
             return cls(x)
         if class_weight is not None:
             if sample_weight is not None:
-                raise DataError(
-                    "class_weight and sample_weight at the same time: multiply them, and give sample_weight"
-                )
+                raise DataError(refused("keras.two-weights"))
             sample_weight = _weights_of(y, class_weight)
         whole = [x, y, sample_weight]
         while len(whole) > 1 and whole[-1] is None:

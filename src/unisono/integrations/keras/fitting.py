@@ -10,8 +10,7 @@ from unisono.errors import CheckpointError
 from unisono.integrations.kept_attributes import KeptAttributes
 from unisono.integrations.keras.batches import DataEpochs
 from unisono.integrations.keras.callbacks import OnMain, state_of
-from unisono.integrations.keras.losses import LossTracker
-from unisono.integrations.keras.shard_step import PREFIX
+from unisono.integrations.keras.shard_step import PREFIX, LossTracker
 from unisono.integrations.keras.variables import results_of
 from unisono.train.step.step import Step
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from unisono.errors import JobError, ModelError
+from unisono.integrations.refused import refused
 
 
 def require_kept(model: Any) -> None:
@@ -23,15 +24,9 @@ def require_kept(model: Any) -> None:
     if not isinstance(model, keras.Model):
         raise ModelError(f"unisono.keras.Model needs a Keras model, got {type(model).__name__}")
     if keras.distribution.distribution() is not None:
-        raise JobError(
-            "a keras.distribution is active, and Unisono distributes the batches itself: leave "
-            "keras.distribution.set_distribution out"
-        )
+        raise JobError(refused("keras.distribution"))
     if stateful := [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]:
-        raise ModelError(
-            f"{stateful[0]} has stateful=True, so what it gives for a batch follows from the batch before, and workers "
-            f"compute parts of batches: leave it out, and put what belongs together into one sequence"
-        )
+        raise ModelError(refused("keras.stateful", layer=stateful[0]))
     if not model.compiled:
         return
     if model.jit_compile:
@@ -39,9 +34,7 @@ def require_kept(model: Any) -> None:
     if model.steps_per_execution != 1:
         raise ModelError(f"compile(steps_per_execution={model.steps_per_execution}): each step is one update; use 1")
     if wholly := [one.path for one in model.trainable_variables if one.dtype == "float16"]:
-        raise ModelError(
-            f"{wholly[0]} is in float16, where small updates are lost: use the policy mixed_float16 or mixed_bfloat16"
-        )
+        raise ModelError(refused("keras.float16", variable=wholly[0]))
 
 
 def scales_loss(model: Any) -> bool:
@@ -75,10 +68,7 @@ def require_number(model: Any) -> None:
         return
     for loss in keras.tree.flatten(model.loss):
         if getattr(loss, "reduction", "mean") in (None, "none"):
-            raise ModelError(
-                f"the loss {loss.name} has reduction={loss.reduction!r}, so it is no number: use "
-                f"'sum_over_batch_size', 'mean_with_sample_weight' or 'sum', or write a compute_loss"
-            )
+            raise ModelError(refused("keras.loss-no-number", loss=loss.name, reduction=loss.reduction))
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from unisono.integrations.keras.kept import require_kept, require_number, scales
 from unisono.integrations.keras.on_run import OnRun
 from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
 from unisono.integrations.keras.variables import results_of, set_metrics
+from unisono.integrations.refused import refused
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 from unisono.train.step.step import Step
@@ -101,10 +102,7 @@ class Model:
         Raises:
             ModelError: says what to do.
         """
-        raise ModelError(
-            "train_on_batch: each worker would train on the whole batch by itself, and neither checkpoints nor workers "
-            "that join would have it. Use fit, whose PyDataset makes the batches, or a loop (run.prepare, run.steps)"
-        )
+        raise ModelError(refused("keras.train-on-batch"))
 
     def fit(
         self,

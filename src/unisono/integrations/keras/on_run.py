@@ -18,6 +18,7 @@ from unisono.integrations.keras.fitting import Fitting
 from unisono.integrations.keras.kept import own_optimizer, require_kept, scales_loss
 from unisono.integrations.keras.variables import is_built, require_sums, shared_state
 from unisono.integrations.loss_scaler import require_scaling
+from unisono.integrations.refused import refused
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.run import Run
@@ -83,7 +84,7 @@ class VariablesState:
         for variable, (name, value) in zip(variables, state.items(), strict=True):
             if form_of(value) != form_of(variable.value):
                 raise CheckpointError(
-                    f"{name} of the Keras {self._owner}'s state is not like its variable {variable.path}"
+                    refused("keras.unlike-variable", name=name, owner=self._owner, path=variable.path)
                 )
         for variable, value in zip(variables, state.values(), strict=True):
             variable.assign(value)

@@ -13,6 +13,7 @@ import torch
 
 from unisono.data.batch_stream import StreamBatch
 from unisono.errors import DataError
+from unisono.integrations.refused import refused
 
 IGNORE = 1
 """tensorflow is to say nothing of functions that could keep something: whether the batches are the same is compared."""
@@ -125,10 +126,7 @@ class TfBatches:
                 resource_handle=iterator._iterator_resource, external_state_policy=IGNORE
             )
         except Exception as error:
-            raise DataError(
-                f"{self.name} cannot be begun again ({error}), and workers that join and runs that resume have to: "
-                f"leave out what keeps a state, or give a PyDataset, whose __getitem__ makes batch j"
-            ) from error
+            raise DataError(refused("keras.tf-state", name=self.name, error=error)) from error
 
 
 def _operations() -> Any:
@@ -146,16 +144,8 @@ def _nodes(dataset: Any) -> dict[int, Any]:
 
 
 CHANCE = {
-    "Multinomial",
-    "ParameterizedTruncatedNormal",
-    "RandomGamma",
-    "RandomPoissonV2",
-    "RandomShuffle",
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "RngReadAndSkip",
-    "TruncatedNormal",
+    *("Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoissonV2", "RandomShuffle"),
+    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "RngReadAndSkip", "TruncatedNormal"),
 }
 """Operations of tensorflow that draw from one generator, in the order in which they come to it."""
 
@@ -168,22 +158,12 @@ def _require_repeatable(nodes: Iterable[Any]) -> None:
     """
     for node in nodes:
         if getattr(node, "_rerandomize", None):
-            raise DataError(
-                f"{TfBatches.name} draws from tf.data.Dataset.random(rerandomize_each_iteration=True), which cannot "
-                f"be begun again: leave that out, and shuffle behind it"
-            )
+            raise DataError(refused("keras.tf-rerandomize", name=TfBatches.name))
         for function in (each.function for each in node._functions()):
             if any(one.dtype.name == "variant" for one in function.captured_inputs):
-                raise DataError(
-                    f"{TfBatches.name} has a function ({function.name}) that reads another data set, whose shuffles go "
-                    f"on wherever they are: make that data set inside of the function"
-                )
+                raise DataError(refused("keras.tf-inner-data", name=TfBatches.name, function=function.name))
             if "Parallel" in type(node).__name__ and CHANCE & _operations_in(function):
-                raise DataError(
-                    f"{TfBatches.name} draws in a function that is called in parallel ({function.name}), so which "
-                    f"sample gets which number is left to chance: draw with tf.random.stateless_… operations, whose "
-                    f"seeds tf.data.Dataset.random(seed=…) gives, or leave num_parallel_calls out"
-                )
+                raise DataError(refused("keras.tf-parallel-draws", name=TfBatches.name, function=function.name))
 
 
 def _operations_in(function: Any) -> set[str]:
@@ -206,9 +186,6 @@ def _tensor(leaf: Any) -> torch.Tensor | None:
     if leaf is None:
         return None
     if not hasattr(leaf, "numpy") or hasattr(leaf, "to_tensor"):
-        raise DataError(
-            f"{TfBatches.name} gives a {type(leaf).__name__}: turn it into a dense tensor in a map (to_tensor, "
-            f"tf.sparse.to_dense)"
-        )
+        raise DataError(refused("keras.tf-no-tensor", name=TfBatches.name, kind=type(leaf).__name__))
     dtype, array = _dtype(leaf.dtype), leaf.numpy()
     return torch.as_tensor(array.astype("float32") if dtype is torch.bfloat16 else array).to(dtype)

@@ -12,6 +12,7 @@ from keras.src.random.seed_generator import global_seed_generator
 from torch import Tensor
 
 from unisono.errors import ModelError
+from unisono.integrations.refused import refused
 
 LARGEST_SEED = 2**31 - 1
 
@@ -74,9 +75,12 @@ def require_sums(model: Any) -> None:
         for variable in metric.variables:
             if torch.count_nonzero(variable.value):
                 raise ModelError(
-                    f"the metric {metric.name} begins with {variable.path} = {variable.value.tolist()}: what shards "
-                    f"make of metrics is added up, so they have to begin with zeros. Keep sums in it, and derive the "
-                    f"rest in its result()"
+                    refused(
+                        "keras.metric-not-zero",
+                        metric=metric.name,
+                        variable=variable.path,
+                        value=variable.value.tolist(),
+                    )
                 )
 
 

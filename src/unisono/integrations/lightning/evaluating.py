@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -132,7 +133,7 @@ class Evaluating:
             step(*loop._build_step_args_from_hook_kwargs(values, hook))
         module._current_fx_name = fx
         samples = _extract_batch_size(batch)
-        logs = [[call.kind.state(), call.value, call.batch_size or samples] for call in ears.calls]
+        logs = [[asdict(call.kind), call.value, call.batch_size or samples] for call in ears.calls]
         is_shared = kept.is_unchanged() and made.is_shared
         return {"samples": samples, "logs": logs, "metrics": made.states, "is_shared": is_shared}
 

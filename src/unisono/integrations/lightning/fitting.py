@@ -16,6 +16,7 @@ from unisono.integrations.lightning.loader import GlobalBatch, TrainingLoader, l
 from unisono.integrations.lightning.logged import LogKind, add
 from unisono.integrations.lightning.metrics import Metrics
 from unisono.integrations.lightning.training import Training
+from unisono.integrations.refused import refused
 from unisono.train.run import Run
 from unisono.train.state.registered import kept
 from unisono.train.step.step import Step
@@ -65,7 +66,7 @@ class FitState:
             "schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
             "data": _of_data(trainer),
             "module": own,
-            "kinds": [one.state() for one in self._training.kinds.values()],
+            "kinds": [asdict(one) for one in self._training.kinds.values()],
             "trained": sorted(self._training.metrics.trained),
             "updates": {name: one._update_count for name, one in self._training.metrics.by_name.items()},
             "rows": [one.count for one in trainer.strategy.rows],
@@ -124,8 +125,13 @@ class FitState:
         there = [len(state["schedulers"]), sorted(state["saves"])]
         if here != there:
             raise CheckpointError(
-                f"the trainer has {here[0]} schedulers and checkpoint callbacks {here[1]}, and its state is of "
-                f"{there[0]} and {there[1]}"
+                refused(
+                    "lightning.other-trainer",
+                    schedulers=here[0],
+                    callbacks=here[1],
+                    their_schedulers=there[0],
+                    their_callbacks=there[1],
+                )
             )
 
 
@@ -275,10 +281,7 @@ class OneFit:
             rows.begin()
         self.may_ask = True
         if self.training.step is not None and not self.training.step.calls:
-            raise JobError(
-                "on_train_batch_start returned -1, which leaves the rest of an epoch out: the run's epochs are as long "
-                "as the loader's. Say limit_train_batches, or give the trainer a shorter loader"
-            )
+            raise JobError(refused("lightning.rest-of-epoch"))
         try:
             step = self.training.step = self._ahead or next(self._steps)
             self._ahead = None
@@ -399,9 +402,6 @@ def _loader_of(trainer: Any) -> TrainingLoader | None:
         return None
     combined = loop._combined_loader
     if len(combined.flattened) != 1 or combined.iterables is not combined.flattened[0]:
-        raise JobError(
-            f"the trainer reads {len(combined.flattened)} training loaders in a collection: give it one loader, over a "
-            f"data set that returns all of a sample (torch.utils.data.StackDataset puts several together)"
-        )
+        raise JobError(refused("lightning.several-loaders", count=len(combined.flattened)))
     found: TrainingLoader = combined.flattened[0]
     return found

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler
 
 from unisono.errors import DataError, ModelError
+from unisono.integrations.loaders import Cut, like
+from unisono.integrations.refused import refused
 
 
 @dataclass(eq=False)
@@ -39,11 +40,7 @@ class GlobalBatch:
 
 
 def _refuse() -> NoReturn:
-    raise ModelError(
-        "this batch is distributed among the workers, and hooks around a step (on_train_batch_start, "
-        "on_validation_batch_end …) have no samples of it: do that in training_step or validation_step, or change "
-        "samples in on_after_batch_transfer, which get the shards"
-    )
+    raise ModelError(refused("lightning.distributed-batch"))
 
 
 def let_pass(module: Any) -> Callable[[], None]:
@@ -97,50 +94,14 @@ def require_length(loader: Any) -> None:
         len(loader)
     except TypeError:
         dataset = getattr(loader, "dataset", loader)
-        raise DataError(
-            f"the training loader over a {type(dataset).__name__} has no length, and samples are distributed among "
-            f"workers by their numbers: give it a map-style data set; a finite stream becomes one with list(stream)"
-        ) from None
-
-
-class _First(Sampler[Any]):
-    """The first items of each epoch of a sampler.
-
-    Args:
-        sampler: the sampler.
-        items: the number of them.
-    """
-
-    def __init__(self, sampler: Any, items: int) -> None:
-        self._sampler, self._items = sampler, items
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._sampler), self._items)
-
-    def __len__(self) -> int:
-        """The number of items."""
-        return self._items
-
-    def set_epoch(self, epoch: int) -> None:
-        """It remembers nothing of an epoch; the sampler that it reads may."""
+        raise DataError(refused("lightning.no-length", kind=type(dataset).__name__)) from None
 
 
 def limited(loader: Any, batches: int) -> Any:
     """A loader whose epochs end after so many batches."""
     if batches >= len(loader):
         return loader
-    kept = {
-        name: getattr(loader, name)
-        for name in (
-            "num_workers",
-            "collate_fn",
-            "timeout",
-            "worker_init_fn",
-            "prefetch_factor",
-            "multiprocessing_context",
-        )
-    }
     if type(loader.batch_sampler) is not BatchSampler:
-        return DataLoader(loader.dataset, batch_sampler=_First(loader.batch_sampler, batches), **kept)
-    sampler = _First(loader.batch_sampler.sampler, batches * loader.batch_size)
-    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler, drop_last=loader.drop_last, **kept)
+        return like(loader, batch_sampler=Cut(loader.batch_sampler, stop=batches))
+    sampler = Cut(loader.batch_sampler.sampler, stop=batches * loader.batch_size)
+    return like(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)

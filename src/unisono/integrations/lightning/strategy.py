@@ -14,9 +14,10 @@ from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating
 from unisono.integrations.lightning.fitting import Fits, OneFit
 from unisono.integrations.lightning.framework import fabric, part, pl
 from unisono.integrations.lightning.loader import GlobalBatch, TrainingLoader, require_length
-from unisono.integrations.lightning.loggers import Rows, agree_on_versions, rows_of
+from unisono.integrations.lightning.logged import Rows, agree_on_versions, rows_of
 from unisono.integrations.live_rank import rank_of
 from unisono.integrations.loss_scaler import RunScaler, require_scaling
+from unisono.integrations.refused import refused
 from unisono.integrations.run_of_script import run_for
 from unisono.train.run import Run
 
@@ -35,15 +36,9 @@ def require_one_training(trainer: Any) -> None:
     """
     for one in trainer.callbacks:
         if isinstance(one, _SEARCHES):
-            raise JobError(
-                f"{type(one).__name__} (and Tuner) trains inside of the training, and takes it back: search with a "
-                f"Trainer without this strategy, in a script of its own, and write down what it finds"
-            )
+            raise JobError(refused("lightning.search", callback=type(one).__name__))
     if trainer.reload_dataloaders_every_n_epochs:
-        raise JobError(
-            "reload_dataloaders_every_n_epochs: the epochs of a run are those of one loader: have the data set or a "
-            "sampler go by the epoch, or call fit once for each loader"
-        )
+        raise JobError(refused("lightning.reload-loaders"))
 
 
 def require_kept(trainer: Any) -> None:
@@ -58,30 +53,15 @@ def require_kept(trainer: Any) -> None:
     """
     module = trainer.lightning_module
     if not module.automatic_optimization:
-        raise ModelError(
-            "automatic_optimization = False: the run goes backward and updates once for all shards of a step. Let "
-            "Lightning do it, or write the training as a loop, with one step.run for each optimizer (run.prepare, "
-            "run.steps)"
-        )
+        raise ModelError(refused("lightning.manual-optimization"))
     if trainer.precision_plugin.precision in _WHOLLY:
-        raise JobError(
-            f"precision={trainer.precision_plugin.precision!r} has weights in float16, where small updates are lost: "
-            f"use precision='16-mixed' or 'bf16-mixed'"
-        )
+        raise JobError(refused("lightning.weights-in-float16", precision=trainer.precision_plugin.precision))
     if trainer._accelerator_connector._layer_sync is not None:
-        raise JobError(
-            "sync_batchnorm=True: statistics are over a shard, the same on any number of workers: leave it out"
-        )
+        raise JobError(refused("lightning.sync-batchnorm"))
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        raise ModelError(
-            "torch.optim.LBFGS computes the loss several times for one step, and shards are computed once: use "
-            "another optimizer"
-        )
+        raise ModelError(refused("lightning.lbfgs"))
     if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
-        raise JobError(
-            f"val_check_interval={trainer._val_check_time_interval} s goes by a clock, and workers have different "
-            f"ones: give a number of batches"
-        )
+        raise JobError(refused("lightning.clock", interval=trainer._val_check_time_interval))
 
 
 _rank_zero_only = fabric("utilities.rank_zero").rank_zero_only
@@ -104,20 +84,8 @@ class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type] 
         super().__init__()
         self._run = run
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Lightning starts no processes."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Nobody connects there."""
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        """Nobody connects there."""
-        return 0
+    creates_processes_externally = True  # Lightning starts no processes
+    main_address, main_port = "127.0.0.1", 0  # nobody connects there
 
     @staticmethod
     def detect() -> bool:
@@ -211,15 +179,8 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         """The worker's rank, now."""
         return rank_of(self.run)
 
-    @property
-    def local_rank(self) -> int:
-        """Each worker has one device, and the run has chosen it."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """One, so that nothing that a script derives of it depends on the number of workers."""
-        return 1
+    local_rank = 0  # each worker has one device, and the run has chosen it
+    world_size = 1  # so that nothing that a script derives of it depends on the number of workers
 
     def model_to_device(self) -> None:
         """Move the model to this worker's device."""
@@ -236,11 +197,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             require_scaling(self.run, "precision='16-mixed'")
             self.precision_plugin.scaler = RunScaler(self.run)
         elif fits and self.run.job.precision == "fp16":
-            raise JobError(
-                f"the run has precision='fp16', and the trainer {self.precision_plugin.precision!r}, which Lightning "
-                f"makes of '16-mixed' on CPUs: give Trainer(precision='16-mixed'), and on CPUs leave that out and give "
-                f"the strategy precision_plugin=lightning.pytorch.plugins.MixedPrecision('16-mixed', 'cpu')"
-            )
+            raise JobError(refused("lightning.fp16-on-cpu", precision=self.precision_plugin.precision))
         if fits and self._may_ask:
             agree_on_versions(self.run, self._trainer.loggers)
             self.rows = rows_of(self.run, self._trainer.loggers)

@@ -15,6 +15,7 @@ from unisono.integrations.lightning.framework import part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, heard, tell
 from unisono.integrations.lightning.metrics import Metrics
 from unisono.integrations.loss_scaler import scale_of
+from unisono.integrations.refused import refused
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 from unisono.train.step.step import Step
@@ -80,10 +81,7 @@ class Training:
         _, *others = values
         returned = train(self.shard, *others)
         if returned is None:
-            raise LossError(
-                "training_step returned None, and each shard of a step needs a loss: return one that is 0 times "
-                "something that depends on the weights"
-            )
+            raise LossError(refused("lightning.no-loss"))
         return returned
 
     def backward(self, loss: Tensor, *values: Any, **options: Any) -> Tensor:

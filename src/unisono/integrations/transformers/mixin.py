@@ -2,60 +2,203 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copyreg
+
+# What cannot be kept exact, and is refused with the cure; and what a run says in arguments.
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 from transformers.optimization import GreedyLR
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import seed_worker
 
 from unisono.errors import DataError, JobError
 from unisono.integrations.kept_attributes import free_name, put
+from unisono.integrations.loaders import Grouped, like
 from unisono.integrations.loss_scaler import take_scaling
+from unisono.integrations.refused import refused
 from unisono.integrations.run_of_script import run_for
-from unisono.integrations.transformers.evaluation import BatchPrediction, Predicted
 from unisono.integrations.transformers.kept_state import KeptState, MainWorker
-from unisono.integrations.transformers.refusals import host, require_arguments, require_map_style
 from unisono.integrations.transformers.trainer_steps import TrainerSteps
 from unisono.job import DEFAULT_SHARDS
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
 
+# Evaluation and prediction, put together by the trainer's own loop.
+
+Outcome = tuple[int, Any, Any, Any, Any]
+"""Of one batch: the number of its samples, loss, logits, labels, and inputs where metrics ask for them."""
+
+
+@dataclass(frozen=True)
+class BatchPrediction:
+    """What the trainer's ``prediction_step`` makes of a batch.
+
+    Attributes:
+        trainer: the trainer.
+        model: the model, as the trainer evaluates it.
+        loss_only: whether nothing but the loss is wanted.
+        ignored: the names of outputs that are left out.
+    """
+
+    trainer: Any
+    model: Any
+    loss_only: bool
+    ignored: Sequence[str] | None
+
+    def __call__(self, _: Any, inputs: Any) -> Outcome:
+        """Predict a batch; logits are preprocessed for metrics here, as that makes them small."""
+        trainer = self.trainer
+        main = inputs[self.main_input] if "inputs" in trainer.args.include_for_metrics else None
+        rows = int(find_batch_size(inputs) or 0)
+        loss, logits, labels = trainer.prediction_step(self.model, inputs, self.loss_only, ignore_keys=self.ignored)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
+        return rows, loss, logits, labels, main
+
+    @property
+    def main_input(self) -> str:
+        """The name of the input that stands for a sample."""
+        return str(getattr(self.trainer.model, "main_input_name", "input_ids"))
+
+
+class Predicted:
+    """What all workers have predicted, batch by batch, for the trainer's own evaluation loop.
+
+    Args:
+        outcomes: the outcome of each batch, in their order.
+        loader: the loader that they came from.
+        main_input: the name of the input that stands for a sample.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], loader: DataLoader[Any], main_input: str) -> None:
+        self._outcomes, self._main_input = outcomes, main_input
+        self.dataset = loader.dataset
+        self._at = 0  # the number of the present batch
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self._outcomes)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """As many samples as each batch has, and the inputs where they are asked for."""
+        for number, (rows, *_, inputs) in enumerate(self._outcomes):
+            self._at = number
+            yield {self._main_input: torch.empty(rows) if inputs is None else inputs}
+
+    def prediction_step(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
+        """What the present batch came to."""
+        outcome = self._outcomes[self._at]
+        return outcome[1], outcome[2], outcome[3]
+
+    def gathered(self, rows: Any, **_: Any) -> Any:
+        """No more rows than the batch has samples: a loss is repeated for each."""
+        if isinstance(rows, Tensor):
+            return rows[: self._outcomes[self._at][0]]
+        if isinstance(rows, dict):
+            return type(rows)({name: self.gathered(one) for name, one in rows.items()})
+        return type(rows)(self.gathered(one) for one in rows) if isinstance(rows, list | tuple) else rows
+
+
+class _OnWorker:
+    """What training arguments say while a run decides it. Transformers sees one process: the run has the others."""
+
+    _run: Run
+    _kind: type
+
+    @property
+    def process_index(self) -> int:
+        """The worker's rank, by which Transformers decides who saves: 0 for one at a time, also after a loss."""
+        return self._run.rank
+
+    local_process_index = process_index
+
+    world_size = 1  # as far as Transformers is concerned
+
+    @property
+    def n_gpu(self) -> int:
+        """One device for each worker, and none of torch's DataParallel."""
+        return min(1, int(self._run.device.type != "cpu"))
+
+    @property
+    def device(self) -> torch.device:
+        """The worker's device."""
+        return self._run.device
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # In files they are what they were, for whoever has no Unisono.
+        return copyreg._reconstructor, (self._kind, object, None), self.__dict__  # type: ignore[attr-defined]
+
+
+def host(args: Any, run: Run) -> None:
+    """Have training arguments ask the run who this worker is. They stay the script's own object.
+
+    Args:
+        args: the arguments, of any class that derives from ``TrainingArguments``.
+        run: the run.
+    """
+    kind = getattr(args, "_kind", type(args))
+    args.__class__ = type(kind.__name__, (_OnWorker, kind), {"_run": run, "_kind": kind, "__module__": kind.__module__})
+
+
+def require_arguments(args: Any) -> None:
+    """Refuse arguments by which a training could not be distributed, or would have other bits on other workers.
+
+    Raises:
+        JobError: one of them; says what to do.
+    """
+    state = getattr(args, "distributed_state", None)
+    if state is not None and state.num_processes > 1:
+        raise JobError(refused("transformers.process-group", count=state.num_processes))
+    for setting, cure in _refused(args):
+        raise JobError(f"{setting}: {cure}")
+
+
+def require_map_style(dataset: Any) -> None:
+    """Refuse a training data set that is a stream.
+
+    Raises:
+        DataError: it is one; says what to do.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise DataError(refused("transformers.training-stream", kind=type(dataset).__name__))
+
+
+_SHARES = "Unisono distributes the work itself, and every worker has the whole model: leave it out"
+_ROUNDS = "it rounds the weights for good; use bf16=True or fp16=True instead"
+_REFUSED = {
+    **dict.fromkeys(("deepspeed", "fsdp", "parallelism_config"), _SHARES),
+    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval"), _ROUNDS),
+    "torch_compile": "compiled steps have bits that depend on the machine's compiler; leave it out",
+    "auto_find_batch_size": "the batch is part of the job; unisono batch-size finds the largest",
+    "enable_jit_checkpoint": "a run checkpoints by itself when it is asked to leave; leave it out",
+    "batch_eval_metrics": "metrics are computed on all rows in order; leave it out",
+}
+"""Arguments that are to be left out, and why."""
+
+
+def _refused(args: Any) -> Iterator[tuple[str, str]]:
+    for name, cure in _REFUSED.items():
+        if value := getattr(args, name, None):
+            yield f"{name}=True" if value is True else name, cure
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        yield "train_sampling_strategy='batch_rebalance'", "it distributes batches by ranks; use 'group_by_length'"
+    name = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in name or "layerwise" in name:
+        yield f"optim={name!r}", "it updates weights in the middle of the backward pass; use another one"
+
+
 if TYPE_CHECKING:
     from transformers import Trainer as Extended
 else:
     Extended = object
-
-
-class GlobalBatches(Sampler[list[int]]):
-    """Global batches: as many batches of a loader as the trainer accumulates gradients over.
-
-    Args:
-        batches: the loader's batch sampler.
-        accumulated: the number of its batches in a global batch.
-    """
-
-    def __init__(self, batches: Any, accumulated: int) -> None:
-        self.batches, self.accumulated = batches, accumulated
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """The samples of each."""
-        batches = iter(self.batches)
-        while group := list(islice(batches, self.accumulated)):
-            yield [sample for batch in group for sample in batch]
-
-    def __len__(self) -> int:
-        """The number of global batches in an epoch."""
-        return ceil(len(self.batches) / self.accumulated)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Nothing of this one's own depends on it."""
 
 
 def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
@@ -70,25 +213,17 @@ def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
     """
     dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"{type(dataset).__name__} is read from front to back, and samples are distributed among workers by their "
-            f"numbers: give the trainer a map-style data set, such as datasets.Dataset; a finite stream becomes one "
-            f"with list(stream)"
-        )
+        raise DataError(refused("transformers.stream", kind=type(dataset).__name__))
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         raise DataError("the loader makes no batches (batch_size=None): give it per_device_train_batch_size")
     first = loader.worker_init_fn
-    return DataLoader(
-        dataset,
-        batch_sampler=batches if accumulated == 1 else GlobalBatches(batches, accumulated),
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        timeout=loader.timeout,
-        # Transformers' own would seed by the worker's rank; the run seeds each sample.
-        worker_init_fn=None if isinstance(first, partial) and first.func is seed_worker else first,
-        multiprocessing_context=loader.multiprocessing_context,
+    # Transformers' own would seed by the worker's rank; the run seeds each sample.
+    is_theirs = isinstance(first, partial) and first.func is seed_worker
+    return like(
+        loader,
+        batch_sampler=batches if accumulated == 1 else Grouped(batches, accumulated),
+        worker_init_fn=None if is_theirs else first,
     )
 
 
@@ -242,10 +377,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
     def _require_whole_epochs(self) -> None:
         if self.control.should_epoch_stop:
-            raise JobError(
-                "a callback has set control.should_epoch_stop, and the epochs of a run are whole: set "
-                "should_training_stop, or give num_train_epochs and a data set of the epoch that you mean"
-            )
+            raise JobError(refused("transformers.part-of-epoch"))
 
     def _finalize_training(self, *values: Any, **options: Any) -> Any:
         """The training is over."""

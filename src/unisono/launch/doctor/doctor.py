@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -31,16 +32,9 @@ FAILED = "could not be found out"
 """The one fact of a section whose probe failed; its value says why."""
 
 GIB = 2**30
-ROOM = {
-    "/dev/shm free, GiB": (0.5, "Loader processes need it: in a container raise --shm-size; else remove old files."),  # noqa: S108
-    "temporary folder free, GiB": (1.0, "Make room there, or set TMPDIR to another folder."),
-    "current folder free, GiB": (1.0, "Run folders and checkpoints go there: make room, or name another by --run-dir."),
-}
-"""How much room there should be, and what to do if there is not."""
 
-LEAST_MEMORY_GIB = 1.0
-LEAST_FILES = 1024
-LEAST_PROCESSES = 512
+LEAST = Path(__file__).with_name("least.toml")
+"""How much there should be of what."""
 
 Facts = Mapping[str, Any]
 
@@ -150,26 +144,11 @@ def _graphics(sections: Sections) -> Iterator[Problem]:
         )
 
 
-def _space(sections: Sections) -> Iterator[Problem]:
-    for fact, (least, advice) in ROOM.items():
-        free = sections.get("disk", {}).get(fact)
-        if isinstance(free, float) and free < least:
-            yield Problem(f"Little room: {fact} is {free:g}.", advice)
-
-
-def _limits(sections: Sections) -> Iterator[Problem]:
-    limits = sections.get("limits", {})
-    least = {"open files (nofile)": (LEAST_FILES, "-n 4096"), "processes (nproc)": (LEAST_PROCESSES, "-u 4096")}
-    for fact, (enough, option) in least.items():
-        soft = limits.get(f"{fact}, soft")
-        if isinstance(soft, int) and soft < enough:
-            yield Problem(f"The limit of {fact} is only {soft}.", f"Raise it before starting: ulimit {option}")
-
-
-def _memory(sections: Sections) -> Iterator[Problem]:
-    available = sections.get("memory", {}).get("available, GiB")
-    if isinstance(available, float) and available < LEAST_MEMORY_GIB:
-        yield Problem(f"Only {available:g} GiB of memory are available.", "End other programs, or train elsewhere.")
+def _too_little(sections: Sections) -> Iterator[Problem]:
+    for row in tomllib.loads(LEAST.read_text("utf-8"))["fact"]:
+        found = sections.get(row["section"], {}).get(row["name"])
+        if isinstance(found, int | float) and found < row["least"]:
+            yield Problem(row["what"].format(found), row["todo"])
 
 
 def _processors(sections: Sections) -> Iterator[Problem]:
@@ -214,16 +193,7 @@ def _launcher(sections: Sections) -> Iterator[Problem]:
 Check = Callable[[Sections], Iterator[Problem]]
 
 CHECKS: tuple[Check, ...] = (
-    _torch,
-    _backends,
-    _graphics,
-    _space,
-    _memory,
-    _limits,
-    _processors,
-    _interfaces,
-    _allocator,
-    _launcher,
+    *(_torch, _backends, _graphics, _too_little, _processors, _interfaces, _allocator, _launcher),
 )
 
 

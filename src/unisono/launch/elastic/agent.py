@@ -17,19 +17,12 @@ from typing import Protocol
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PREEMPTED, LaunchError
+from unisono.launch.command import ElasticSeat
 from unisono.launch.elastic.address import Address, Control
 from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
 from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
-from unisono.launch.elastic.elastic import (
-    AgentEnd,
-    ElasticSettings,
-    at_the_end,
-    conclusion_of,
-    lines_about,
-    telling,
-)
-from unisono.launch.elastic.host_workers import HostWorkers
-from unisono.launch.elastic.starter import JobContext, Starter
+from unisono.launch.elastic.elastic import AgentEnd, ElasticSettings, at_the_end, conclusion_of, lines_about, telling
+from unisono.launch.elastic.host_workers import HostWorkers, Starter
 from unisono.launch.ending.outcome import NOT_MISSED, JobConclusion, Outcome, WorkerExit, describe
 from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
 from unisono.launch.notices.cloud import Notice
@@ -204,10 +197,11 @@ class ElasticAgent:
             tasks.append(asyncio.create_task(self._keep_coordinator(self._coordinator)))
         else:
             address, tokens = self._joined.address, self._joined.token_file
-        job = JobContext(self._settings, self._folder.path, address.url, tokens, address.certificate)
+        seat = ElasticSeat("", 0, address.url, tokens, address.certificate)
+        starter = Starter(self._settings.launch, self._folder.path, seat, self._group.say)
         line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
         opened.push_async_callback(self._workers.close)
-        await self._workers.open(Starter(job, self._group.say), line.say)
+        await self._workers.open(starter, line.say)
         self._probes = Probes(self._id, this_host(), address, self._settings.failure_timeout_s, self._tell)
         opened.push_async_callback(self._probes.close)
         self._line = line

@@ -233,9 +233,6 @@ def server_command(settings: ElasticSettings, run_dir: Path, listening: Listenin
         "--devices": str(settings.launch.devices),
         **({"--wanted": str(settings.begin_with)} if settings.begin_with is not None else {}),
     }
-    flags = [
-        *(["--restart-on-error"] if settings.restart_on_error else []),
-        *(["--fresh"] if fresh else []),
-    ]
+    flags = [*(["--restart-on-error"] if settings.restart_on_error else []), *(["--fresh"] if fresh else [])]
     words = [word for pair in options.items() for word in pair]
     return (SERVER, *words, *flags)

@@ -1,25 +1,91 @@
 """The workers that an agent runs on its host, from the moment in which each is asked for to its end."""
 
 import asyncio
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.host.guard import kill_group
 from unisono.host.stacks import ask_for_stacks
-from unisono.launch.command import RendezvousSocket
-from unisono.launch.elastic.starter import Starter, WorkerProcess
+from unisono.launch.command import ElasticSeat, RendezvousSocket, WorkerCommand, elastic_command
 from unisono.launch.ending.failure import Failure
 from unisono.launch.ending.outcome import WorkerExit
+from unisono.launch.settings import LaunchSettings
 from unisono.launch.terminal.output import WorkerOutput
 from unisono.launch.worker_group import Ended, WorkerGroup, insist, send
-from unisono.launch.worker_start import listening
+from unisono.launch.worker_start import Warm, WorkerProcess, WorkerStart, listening
 from unisono.membership.agent_messages import WorkerEnded
 from unisono.membership.environment import device_name
+
+# Starting workers of an elastic job on this host: each with a seat of its own.
+
+__all__ = ["AGENT", "WorkerProcess", "Starter"]
+
+AGENT = "UNISONO_AGENT_PID"
+"""The variable that tells a worker which process its agent is."""
+
+
+class Starter:
+    """Starts workers.
+
+    Args:
+        launch: the settings with which they start.
+        run_dir: the run folder.
+        common: a seat with all that theirs have in common: the way to the coordinator.
+        say: shows a line to the person at the terminal.
+    """
+
+    def __init__(self, launch: LaunchSettings, run_dir: Path, common: ElasticSeat, say: Callable[[str], None]) -> None:
+        self._launch, self._run_dir, self._common = launch, run_dir, common
+        log = run_dir / "logs" / "template.log" if launch.options.launch.warm_start and launch.workers else None
+        self._start = WorkerStart(Warm(elastic_command(launch, run_dir, None), log), say)
+
+    async def open(self) -> None:
+        """Begin to load what warm workers have loaded, while the caller goes on."""
+        await self._start.open()
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of each worker."""
+        return self._launch.devices
+
+    async def start(
+        self, worker: str, place: int, output: WorkerOutput, device: int = 0, meeting: RendezvousSocket | None = None
+    ) -> WorkerProcess:
+        """Start a worker, or one of its devices, as the leader of a process group of its own.
+
+        Args:
+            worker: the worker's id.
+            place: a number that no other running worker of this host has.
+            output: the pipes and the log that take its output.
+            device: the place of the device among those of the worker.
+            meeting: the socket at which they meet; None for a worker of one device.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        seat = replace(
+            self._common, worker=worker, place=place, device=device, devices=self.devices, rendezvous=meeting
+        )
+        command = elastic_command(self._launch, self._run_dir, seat)
+        agent = {AGENT: str(os.getpid())}  # a warm worker's launcher is the fork server
+        own = WorkerCommand(command.script, agent | dict(command.variables))
+        return await self._start.start(own, output, int(meeting.fd) if meeting is not None and not device else None)
+
+    def wake(self) -> None:
+        """Workers are about to be ended: whoever says that they have must not stand still."""
+        self._start.wake()
+
+    async def close(self) -> None:
+        """End the fork server, and with it the workers that it has forked. No worker is started any more."""
+        await self._start.close()
+
 
 LONGEST_ERROR = 4096
 

@@ -5,9 +5,11 @@ import shlex
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from unisono.errors import NOT_STARTED, JobError
 from unisono.received import short
@@ -94,38 +96,8 @@ def is_here(name: str) -> bool:
     return False
 
 
-OF_SSH = (
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
-        "its host key is not the one that is known here, or none is known: log in once with '{ssh} {host}', compare "
-        "the fingerprint, and if the host was set up anew, first remove the old key with 'ssh-keygen -R {bare}'",
-    ),
-    (
-        r"Permission denied|Too many authentication failures",
-        "it does not let this user in: log in without a password first ('ssh-copy-id {host}'), or name user and key, "
-        "as in --hosts user@{bare} --ssh 'ssh -i key'",
-    ),
-    (r"Could not resolve hostname", "nobody knows that name: see /etc/hosts, ~/.ssh/config and the name server"),
-    (
-        r"Connection refused|timed out|No route to host|Network is unreachable|Connection reset|kex_exchange",
-        "it cannot be reached: is it up, does sshd run there, at port 22 (--ssh 'ssh -p PORT' for another), and do "
-        "firewalls let ssh pass?",
-    ),
-)
-"""What ssh writes, and what it means."""
-
-OF_PYTHON = (
-    (
-        r"No module named '?unisono'?\)?$",
-        "there is no Unisono for {python} there: install the same version, or name another interpreter with --python",
-    ),
-    (
-        r"No module named '?unisono\.|Unknown option: -P",
-        "{python} or its Unisono is too old there: install the versions of this host, or name another interpreter with "
-        "--python",
-    ),
-)
-"""What Python writes there, and what it means."""
+MEANINGS = Path(__file__).with_name("ssh_errors.toml")
+"""What ssh writes, and Python there, and what it means."""
 
 
 def explained(ssh: Ssh, host: str, code: int, said: Sequence[str]) -> str:
@@ -139,9 +111,9 @@ def explained(ssh: Ssh, host: str, code: int, said: Sequence[str]) -> str:
     """
     names = {"ssh": shlex.join(ssh.command), "host": host, "bare": host.rpartition("@")[2], "python": ssh.python}
     quoted = f" (it says: {short(said[-1].strip())})" if said else ""
-    for pattern, meaning in OF_SSH if code == FAILED else OF_PYTHON:
-        if any(re.search(pattern, line.strip()) for line in said):
-            return meaning.format(**names) + quoted
+    for row in tomllib.loads(MEANINGS.read_text("utf-8"))["ssh" if code == FAILED else "python"]:
+        if any(re.search(row["pattern"], line.strip()) for line in said):
+            return str(row["meaning"]).format(**names) + quoted
     if code in (NOT_FOUND, NOT_STARTED):
         return f"there is no {ssh.python} that runs there: name the interpreter of the hosts with --python{quoted}"
     if code == FAILED:

@@ -139,13 +139,10 @@ class ClusterJob:
         """
         self.settings.check(is_here=False)
         self.pods.check()
-        words.require_image(self.image)
-        words.require_label("--name", self.name, words.LONGEST_NAME)
-        words.require_object_name("--secret", self.secret)
-        if self.claim is not None:
-            words.require_object_name("--claim", self.claim)
-        if self.namespace is not None:
-            words.require_namespace(self.namespace)
+        named = {"--image": self.image, "--name": self.name, "--secret": self.secret}
+        for option, text in (named | {"--claim": self.claim, "--namespace": self.namespace}).items():
+            if text is not None:
+                words.require_name(option, text)
         if not 0 <= self.restarts <= words.LARGEST_COUNT:
             raise JobError(f"--restarts {self.restarts}: at least 0, and at most {words.LARGEST_COUNT}")
         if self.pod_count > MOST_PODS:

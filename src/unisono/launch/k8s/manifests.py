@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,50 @@ MARK = "# written by unisono k8s"
 
 PLAIN = re.compile(r"[A-Za-z][A-Za-z/.-]+")
 """Text that stays text for every reader of YAML. The Go of Kubernetes takes 1e-3 for a number, which others do not."""
+
+Manifest = dict[str, Any]
+
+TEMPLATE = Path(__file__).with_suffix(".yaml")
+
+
+def filled(kind: str, values: Mapping[str, Any]) -> Manifest:
+    """A manifest of the template.
+
+    Args:
+        kind: the kind of its object.
+        values: what the template names, by name; None for what is left out, with its key.
+
+    Raises:
+        JobError: there is no PyYAML.
+    """
+    yaml = _yaml()
+
+    class TemplateLoader(yaml.SafeLoader):  # type: ignore[misc,name-defined]  # whether it is there is found out above
+        """Has values where the template names them."""
+
+    TemplateLoader.add_constructor("!of", lambda _, node: values[node.value])
+    found: Manifest = _kept(yaml.load(TEMPLATE.read_text("utf-8"), TemplateLoader)[kind])
+    return found
+
+
+def _yaml() -> Any:
+    if find_spec("yaml") is None:
+        raise JobError("manifests are written with PyYAML: pip install '.[k8s]' in a clone of Unisono")
+    return import_module("yaml")
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _kept(each) for key, each in value.items() if each is not None}
+    return list(_laid_out(value)) if isinstance(value, list) else value
+
+
+def _laid_out(values: list[Any]) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, list):
+            yield from _laid_out(each)
+        elif each is not None:
+            yield _kept(each)
 
 
 def text_of(manifests: Sequence[Any], words: str) -> str:
@@ -25,11 +70,9 @@ def text_of(manifests: Sequence[Any], words: str) -> str:
     Raises:
         JobError: there is no PyYAML, or a text has characters that YAML cannot hold.
     """
-    if find_spec("yaml") is None:
-        raise JobError("manifests are written with PyYAML: pip install '.[k8s]' in a clone of Unisono")
-    import yaml
+    yaml = _yaml()
 
-    class ManifestDumper(yaml.SafeDumper):  # type: ignore[misc]  # whether it is there is found out just above
+    class ManifestDumper(yaml.SafeDumper):  # type: ignore[misc,name-defined]  # whether it is there is found out above
         """Quotes all text that anybody could take for something else."""
 
         def ignore_aliases(self, data: Any) -> bool:

@@ -13,6 +13,7 @@ LONGEST_NAME = 40
 """Of a JobSet: its pods are called ``NAME-coordinator-0-0-abcde``, and a host name has 63 characters at most."""
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
 KEY = re.compile(rf"((?=[^/]{{1,253}}/){SUBDOMAIN.pattern}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0,61}}[A-Za-z0-9])?")
 VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
@@ -27,7 +28,6 @@ IMAGE = re.compile(
 )
 """Registry, path, tag and digest, as kubelets read them: for any other text no pod ever starts."""
 
-LONGEST_IMAGE = 512
 LARGEST_COUNT = 2**31 - 1
 """Of restarts: the APIs count in 32 bits."""
 
@@ -38,58 +38,33 @@ UNITS |= {f"{unit}i": Decimal(1024) ** n for n, unit in enumerate("KMGTPE", 1)}
 LEAST_MEMORY = 2**20
 
 
-def require_label(option: str, text: str, longest: int = 63) -> None:
-    """Refuse what is no DNS label that a Service can be called.
+OBJECT_NAME = SUBDOMAIN, 253, "no name of an object of Kubernetes: lower-case letters, digits, dashes and dots"
+DASHES = "lower-case letters, digits and dashes,"
+NAMES = {
+    "--image": (IMAGE, 512, "no name of an image, such as registry.example/me/train:1"),
+    "--name": (LABEL, LONGEST_NAME, f"write a DNS label: up to 40 {DASHES} a letter first, and no dash at the end"),
+    "--namespace": (NAMESPACE, 63, f"write a DNS label: up to 63 {DASHES} and no dash at either end"),
+    "--secret": OBJECT_NAME,
+    "--claim": OBJECT_NAME,
+}
+"""What a name looks like, the largest number of its characters, and what to write, by the option that says it."""
 
-    Raises:
-        JobError: says what one is made of.
-    """
-    if not LABEL.fullmatch(text) or len(text) > longest:
-        raise JobError(
-            f"{option} {short(text)}: write a DNS label: up to {longest} lower-case letters, digits and dashes, "
-            "a letter first, and no dash at the end"
-        )
 
-
-def require_namespace(text: str) -> None:
-    """Refuse what no namespace can be called.
+def require_name(option: str, text: str) -> None:
+    """Refuse what nothing of its kind can be called.
 
     Raises:
         JobError: says what a name is made of.
     """
-    if "." in text or not SUBDOMAIN.fullmatch(text) or len(text) > 63:
-        raise JobError(
-            f"--namespace {short(text)}: write a DNS label: up to 63 lower-case letters, digits and dashes, "
-            "and no dash at either end"
-        )
+    pattern, longest, cure = NAMES[option]
+    if not pattern.fullmatch(text) or len(text) > longest:
+        raise JobError(f"{option} {short(text)}: {cure}")
 
 
 def label_of(text: str) -> str:
     """The DNS label that is nearest to a name: ``train-digits`` for ``train_digits``."""
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:LONGEST_NAME].strip("-")
     return found or "train"
-
-
-def require_object_name(option: str, text: str) -> None:
-    """Refuse what no object of Kubernetes can be called.
-
-    Raises:
-        JobError: says what a name is made of.
-    """
-    if not SUBDOMAIN.fullmatch(text) or len(text) > 253:
-        raise JobError(
-            f"{option} {short(text)}: no name of an object of Kubernetes: lower-case letters, digits, dashes and dots"
-        )
-
-
-def require_image(text: str) -> None:
-    """Refuse what is no reference to an image.
-
-    Raises:
-        JobError: it is none.
-    """
-    if not IMAGE.fullmatch(text) or len(text) > LONGEST_IMAGE:
-        raise JobError(f"--image {short(text)}: no name of an image, such as registry.example/me/train:1")
 
 
 def read_quantity(option: str, text: str) -> Decimal:

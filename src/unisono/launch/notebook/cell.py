@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
 from unisono.errors import PREEMPTED, JobError, LaunchError, Unreadable
@@ -87,28 +87,13 @@ def in_a_line(figures: Mapping[str, Any]) -> str:
     return ", ".join(shown)
 
 
-class JobDisplay(Protocol):
-    """Where a job is shown."""
-
-    def show(self, figures: str, lines: Sequence[str]) -> None:
-        """Show the newest figures, and lines that were printed since the last time."""
-        ...
-
-
 class PlainDisplay:
-    """Prints lines as they come: on a terminal, or where nothing can be shown twice.
-
-    Args:
-        write: a function that writes a text; by default to the standard output of this moment.
-    """
-
-    def __init__(self, write: Callable[[str], object] | None = None) -> None:
-        self._write = write or sys.stdout.write
+    """Prints lines as they come: on a terminal, or where nothing can be shown twice."""
 
     def show(self, figures: str, lines: Sequence[str]) -> None:
-        """The figures are in what the script prints."""
+        """Show lines that were printed since the last time; the newest figures are in what the script prints."""
         for line in lines:
-            self._write(f"{line}\n")
+            sys.stdout.write(f"{line}\n")
 
 
 class Board:
@@ -125,11 +110,10 @@ class Board:
 
     def _repr_mimebundle_(self, **about: Any) -> dict[str, str]:
         text = "\n".join([*self.lines, self.figures])
-        shown = f"<pre>{html.escape(text)}</pre>"
-        return {"text/plain": text, "text/html": shown}
+        return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
 
 
-class CellDisplay:
+class CellDisplay(PlainDisplay):
     """Shows them in one place of the cell's output, and replaces them there.
 
     Args:
@@ -147,7 +131,7 @@ class CellDisplay:
         self._handle.update(self._board)
 
 
-def cell_here() -> JobDisplay:
+def cell_here() -> PlainDisplay:
     """The cell that runs now; plain lines where there is no notebook."""
     with suppress(ImportError):
         from IPython import get_ipython
@@ -276,7 +260,7 @@ def _prepare(folder: Path, text: str) -> None:
 class _Job:
     """The job of one call."""
 
-    def __init__(self, settings: ElasticSettings, folder: Path, cell: JobDisplay) -> None:
+    def __init__(self, settings: ElasticSettings, folder: Path, cell: PlainDisplay) -> None:
         self._settings, self._folder, self._cell = settings, folder, cell
         self._printed, self._metrics = Tail(folder / OUTPUT), Tail(folder / "metrics.jsonl")
 

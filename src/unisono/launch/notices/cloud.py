@@ -7,15 +7,109 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
 
 from unisono.errors import Unreadable
-from unisono.launch.notices.request import Query, Reply
+from unisono.launch.notices.source import Endpoint
 from unisono.received import parse_object, short, value_of
+
+# A request to a metadata service, over HTTP; to be cancelled at any moment.
+
+LARGEST = 2**18
+"""Bytes of an answer: events of all machines of a group."""
+
+ANSWERS_S = 2.0
+"""The service is on this machine's own link: whoever does not answer by then is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A request.
+
+    Attributes:
+        target: the path, and what follows it.
+        headers: the headers by which the service knows that nobody was tricked into the request.
+        method: the verb of HTTP.
+        body: the content to send.
+        answers_s: the seconds until the whole answer has to be here.
+    """
+
+    target: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    method: str = "GET"
+    body: bytes = b""
+    answers_s: float = ANSWERS_S
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer.
+
+    Attributes:
+        status: the code of HTTP.
+        headers: the headers; names in lower case.
+        body: the content.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+async def ask(endpoint: Endpoint, query: Query) -> Reply:
+    """Send a request on a connection of its own, and wait for the answer.
+
+    No proxy is asked, and no other address is gone to, whatever the answer says.
+
+    Raises:
+        OSError: nobody answers, or not in time.
+        Unreadable: the answer is no HTTP, or too large.
+    """
+    async with asyncio.timeout(query.answers_s):
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            return await _converse(endpoint, query, reader, writer)
+        except h11.ProtocolError as error:
+            raise Unreadable(f"the answer is no HTTP: {error}") from error
+        finally:
+            writer.close()
+
+
+async def _converse(
+    endpoint: Endpoint, query: Query, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> Reply:
+    line = h11.Connection(h11.CLIENT)
+    fixed = {
+        "Host": f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host,
+        "Connection": "close",
+        "Content-Length": str(len(query.body)),
+    }
+    headers = list({**fixed, **query.headers}.items())
+    asked = (h11.Request(method=query.method, target=query.target, headers=headers), h11.Data(data=query.body))
+    for part in (*asked, h11.EndOfMessage()):
+        writer.write(line.send(part) or b"")
+    status, named, body = 0, dict[str, str](), bytearray()
+    while not isinstance(event := line.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            line.receive_data(await reader.read(2**14))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+            named = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+        elif isinstance(event, h11.Data):
+            body += event.data
+            if len(body) > LARGEST:
+                raise Unreadable(f"the answer has more than {LARGEST} bytes")
+        elif isinstance(event, h11.ConnectionClosed):
+            raise ConnectionResetError("the connection was closed before the answer")
+    return Reply(status, named, bytes(body))
+
 
 Ask = Callable[[Query], Awaitable[Reply]]
 """Sends a request to the service."""
@@ -36,7 +130,7 @@ class Notice:
     event: str = ""
 
 
-class Cloud(Protocol):
+class Cloud:
     """The metadata service of a cloud. Its methods raise OSError and Unreadable, as requests do."""
 
     name: str
@@ -44,26 +138,24 @@ class Cloud(Protocol):
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether this machine is one of this cloud."""
-        ...
+        raise NotImplementedError
 
     async def look(self, ask: Ask) -> list[Notice]:
         """What the service says now."""
-        ...
+        raise NotImplementedError
 
     async def left(self, ask: Ask, notice: Notice) -> None:
-        """Nothing of the job runs here any more."""
+        """Nothing of the job runs here any more. Most clouds do not want to know."""
 
 
-class Aws:
+class Aws(Cloud):
     """EC2. The token of IMDSv2 is renewed when the service wants another one."""
 
     name = "aws"
     pause_s = 5.0
     _DATA = "/latest/meta-data/"
     _VALID_S = 21600
-
-    def __init__(self) -> None:
-        self._token = ""
+    _token = ""
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether the service hands out a token."""
@@ -91,9 +183,6 @@ class Aws:
             )
         return found
 
-    async def left(self, ask: Ask, notice: Notice) -> None:
-        """AWS does not want to know."""
-
     async def _data(self, ask: Ask, what: str) -> dict[str, Any] | None:
         reply = await ask(Query(self._DATA + what, {"X-aws-ec2-metadata-token": self._token}))
         if reply.status == 404:
@@ -103,7 +192,7 @@ class Aws:
         return parse_object(contents(reply, what))
 
 
-class Gcp:
+class Gcp(Cloud):
     """Compute Engine. The service answers as soon as the machine is preempted, or after a while."""
 
     name = "gcp"
@@ -111,9 +200,7 @@ class Gcp:
     _WAITS_S = 10
     _INSTANCE = "/computeMetadata/v1/instance/"
     _ASKED = {"Metadata-Flavor": "Google"}  # noqa: RUF012 (nobody changes it)
-
-    def __init__(self) -> None:
-        self._seen = ""
+    _seen = ""
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether the service calls itself Google's."""
@@ -136,9 +223,6 @@ class Gcp:
             raise Unreadable(f"'maintenance-event' is {short(kind)}")
         return found
 
-    async def left(self, ask: Ask, notice: Notice) -> None:
-        """Google does not want to know."""
-
     async def _value(self, ask: Ask, what: str) -> str:
         reply = await ask(Query(self._INSTANCE + what, self._ASKED, answers_s=self._WAITS_S + 5))
         if not self._is_googles(reply):
@@ -152,7 +236,7 @@ class Gcp:
         return reply.headers.get("metadata-flavor") == "Google"
 
 
-class Azure:
+class Azure(Cloud):
     """Virtual machines. Events of all machines of a group are told to each of them."""
 
     name = "azure"
@@ -160,11 +244,8 @@ class Azure:
     _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
     _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     _ASKED = {"Metadata": "true"}  # noqa: RUF012 (nobody changes it)
-    _FIRST_S = 150.0
+    _patience_s = 150.0
     """Events are switched on by the first question, which takes up to two minutes."""
-
-    def __init__(self) -> None:
-        self._patience_s = self._FIRST_S
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether the service knows the name of this machine."""
@@ -205,7 +286,7 @@ class Azure:
         return Notice(f"Azure takes this machine away ({kind}{when})", event=found["EventId"] if is_alone else "")
 
 
-CLOUDS: Mapping[str, Callable[[], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+CLOUDS: Mapping[str, type[Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
 def chosen(form: Mapping[str, Any], found: Any, what: str) -> dict[str, Any]:

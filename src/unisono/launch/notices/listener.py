@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from unisono.errors import Unreadable
-from unisono.launch.notices.cloud import CLOUDS, Ask, Cloud, Notice
-from unisono.launch.notices.request import ask
+from unisono.launch.notices.cloud import CLOUDS, Ask, Cloud, Notice, ask
 from unisono.launch.notices.source import AUTO, NoticeSource
 
 AGAIN_S = 5.0

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +27,13 @@ PROGRAM = "unisono.cli.by_order"
 kills children of an actor with it, but not their children."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentAccess:
-    """What an agent needs to take part. It travels as an object of Ray, never on a command line.
-
-    Attributes:
-        url: the coordinator's URL.
-        token: the job's token.
-        certificate: the coordinator's certificate, PEM; empty without TLS.
-        run_dir: the job's run folder, on the coordinator's node.
-    """
-
-    url: str
-    token: str
-    certificate: str
-    run_dir: str
-
-    def __repr__(self) -> str:
-        return f"AgentAccess({self.url})"
-
-    @property
-    def shared_folder(self) -> Path | None:
-        """The run folder, if this node sees it: then the token of this very start lies in it."""
-        path = Path(self.run_dir)
-        with suppress(OSError, UnicodeDecodeError):
-            if token_file(path).read_text(encoding="ascii").strip() == self.token:
-                return path
-        return None
+def shared_folder(run_dir: str, token: str) -> Path | None:
+    """The run folder, if this node sees it: then the token of this very start lies in it."""
+    path = Path(run_dir)
+    with suppress(OSError, UnicodeDecodeError):
+        if token_file(path).read_text(encoding="ascii").strip() == token:
+            return path
+    return None
 
 
 class AgentActor:
@@ -68,24 +48,22 @@ class AgentActor:
         self._process: CommandProcess | None = None
         self._leaves = False
 
-    def run(self, access: AgentAccess, agent: str) -> int:
+    def run(self, access: HostOrder, agent: str) -> int:
         """Join the job; the agent's exit code.
 
         Args:
-            access: what it needs to take part.
+            access: what it needs to take part, with the job's run folder on the coordinator's node. It travels as an
+                object of Ray, never on a command line.
             agent: its id.
 
         Raises:
             OSError: the working folder is not on this node.
         """
-        order = HostOrder(
-            url=access.url,
-            is_seen_from_there=False,
-            token=access.token,
-            certificate=access.certificate,
+        order = replace(
+            access,
             folder=working_folder(self._request),
             agent=agent,
-            words=tuple(self._request.agent(access.shared_folder)),
+            words=tuple(self._request.agent(shared_folder(access.folder, access.token))),
         )
         self._process = CommandProcess((), self._request.variables, order.folder, module=PROGRAM, told=order.to_line())
         try:
@@ -164,7 +142,7 @@ class Agents:
     def __init__(
         self,
         request: RayRequest,
-        access: AgentAccess,
+        access: HostOrder,
         bundles: Bundles,
         say: Callable[[str], None],
         draining: Callable[[], Container[str]] = draining_nodes,

@@ -18,8 +18,9 @@ from unisono.jsonl import read_lines
 from unisono.launch.command_process import CommandProcess
 from unisono.launch.elastic.address import Address, Control, address_of
 from unisono.launch.elastic.elastic import AgentEnd, conclusion_of, lines_about
+from unisono.launch.elastic.host_order import HostOrder
 from unisono.launch.ending.result import RUNS, JobEnd, write_end
-from unisono.launch.ray.agents import AgentAccess, Agents, working_folder
+from unisono.launch.ray.agents import Agents, working_folder
 from unisono.launch.ray.cluster import Bundles
 from unisono.launch.ray.request import RayEnd, RayRequest
 from unisono.launch.terminal.terminal import Terminal
@@ -166,7 +167,7 @@ class CoordinatorActor:
         if address is None:
             return "", []
         certificate = "" if address.certificate is None else address.certificate.read_text(encoding="ascii")
-        access = AgentAccess(address.url, address.token, certificate, str(run_dir))
+        access = HostOrder(address.url, False, address.token, certificate, str(run_dir), "", ())
         sizes = self._request.settings.workers
         agents = Agents(self._request, access, Bundles(self._request.bundle, sizes.smallest, sizes.largest), _say)
         metrics = RayMetrics(run_dir.name, _say)

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, JobError, LaunchError
-from unisono.launch.slurm.batch_job import BatchJob
-from unisono.launch.slurm.words import shell_word
+from unisono.launch.slurm.batch_job import BatchJob, shell_word
 
 TEMPLATE = Path(__file__).with_suffix(".sh.j2")
 

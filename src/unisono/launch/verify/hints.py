@@ -46,51 +46,23 @@ class Hint:
     code: str
 
 
-ATTRIBUTES = {
-    "rank": Topic.RANK,
-    "world_size": Topic.WORLD,
-    "is_main": Topic.RANK,
-    "local_rank": Topic.RANK,
-}
+ATTRIBUTES = {"rank": Topic.RANK, "world_size": Topic.WORLD, "is_main": Topic.RANK, "local_rank": Topic.RANK}
 
 CALLS: Mapping[str, Topic] = {
-    "os.getpid": Topic.RANK,
-    "socket.gethostname": Topic.RANK,
-    "platform.node": Topic.RANK,
-    "torch.distributed.get_rank": Topic.RANK,
-    "torch.distributed.get_world_size": Topic.WORLD,
-    "torch.cuda.current_device": Topic.RANK,
-    "os.urandom": Topic.UNSEEDED,
-    "random.SystemRandom": Topic.UNSEEDED,
-    "secrets": Topic.UNSEEDED,
-    "uuid": Topic.UNSEEDED,
-    "torch.seed": Topic.UNSEEDED,
-    "torch.Generator": Topic.GENERATOR,
-    "random.Random": Topic.GENERATOR,
-    "numpy.random.default_rng": Topic.GENERATOR,
-    "numpy.random.Generator": Topic.GENERATOR,
-    "numpy.random.RandomState": Topic.GENERATOR,
-    "random": Topic.RANDOM,
-    "numpy.random": Topic.RANDOM,
-    "torch.rand": Topic.RANDOM,
-    "torch.rand_like": Topic.RANDOM,
-    "torch.randn": Topic.RANDOM,
-    "torch.randn_like": Topic.RANDOM,
-    "torch.randint": Topic.RANDOM,
-    "torch.randperm": Topic.RANDOM,
-    "torch.normal": Topic.RANDOM,
-    "torch.bernoulli": Topic.RANDOM,
-    "torch.multinomial": Topic.RANDOM,
-    "torch.utils.data.random_split": Topic.RANDOM,
-    "sklearn.model_selection.train_test_split": Topic.RANDOM,
-    "time": Topic.TIME,
-    "datetime.datetime.now": Topic.TIME,
-    "datetime.datetime.utcnow": Topic.TIME,
-    "datetime.date.today": Topic.TIME,
-    "os.listdir": Topic.ORDER,
-    "os.scandir": Topic.ORDER,
-    "os.walk": Topic.ORDER,
-    "glob": Topic.ORDER,
+    name: topic
+    for topic, names in {
+        Topic.RANK: "os.getpid socket.gethostname platform.node torch.distributed.get_rank torch.cuda.current_device",
+        Topic.WORLD: "torch.distributed.get_world_size",
+        Topic.UNSEEDED: "os.urandom random.SystemRandom secrets uuid torch.seed",
+        Topic.GENERATOR: "torch.Generator random.Random numpy.random.default_rng numpy.random.Generator "
+        "numpy.random.RandomState",
+        Topic.RANDOM: "random numpy.random torch.rand torch.rand_like torch.randn torch.randn_like torch.randint "
+        "torch.randperm torch.normal torch.bernoulli torch.multinomial torch.utils.data.random_split "
+        "sklearn.model_selection.train_test_split",
+        Topic.TIME: "time datetime.datetime.now datetime.datetime.utcnow datetime.date.today",
+        Topic.ORDER: "os.listdir os.scandir os.walk glob",
+    }.items()
+    for name in names.split()
 }
 """Calls by full name; an entry stands for everything below it too, and the longest one decides."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
@@ -123,12 +122,8 @@ class VerifyResult:
         return 0 if self.case is None else 1
 
 
-class Watch(Protocol):
-    """Shows that a run is under way, until the context ends."""
-
-    def __call__(self, label: str, trace: Path) -> AbstractContextManager[object]:
-        """A context for a run: what it is, and the folder that its workers trace into."""
-        ...
+Watch = Callable[[str, Path], AbstractContextManager[object]]
+"""Shows that a run is under way, until the context ends, given what it is and the folder of its traces."""
 
 
 def verify(request: VerifyRequest, folder: Path, watch: Watch) -> VerifyResult:
