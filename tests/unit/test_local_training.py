@@ -53,7 +53,7 @@ def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce(start: Start)
     run.inside.trained.strategy = ("model-averaging:momentum=0.9", {"previous": [torch.ones(3)]})
     model = nn.Linear(3, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not run.inside.steps.has_own_weights
+    assert not run.inside.steps.computer.has_own_weights
     assert run.inside.trained.strategy == ("", {})
 
 

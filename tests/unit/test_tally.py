@@ -272,7 +272,7 @@ def trained(
         for step in range(STEPS):
             call = called(step, engine, workers, prepared, clip)
             attempt = engine.attempt(call)
-            if attempt.report.lost:
+            if attempt.report.told.lost:
                 raise MemoryFault("an update before was made from a gradient that memory had not kept")
             update = engine.update.work_out(call, attempt)
             assert update is not None

@@ -184,7 +184,7 @@ class Run(RunOnDevices):
         number = metric(name, value)
         if self.inside.evaluator.is_under_way:
             return
-        if not self.inside.steps.log(name, number):
+        if not self.inside.steps.computer.log(name, number):
             self.inside.metrics.write(name, float(number))
 
     # -- beside training -------------------------------------------------------------------------------------

@@ -29,9 +29,7 @@ from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import read_object
-from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.course import Course, CutCourse
@@ -50,13 +48,11 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.ending import Ending, LeaveRequest
 from unisono.train.state.state import Reading, RunProgress
-from unisono.train.state.trained import Trained
 from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.computer import StepCall
 from unisono.train.step.current import CurrentSteps
-from unisono.train.step.listeners import Listeners
+from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import Synchronisation, Timer
 
@@ -66,37 +62,25 @@ class StepLoop:
     """Carries the loops of a run out, one at a time.
 
     Attributes:
-        config: the configuration of the run.
+        run: the base of the run.
         collectives: the collective calls.
-        membership: the members of the job.
         steps: the present step computer.
-        trained: the state of the run.
         synchronisation: the means by which workers get the same weights again.
         between: what happens between two steps.
         policy_runner: the policies at work.
-        listeners: the run's listeners.
         metrics: the writer of each step's line.
         timer: the timer of this worker's steps.
-        ending: the end of the run on this worker.
-        leave_request: the request to this worker to leave.
     """
 
-    config: RunConfig
+    run: RunBase
     collectives: CollectiveCalls
-    membership: Membership
     steps: CurrentSteps
-    trained: Trained
     synchronisation: Synchronisation
     between: Boundary
     policy_runner: PolicyRunner
-    listeners: Listeners
     metrics: MetricsLine
     timer: Timer
-    ending: Ending
-    leave_request: LeaveRequest
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
-    _feeds: LoopFeeds = field(init=False)
-    _contents: Contents = field(init=False)
     _feed: Feed | StreamFeed | None = field(default=None, init=False)
     source: Source | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
@@ -107,6 +91,8 @@ class StepLoop:
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
     def __post_init__(self) -> None:
+        self.config, self.membership, self.trained = self.run.config, self.run.membership, self.run.trained
+        self.listeners, self.ending, self.leave_request = self.run.listeners, self.run.ending, self.run.leave
         self._contents = Contents()
         self._feeds = LoopFeeds(self.config.job.seed, self.config.settings.faults.timeout_s)
 
@@ -133,7 +119,7 @@ class StepLoop:
         asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
         feed = self._feeds.of(dataset, asked, self.trained.loops, epochs)
         samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
-        require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
+        require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)
         content = self._contents.of(dataset, feed, Glance(shards, samples))
         self.synchronisation.before_call()
         same = {**feed.same(), "batch size": samples, "begin": begin, CONTENT: content}
@@ -207,7 +193,7 @@ class StepLoop:
         shape = self.trained.policy_state.shape
         if self._feed is not None and self._batches is not None:
             require_shape(self._feed, shape, BatchShape(self._batches.batch_size, self._batches.shards))
-            require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
+            require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)
         return shape
 
     def steps_in(self, epoch: int) -> int:

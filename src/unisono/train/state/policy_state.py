@@ -241,21 +241,12 @@ class PolicyState:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as numbers and text by name: a copy, which later steps do not reach."""
-        return {
-            "batch_size": self.batch_size,
-            "shards": self.shards,
+        apart: dict[str, Any] = {
             "base": asdict(self._base),
-            "rate": self.rate,
-            "topology": self.topology,
             "strategies": [str(self._first_strategy), str(self.strategy)],
-            "balances": self.balances,
-            "measures_links": self.measures_links,
-            "has_begun": self.has_begun,
-            "digest": self.digest,
-            "stopped": self.stopped,
-            "observed": deepcopy(self.observed),
             "policies": {name: deepcopy(policy.state_dict()) for name, policy in self._policies.items()},
         }
+        return {name: apart[name] if name in apart else deepcopy(getattr(self, name)) for name in FORMS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.

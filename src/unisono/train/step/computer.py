@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -44,32 +44,38 @@ class StepCall:
     source: Source
 
 
-class StepComputer(Protocol):
-    """Computes the steps of a run under some strategies, from generation to generation."""
+Tell = Callable[[], Mapping[str, Any]]
+Hear = Callable[[Told], None]
 
-    @property
-    def has_own_weights(self) -> bool:
-        """Whether each worker has weights of its own between two synchronisations."""
+
+class StepComputer:
+    """Computes the steps of a run under some strategies, from generation to generation. This one computes none."""
+
+    has_own_weights = False
+    """Whether each worker has weights of its own between two synchronisations."""
+
+    was_written = False
+    """Whether the script had changed what the last update had left, when the last engine was closed."""
 
     @property
     def is_open(self) -> bool:
         """Whether workers may have other weights now."""
+        return False
 
     @property
     def shares_work(self) -> bool:
         """Whether nobody knows beforehand which shards are its own."""
+        return False
 
     @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
+        return False
 
     @property
     def has_flipped(self) -> bool:
         """Whether a bit is not as the last update has left it, where this worker has the only copy."""
-
-    @property
-    def was_written(self) -> bool:
-        """Whether the script had changed what the last update had left, when the last engine was closed."""
+        return False
 
     def make(self, workers: Workers) -> None:
         """Begin in a generation, under the present strategy. Collective."""
@@ -92,9 +98,11 @@ class StepComputer(Protocol):
         Raises:
             UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
         """
+        raise NotImplementedError
 
     def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
         """Measure curvature on the batch of a call. Collective; changes nothing."""
+        raise NotImplementedError
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
         """A step is over on this worker.
@@ -107,14 +115,9 @@ class StepComputer(Protocol):
         Returns:
             whether all workers have, or are to have, the same weights now.
         """
+        return True
 
-    def synchronise(
-        self,
-        step: int,
-        told: Callable[[], Mapping[str, Any]],
-        heard: Callable[[Told], None],
-        collectives: CollectiveCalls,
-    ) -> Told:
+    def synchronise(self, step: int, told: Tell, heard: Hear, collectives: CollectiveCalls) -> Told:
         """Have all workers get the same weights.
 
         Args:
@@ -126,6 +129,8 @@ class StepComputer(Protocol):
         Returns:
             what every worker says, with its figures.
         """
+        return []
 
     def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
+        return False

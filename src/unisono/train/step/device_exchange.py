@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from unisono.received import value_of
 from unisono.reduce.tally import PRIME
-from unisono.train.group.control import Balance, Flags, ShardReport
+from unisono.train.group.control import Balance, Flags, ShardReport, any_of
 from unisono.train.group.devices import Devices, Round
 from unisono.train.model.buffers import Buffers
 from unisono.train.step.loss import Shard
@@ -17,9 +17,6 @@ from unisono.words import MODULUS
 T = TypeVar("T")
 
 _TOLD = tuple[list[ShardReport], list[bool], Flags, tuple[int, int]]
-
-_ANY = ("leave", "regroup", "again", "lost", "flipped", "checkpoint", "diverges")
-"""Flags that hold for a worker if they hold for one of its devices."""
 
 
 def shared_weights(devices: Devices, rounds: Sequence[Round], shards: Sequence[Shard]) -> list[float]:
@@ -86,7 +83,7 @@ def _in_order(told: Sequence[Sequence[T]], rounds: Sequence[Round]) -> list[T]:
 def _merged(flags: Sequence[Flags], balances: Sequence[tuple[int, int]]) -> Flags:
     """One worker's flags, of which each device has slices, and a memory of its own."""
     return Flags(
-        **{name: any(getattr(each, name) for each in flags) for name in _ANY},
+        **any_of(flags),
         digest=sum(each.digest for each in flags) % MODULUS,
         amiss=sum(each.amiss for each in flags) % MODULUS,
         timings=flags[0].timings,

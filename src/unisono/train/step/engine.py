@@ -216,9 +216,9 @@ class StepEngine:
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
             attempt.findings = findings
-            if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
+            if attempt.report.told.lost or judged(attempt.flags) is not Verdict.RIGHT:
                 return attempt  # whoever computes with wrong weights is no worse a processor for that
-            if attempt.report.again:
+            if attempt.report.told.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
                 self._repeats(call.step)

@@ -267,10 +267,10 @@ class StepUpdate:
             if part.weight and not math.isfinite(part.loss):
                 rank = self._workers.transport.split.owner(shard) if self._workers.world_size > 1 else self._rank
                 return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
-        if report.diverges and self._backs_off(call):
+        if report.told.diverges and self._backs_off(call):
             attempt.overflows = True
             return f"float16 overflows at the loss scale {call.scale:g}"
-        if report.diverges:
+        if report.told.diverges:
             with self._or_rewound():
                 return self._where_not_finite(call, attempt)
         return ""
@@ -300,7 +300,7 @@ class StepUpdate:
         if attempt.overflows or self._job.on_nan == "skip" or self._is_faulty():
             return
         hint = "" if call.update is None else "A torch.amp.GradScaler is for precision='fp16' to replace. "
-        if self._job.precision == "fp16" and attempt.report.diverges:
+        if self._job.precision == "fp16" and attempt.report.told.diverges:
             hint = f"No loss scale down to {LEAST:g} keeps float16 from overflowing. "
         raise NonFiniteLoss(
             f"step {call.step}: {trouble}; nothing was updated. {hint}Lower the learning rate, clip gradients, "
