@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from unisono.adapt.curvature import Curvature
-from unisono.data.feed import Shuffle
+from unisono.arguments import require_kinds
+from unisono.data.feed import Asked, Shuffle
 from unisono.data.shards import Collate
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, ModelError
@@ -132,10 +133,11 @@ class Run(RunOnDevices):
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
+        said = locals()
         self._prepared()
-        return self.inside.loop.over(
-            dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps, batch_size, begin
-        )
+        require_kinds(Run.steps, said)
+        asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
+        return self.inside.loop.over(dataset, epochs, asked, max_steps, batch_size, begin)
 
     def curvature(self, loss_fn: LossFunction, **question: Any) -> Curvature:
         """Measure the curvature of the mean loss over the present step's batch, in a loop's body. Changes nothing.

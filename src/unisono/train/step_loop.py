@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from unisono.adapt.curvature import Curvature
 from unisono.adapt.curvature_question import question_of
 from unisono.adapt.view import BatchShape
-from unisono.arguments import require_kinds
 from unisono.checkpoint.folder import ASKED, FOUND
 from unisono.data.content import CONTENT, Contents, Glance
-from unisono.data.feed import Asked, Feed, Shuffle
+from unisono.data.feed import Asked, Feed
 from unisono.data.loop_feeds import LoopFeeds
-from unisono.data.shards import Collate, Source
+from unisono.data.shards import Source
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError, ModelError
@@ -97,26 +96,15 @@ class StepLoop:
         self._feeds = LoopFeeds(self.config.job.seed, self.config.settings.faults.timeout_s)
 
     def over(
-        self,
-        dataset: Any,
-        epochs: int,
-        shuffle: Shuffle | None,
-        drop_last: bool | None,
-        loader_workers: int | None,
-        collate_fn: Collate | None,
-        max_steps: int | None,
-        batch_size: int | None,
-        begin: int,
+        self, dataset: Any, epochs: int, asked: Asked, max_steps: int | None, batch_size: int | None, begin: int
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
-        require_kinds(StepLoop.over, locals())
         require_counts(epochs, max_steps)
         self._forgo()
         if begin < 0:
             raise JobError(f"run.steps(begin={begin}): needs a number of steps, from 0 on")
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
-        asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
         feed = self._feeds.of(dataset, asked, self.trained.loops, epochs)
         samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
         require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)

@@ -112,7 +112,7 @@ class Elastic(Membership):
         super().__init__(Workers(self._generation, Solo(hello.shards), devices=self._devices), mesh)
         self._due = self._lost = self._left = 0
         self._listener_lock = threading.Lock()
-        self._is_leaving = self._wants_checkpoint = False
+        self._is_leaving = self.wants_checkpoint = False
         self._forming = Forming()
         self._hosts = OtherHosts()
         self._listener = PeerListener(timeout_s)
@@ -135,14 +135,9 @@ class Elastic(Membership):
         """Whether the coordinator has announced the next one."""
         return self._due == self._generation.number
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the coordinator has passed on such a request."""
-        return self._wants_checkpoint
-
     def checkpoint_begins(self) -> None:
         """It is fulfilled."""
-        self._wants_checkpoint = False
+        self.wants_checkpoint = False
 
     def leave(self) -> bool:
         """Tell the coordinator, once."""
@@ -281,7 +276,7 @@ class Elastic(Membership):
         if isinstance(message, messages.RegroupDue):
             self._due = message.generation
         elif isinstance(message, messages.CheckpointDue):
-            self._wants_checkpoint = True
+            self.wants_checkpoint = True
         elif isinstance(message, messages.Lost):
             self._lost = max(self._lost, message.generation)
             self._hang_up_if_lost()
@@ -394,7 +389,7 @@ def elastic(
     )
 
     def line(hear: Callable[[Any], None]) -> Line:
-        return Line.open(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
+        return Line(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
 
     def call(hear: Callable[[ToDevice], None]) -> AnyLine:
         if group is None:

@@ -37,7 +37,7 @@ from unisono.train.step.call import Call, global_norm
 from unisono.train.step.device_exchange import shared_report
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
-from unisono.train.step.shard_passes import ShardPasses
+from unisono.train.step.shard_passes import EngineBase, ShardPasses
 from unisono.train.step.step_update import Attempt, StepUpdate
 
 if TYPE_CHECKING:
@@ -144,21 +144,16 @@ class StepEngine:
         self._found, self._repeats, self._spans = found, repeats, spans
         self.witness: Witness | None = None
         rank = workers.rank if rank is None else rank
-        self.passes = ShardPasses(job, workers, prepared, device, self._buffers, pipeline, rank, spans)
+        base = EngineBase(job, workers, prepared, device, execution, self._buffers, rank, spans)
+        self.passes = ShardPasses(base, pipeline)
         self.update = StepUpdate(
-            job,
-            workers,
-            prepared,
-            execution,
-            self._buffers,
+            base,
             update,
-            rank=rank,
             norm_of=self._slicing.norm if self._slicing else global_norm,
             scaled=scaled,
             has_lost=has_lost,
             survives=survives,
             not_finite=self.passes.not_finite,
-            spans=spans,
         )
 
     def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:

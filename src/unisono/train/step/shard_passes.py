@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from unisono.device import HostRead
 from unisono.errors import LossError, ModelError
 from unisono.job import Job
 from unisono.spans import Spans
+from unisono.train.config.run_config import Execution
 from unisono.train.group.devices import Round
 from unisono.train.group.workers import Workers
 from unisono.train.model.buffers import Buffers
@@ -30,36 +32,45 @@ if TYPE_CHECKING:
     from unisono.train.step.pipeline import Pipeline
 
 
-class ShardPasses:
-    """Computes this worker's shards, one after the other, or in the stages of its devices.
+@dataclass(frozen=True, eq=False)
+class EngineBase:
+    """The base of an engine's parts.
 
-    Args:
+    Attributes:
         job: the job to train.
         workers: the workers of the generation.
         prepared: models and optimizers.
         device: the device on which to compute.
+        execution: the settings of the computation that decide no bit.
         buffers: what shards make of the buffers.
-        pipeline: what computes where the devices of this worker hold stages.
         rank: this worker's rank in messages.
         spans: the worker's spans, if they are kept.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        workers: Workers,
-        prepared: Prepared,
-        device: torch.device,
-        buffers: Buffers,
-        pipeline: Pipeline | None,
-        rank: int,
-        spans: Spans | None,
-    ) -> None:
-        self._workers, self._devices, self._prepared, self._buffers = workers, workers.devices, prepared, buffers
-        self._is_compressed = job.compression != "none"
-        self._pipeline, self._rank, self._spans = pipeline, rank, spans
-        self._forward = ForwardPass(job, prepared, device, spans)
-        self._writes = ForwardWrites(prepared.weights())
+    job: Job
+    workers: Workers
+    prepared: Prepared
+    device: torch.device
+    execution: Execution
+    buffers: Buffers
+    rank: int
+    spans: Spans | None
+
+
+class ShardPasses:
+    """Computes this worker's shards, one after the other, or in the stages of its devices.
+
+    Args:
+        base: the base of the engine.
+        pipeline: what computes where the devices of this worker hold stages.
+    """
+
+    def __init__(self, base: EngineBase, pipeline: Pipeline | None) -> None:
+        self._workers, self._devices, self._prepared = base.workers, base.workers.devices, base.prepared
+        self._buffers, self._rank, self._spans, self._pipeline = base.buffers, base.rank, base.spans, pipeline
+        self._is_compressed = base.job.compression != "none"
+        self._forward = ForwardPass(base.job, base.prepared, base.device, base.spans)
+        self._writes = ForwardWrites(base.prepared.weights())
 
     def compute(self, call: Call, gradients: Gradients, audited: Collection[int]) -> list[Shard]:
         """Compute all shards of this worker in a call, and hand their gradients on.
