@@ -24,8 +24,8 @@ from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import Setting, Timings, View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
-from unisono.checkpoint.hold import newest_term, who_holds
 from unisono.checkpoint.store import Snapshot
+from unisono.checkpoint.writer import newest_term, who_holds
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import WHERE, address_of

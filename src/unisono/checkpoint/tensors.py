@@ -97,19 +97,14 @@ def tensors_of(data: bytes) -> dict[str, Tensor]:
     return _checked("what should be tensors", lambda: load(data))
 
 
+DAMAGE = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+"""What comes of a file that holds something else."""
+
+
 def _checked(what: str, load: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
         found = load()
-    except (
-        ArithmeticError,
-        LookupError,
-        MemoryError,
-        OSError,
-        RuntimeError,
-        SafetensorError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except DAMAGE as error:
         raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
     for name, tensor in found.items():
         if tensor.dtype not in KEPT:

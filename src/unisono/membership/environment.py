@@ -4,7 +4,6 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from unisono.errors import JobError
 from unisono.received import short
@@ -103,20 +102,6 @@ class Environment:
 def device_name(worker: str, device: int) -> str:
     """The name of one of a worker's devices: the worker's for the first one, ``w3.1`` for the second."""
     return f"{worker}.{device}" if device else worker
-
-
-class LauncherVariables(Protocol):
-    """The environment variables by which one launcher tells its workers their ranks."""
-
-    def recognises(self, variables: Variables) -> bool:
-        """Whether these variables are of this launcher."""
-
-    def read(self, variables: Variables, host: str) -> Environment:
-        """Where the worker stands.
-
-        Raises:
-            JobError: a variable is missing, no number, or contradicts another; names it and its value.
-        """
 
 
 def recognise(environ: Mapping[str, str], host: str | None = None) -> Environment:
@@ -264,7 +249,7 @@ class Slurm:
         return RendezvousAddress(address, PORTS[(job * 31 + step) % len(PORTS)])
 
 
-LAUNCHERS: tuple[LauncherVariables, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
+LAUNCHERS: tuple[Unisono | Torchrun | Plain | Slurm, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
 """In this order: whoever stands nearest to the worker comes first."""
 
 

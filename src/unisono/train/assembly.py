@@ -24,13 +24,11 @@ from unisono.train.loop.evaluation import Evaluator
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
 from unisono.train.record.log_follower import LogFollower
-from unisono.train.record.lone_updates import LoneUpdates
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.record.notices import Notices
+from unisono.train.record.notices import LoneUpdates, Notices
 from unisono.train.record.results import ResultWriter
 from unisono.train.record.sample_log import SampleLog
-from unisono.train.record.step_timeline import StepTimeline
-from unisono.train.record.torch_profile import TorchProfile
+from unisono.train.record.step_timeline import StepTimeline, TorchProfile
 from unisono.train.record.trace import Trace
 from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity

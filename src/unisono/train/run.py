@@ -192,12 +192,7 @@ class Run(RunOnDevices):
     # -- beside training -------------------------------------------------------------------------------------
 
     def evaluate(
-        self,
-        dataset: Any,
-        metrics: Metrics,
-        *,
-        batch_size: int | None = None,
-        collate_fn: Collate | None = None,
+        self, dataset: Any, metrics: Metrics, *, batch_size: int | None = None, collate_fn: Collate | None = None
     ) -> dict[str, float]:
         """Means over a whole data set, distributed among the workers: the same bits on any number of them.
 

@@ -49,8 +49,7 @@ from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.state.state import Reading, RunProgress
 from unisono.train.step.call import Clip, LossFunction
-from unisono.train.step.computer import StepCall
-from unisono.train.step.current import CurrentSteps
+from unisono.train.step.current import CurrentSteps, StepCall
 from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Step
 from unisono.train.step.synchronisation import Synchronisation, Timer
@@ -92,6 +91,7 @@ class StepLoop:
     def __post_init__(self) -> None:
         self.config, self.membership, self.trained = self.run.config, self.run.membership, self.run.trained
         self.listeners, self.ending, self.leave_request = self.run.listeners, self.run.ending, self.run.leave
+        self.shards, self.cut_short, self.boundary = self.steps.shards, self.between.cut_short, self.between.reached
         self._contents = Contents()
         self._feeds = LoopFeeds(self.config.job.seed, self.config.settings.faults.timeout_s)
 
@@ -164,12 +164,8 @@ class StepLoop:
         if loop is None or loop.is_behind(progress):
             return LoopPlace(progress.position.step, progress.position.samples, is_over=True)
         self.move(loop.entered(progress))
-        self.between.step_begins()
+        self.between.snapshots.settle()
         return loop.place(self.trained.progress, self)
-
-    def shards(self) -> Sequence[int]:
-        """Which shards this process is to load."""
-        return self.steps.shards()
 
     def shape(self) -> BatchShape:
         """Of the next global batch.
@@ -206,10 +202,6 @@ class StepLoop:
         """Have the state compared at the next boundary: all workers may leave the loop behind it."""
         self.between.requests.compare = True
 
-    def cut_short(self) -> None:
-        """The loop is over before its end."""
-        self.between.cut_short()
-
     def is_whole(self) -> bool:
         """Whether what the step computed counts."""
         return not (self.steps.is_computing or self.ending.is_closed or self.trained.is_doubted)
@@ -222,11 +214,11 @@ class StepLoop:
         """A loop begins. Whoever joins in the middle of it finds it compared."""
         if not self._joined:
             self.synchronisation.before_call()
-            self.between.loop_begins()
+            self.between.verification.require_right()
 
     def begin(self, step: Step) -> None:
         """A step's samples are loaded."""
-        self.between.step_begins()
+        self.between.snapshots.settle()
         self.trained.go_on()  # all have agreed on the loop
         seed_generators(stream_seed(self.config.job.seed, Stream.SCRIPT, step.number))
         self.steps.step_begins(step)
@@ -315,10 +307,6 @@ class StepLoop:
         if is_settled:
             self.policy_runner.step_ends(step)
             self.steps.follow(self.collectives)
-
-    def boundary(self, *, is_end: bool) -> RunProgress:
-        """The body is done, or the loop."""
-        return self.between.reached(is_end=is_end)
 
     def _enter(
         self,

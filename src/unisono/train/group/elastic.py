@@ -4,7 +4,8 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -26,13 +27,12 @@ from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.device_line import DeviceLine, FirstLine
 from unisono.train.group.devices import Devices, Mesh
-from unisono.train.group.forming import ElasticRendezvous, Forming
 from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.news import Farewell, News
 from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
-from unisono.train.group.rendezvous import Rendezvous
+from unisono.train.group.rendezvous import ElasticRendezvous, Rendezvous
 from unisono.train.group.workers import Workers
 
 CLOCK_S = 2.0
@@ -66,6 +66,50 @@ class DeviceGroup:
     devices: Devices
     mesh: Mesh
     board: RendezvousStore
+
+
+class Forming:
+    """The forming of one generation. Any thread can have the main thread wait no longer.
+
+    Attributes:
+        unreached: hosts of the generation to which this worker cannot connect.
+    """
+
+    def __init__(self) -> None:
+        self.unreached: tuple[messages.Unreached, ...] = ()
+        self._found: Future[Workers] = Future()
+
+    def connect(self, form: Callable[[], Workers]) -> Workers:
+        """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished.
+
+        Raises:
+            WorkerLost: it was given up.
+        """
+        threading.Thread(target=self._connect, args=(form,), name="unisono-connect", daemon=True).start()
+        return self._found.result()
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits for the others any more."""
+        with suppress(InvalidStateError):
+            self._found.set_exception(WorkerLost(why))
+
+    def not_reached(self, unreached: tuple[messages.Unreached, ...]) -> None:
+        """Give up hosts that this one does not reach: the transport itself would wait much longer."""
+        self.unreached = unreached
+        words = "; ".join(f"{each.agent}: {each.why}" for each in unreached)
+        self.give_up(f"hosts of the generation are out of reach ({words})")
+
+    def _connect(self, form: Callable[[], Workers]) -> None:
+        try:
+            workers = form()
+        except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+            with suppress(InvalidStateError):
+                self._found.set_exception(error)
+            return
+        try:
+            self._found.set_result(workers)
+        except InvalidStateError:  # nobody waits any more
+            workers.close()
 
 
 class Elastic(Membership):

@@ -38,18 +38,6 @@ class Boundary:
         self.collectives, self.steps, self.integrity, self.verification = collectives, steps, integrity, verification
         self.recovery, self.snapshots = recovery, snapshots
 
-    def loop_begins(self) -> None:
-        """All workers have to hold the same state.
-
-        Raises:
-            JobMismatch: they do not, and nobody can say who is right.
-        """
-        self.verification.require_right()
-
-    def step_begins(self) -> None:
-        """The script has made all that a checkpoint may hold."""
-        self.snapshots.settle()
-
     def reached(self, *, is_end: bool) -> RunProgress:
         """Every worker stands here, and has the same state unless a round is open.
 

@@ -53,12 +53,7 @@ class RunCheckpoints:
         return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
 
     def save(
-        self,
-        snapshot: Snapshot,
-        verified: Digests | None = None,
-        share: Share = WHOLE,
-        *,
-        wait: bool = False,
+        self, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE, *, wait: bool = False
     ) -> bool:
         """Write one, in the background unless ``wait``.
 

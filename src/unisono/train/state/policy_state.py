@@ -22,10 +22,7 @@ from unisono.train.config.run_config import RunConfig, StrategyConstraints
 from unisono.train.group.workers import Workers
 from unisono.train.state.registered import all_or_nothing
 
-NAMES: dict[Verb, tuple[str, ...]] = {
-    "set_topology": ("auto", *TOPOLOGIES),
-    "set_balance": ("even", "speed"),
-}
+NAMES: dict[Verb, tuple[str, ...]] = {"set_topology": ("auto", *TOPOLOGIES), "set_balance": ("even", "speed")}
 """What verbs can be given that take a name."""
 
 FORMS = {

@@ -1,6 +1,6 @@
 """One call of ``step.run``, and what the script says in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -21,6 +21,12 @@ LossFunction = Callable[[Any, Any], Any]
 def global_norm(parameters: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients of parameters together, as ``clip_grad_norm_`` of torch computes it."""
     return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+
+
+def norm_one_by_one(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of gradients of which each is put together when its turn comes."""
+    norms = [norm for each in gradients for norm in torch._foreach_norm([each], 2.0)]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 @dataclass(frozen=True, slots=True)

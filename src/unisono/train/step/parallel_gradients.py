@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.reduce.reducer import Reducer
 from unisono.train.model.slices import held_whole, whole_gradient
+from unisono.train.step.call import norm_one_by_one
 from unisono.train.step.gradients import Fusion, Gradients
 
 
@@ -90,10 +91,4 @@ class TensorParallel:
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together. Collective among the devices."""
-        norms = [
-            norm
-            for each in parameters
-            if each.grad is not None
-            for norm in torch._foreach_norm([whole_gradient(each)], 2.0)
-        ]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        return norm_one_by_one(whole_gradient(each) for each in parameters if each.grad is not None)

@@ -18,6 +18,7 @@ from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry, narrowed
 from unisono.reduce.reducer import Reducer
 from unisono.train.group.devices import Devices
 from unisono.train.model.slices import Unit, UnitParameter, units_of
+from unisono.train.step.call import norm_one_by_one
 from unisono.train.step.gradients import Fusion, Gradients
 
 
@@ -271,13 +272,7 @@ class Slicing:
         One gradient after the other is put together, so its norm has the bits that it has where it is whole.
         """
         rows = {id(each.slice): each.held.sharded_param.shape[0] for unit in self._units for each in unit.parameters}
-        norms = [
-            norm
-            for each in parameters
-            if each.grad is not None
-            for norm in torch._foreach_norm([self._whole(each.grad, rows[id(each)])], 2.0)
-        ]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        return norm_one_by_one(self._whole(each.grad, rows[id(each)]) for each in parameters if each.grad is not None)
 
     def _whole(self, gradient: Tensor, rows: int) -> Tensor:
         most = -(-rows // self._devices.count)

@@ -14,8 +14,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.control import Flags
 from unisono.train.model.at_rest import Seen
 from unisono.train.step.call import Call
-from unisono.train.step.computer import Told
-from unisono.train.step.current import CurrentSteps
+from unisono.train.step.current import CurrentSteps, Told
 from unisono.train.step.listeners import Counted, Listener
 from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Step

@@ -26,7 +26,7 @@ from unisono.train.model.update import settings_digest
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
 from unisono.train.step.call import Call
-from unisono.train.step.computer import StepCall, StepComputer
+from unisono.train.step.current import StepCall, StepComputer
 from unisono.train.step.curvature_probe import CurvatureProbe, MeasuredCalls
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.listeners import Computed, Counted

@@ -23,7 +23,7 @@ from unisono.train.loop.prefetch import to_device
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Trained
 from unisono.train.step.call import Call
-from unisono.train.step.computer import Hear, StepCall, StepComputer, Tell, Told
+from unisono.train.step.current import Hear, StepCall, StepComputer, Tell, Told
 from unisono.train.step.listeners import Computed, Listeners
 from unisono.train.step.step import Step
 from unisono.train.strategies.local_rounds import LocalRounds, begin_local_rounds
