@@ -41,8 +41,8 @@ from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, read_object
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_like
-from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.known_states import StateCopies
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Doubt, Trained

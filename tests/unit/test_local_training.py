@@ -22,9 +22,8 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call, Clip
 from unisono.train.step.listeners import Listeners
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Clip, Step
 from unisono.train.strategies.local_rounds import LocalRounds, RoundProgress, begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 

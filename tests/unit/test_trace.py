@@ -16,7 +16,7 @@ from unisono.plan.batches import Batches, Position
 from unisono.train.group.control import Flags, ShardReport, StepReport
 from unisono.train.model.tensors import digest, tensors_of
 from unisono.train.record.trace import Trace, content_digest
-from unisono.train.step.call import Call, Clip
+from unisono.train.step.step import Call, Clip
 
 pytestmark = pytest.mark.unit
 

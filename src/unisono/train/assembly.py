@@ -30,8 +30,8 @@ from unisono.train.record.results import ResultWriter
 from unisono.train.record.sample_log import SampleLog
 from unisono.train.record.step_timeline import StepTimeline, TorchProfile
 from unisono.train.record.trace import Trace
-from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.known_states import StateCopies
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import AuditJudge, Verification
 from unisono.train.state.checkpoints import RunCheckpoints

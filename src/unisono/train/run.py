@@ -24,8 +24,7 @@ from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
 from unisono.train.run_on_devices import RunOnDevices
-from unisono.train.step.call import LossFunction
-from unisono.train.step.step import Step
+from unisono.train.step.step import LossFunction, Step
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741

@@ -24,8 +24,7 @@ from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
 from unisono.host.signals import NOTICES
 from unisono.job import Job
-from unisono.membership.environment import Environment
-from unisono.membership.launch_variables import OF_THIS_PROCESS
+from unisono.membership.environment import OF_THIS_PROCESS, Environment
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.membership.token import is_loopback
 from unisono.plan.order import Stream, stream_seed

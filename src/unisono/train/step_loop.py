@@ -48,10 +48,9 @@ from unisono.train.model.shared_work import sharing_in
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.state.state import Reading, RunProgress
-from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.current import CurrentSteps, StepCall
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.step import Step
+from unisono.train.step.step import Clip, LossFunction, Step
 from unisono.train.step.synchronisation import Synchronisation, Timer
 
 

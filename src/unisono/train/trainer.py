@@ -20,8 +20,7 @@ from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run
 from unisono.train.start import init
-from unisono.train.step.call import Clip, LossFunction
-from unisono.train.step.step import Step
+from unisono.train.step.step import Clip, LossFunction, Step
 
 
 @dataclass(frozen=True, slots=True)

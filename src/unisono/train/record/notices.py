@@ -21,8 +21,8 @@ from unisono.train.model.prepared import Prepared, batch_norm_in
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.update import UpdateWatch
 from unisono.train.state.trained import Doubt
-from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
+from unisono.train.step.step import Call
 
 LONG = frozenset(10**power for power in range(1, 10))
 """Numbers of steps skipped in a row that are warned of."""

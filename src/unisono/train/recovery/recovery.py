@@ -12,7 +12,7 @@ from unisono.checkpoint.store import Snapshot
 from unisono.errors import PREEMPTED, Dismissed, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.received import value_of
-from unisono.train.group.change import Recovers
+from unisono.train.group.collectives import Recovers
 from unisono.train.group.membership import StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared

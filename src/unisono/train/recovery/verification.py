@@ -10,14 +10,12 @@ from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch, MemoryFault
 from unisono.plan.audits import AuditResult
-from unisono.train.group.change import Change
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict, healing, verdict
 from unisono.train.group.workers import Workers
 from unisono.train.model.update import settings_digest
-from unisono.train.recovery.copies import START_AGAIN, StateCopies
 from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
-from unisono.train.recovery.known_states import BOUNDARY
+from unisono.train.recovery.known_states import BOUNDARY, START_AGAIN, StateCopies
 from unisono.train.recovery.recovery import Snapshots
 from unisono.train.state.registered import Differing, differing, digests_of_objects
 from unisono.train.step.current import CurrentSteps

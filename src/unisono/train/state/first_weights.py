@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot, load_weights
 from unisono.errors import CheckpointError, UnisonoWarning
-from unisono.train.group.change import Change
+from unisono.train.group.collectives import Change
 from unisono.train.group.workers import Workers
-from unisono.train.model.held import OUTSIDE
-from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.model.prepared import OUTSIDE, Prepared, prefixed
 from unisono.train.model.slices import slice_of
 from unisono.train.model.tensors import Values, digest_tensors, set_all
 from unisono.train.state.checkpoints import RunCheckpoints, require_same_job

@@ -18,8 +18,7 @@ from unisono.received import value_of
 from unisono.train.group.devices import Devices
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import cut_like, held_whole, is_sliced, whole_like
-from unisono.train.model.stage_optimizers import groups_of
-from unisono.train.model.staging import Staging, staging_of
+from unisono.train.model.staging import Staging, groups_of, staging_of
 from unisono.train.state.state import VERSIONS
 
 

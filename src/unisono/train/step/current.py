@@ -17,11 +17,10 @@ from unisono.sync.strategy import Strategy
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.model.own_update import OwnUpdate
-from unisono.train.step.call import Clip, LossFunction
 from unisono.train.step.listeners import Computed
 from unisono.train.step.loss import require_agreement
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.step import Step
+from unisono.train.step.step import Clip, LossFunction, Step
 
 Told = Sequence[Mapping[str, Any]]
 """What every worker says when all synchronise: JSON values by name, by rank."""

@@ -33,11 +33,11 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.staging import staging_of
 from unisono.train.model.update import Update
 from unisono.train.step.audit import Audit
-from unisono.train.step.call import Call, global_norm
 from unisono.train.step.device_exchange import shared_report
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
 from unisono.train.step.shard_passes import EngineBase, ShardPasses
+from unisono.train.step.step import Call, global_norm
 from unisono.train.step.step_update import Attempt, StepUpdate
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.reduce.reducer import Reducer
 from unisono.train.model.slices import held_whole, whole_gradient
-from unisono.train.step.call import norm_one_by_one
 from unisono.train.step.gradients import Fusion, Gradients
+from unisono.train.step.step import norm_one_by_one
 
 
 class ParallelGradients(Gradients):

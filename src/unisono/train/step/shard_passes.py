@@ -22,10 +22,10 @@ from unisono.train.group.devices import Round
 from unisono.train.group.workers import Workers
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.call import Call
 from unisono.train.step.device_exchange import shared_buffers, shared_weights
 from unisono.train.step.gradients import Gradients
 from unisono.train.step.loss import ForwardPass, Shard, total_weight
+from unisono.train.step.step import Call
 from unisono.train.step.weights_watch import ForwardWrites
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from unisono.train.model.places import set_places
 from unisono.train.model.shared_work import Piece, SharingOptimizer
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.state.loss_scale import LEAST
-from unisono.train.step.call import Call
 from unisono.train.step.gradients import Gradients
 from unisono.train.step.owned_update import whole_update
 from unisono.train.step.shard_passes import EngineBase
+from unisono.train.step.step import Call
 from unisono.train.step.tensor_trees import forms_of, row_of, size_of, tensors_in
 from unisono.train.step.weights_watch import WeightsWatch
 

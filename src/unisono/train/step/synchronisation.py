@@ -13,11 +13,10 @@ from unisono.errors import JobMismatch
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.control import Flags
 from unisono.train.model.at_rest import Seen
-from unisono.train.step.call import Call
 from unisono.train.step.current import CurrentSteps, Told
 from unisono.train.step.listeners import Counted, Listener
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Step
 
 RECENT = 9
 FEWEST = 3

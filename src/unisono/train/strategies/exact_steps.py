@@ -16,8 +16,7 @@ from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.device import HostRead
 from unisono.errors import DataError, JobError, MemoryFault, PolicyError
-from unisono.train.group.change import Change
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
@@ -25,14 +24,13 @@ from unisono.train.model.own_update import UpdateCause
 from unisono.train.model.update import settings_digest
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
-from unisono.train.step.call import Call
 from unisono.train.step.current import StepCall, StepComputer
 from unisono.train.step.curvature_probe import CurvatureProbe, MeasuredCalls
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.listeners import Computed, Counted
 from unisono.train.step.owned_update import own_update_of
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Step
 from unisono.train.step.step_update import Attempt
 from unisono.train.step.synchronisation import WorkerReport
 

@@ -15,17 +15,15 @@ from unisono.device import HostRead
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.change import Change
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call
 from unisono.train.step.current import Hear, StepCall, StepComputer, Tell, Told
 from unisono.train.step.listeners import Computed, Listeners
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Step
 from unisono.train.strategies.local_rounds import LocalRounds, begin_local_rounds
 from unisono.train.strategies.synchroniser import Sums
 
