@@ -18,7 +18,7 @@ import unisono
 from benchmarks.thread_crew import Trade, train
 from script_cluster import Cluster, Kill
 from struck_run import loss, momentum, network
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.errors import JobError, JobMismatch
 from unisono.job import Job
 from unisono.train.loop.loop import LoopPlace

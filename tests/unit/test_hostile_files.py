@@ -19,10 +19,9 @@ from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
 from unisono.adapt.goodput_policy import GoodputPolicy
 from unisono.adapt.norms import GradientNorms
-from unisono.adapt.policy import Policy
 from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.view import Setting, Timings, View
+from unisono.adapt.view import Policy, Setting, Timings, View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
 from unisono.checkpoint.store import Snapshot
 from unisono.checkpoint.writer import newest_term, who_holds

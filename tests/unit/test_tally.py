@@ -25,11 +25,10 @@ from unisono.plan.audits import windows
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
 from unisono.reduce.buckets import plan_buckets
-from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.partial_sums import PIECE, PartialSumRow, PartialSums
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.shared_memory import HierarchicalTransport, SharedMemoryTransport, host_split
 from unisono.reduce.tally import Tally, Witness, is_balanced
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import CHECKS, Execution

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from unisono.adapt.batch_size_policies import Ramp
 from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of
-from unisono.adapt.policy import Policy
 from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
-from unisono.adapt.view import Figure, View
+from unisono.adapt.view import Figure, Policy, View
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
 from unisono.received import value_of

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of, useful_sizes
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import Policy, View
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
 

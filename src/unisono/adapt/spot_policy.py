@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.adapt.layout_trials import useful_sizes
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import Figure, View
+from unisono.adapt.view import Figure, Policy, View
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
 

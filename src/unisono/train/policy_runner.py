@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import LOCAL, Decision, View
+from unisono.adapt.view import LOCAL, Decision, Policy, View
 from unisono.errors import PolicyError
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators

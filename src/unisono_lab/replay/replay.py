@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import Decision, View
+from unisono.adapt.view import Decision, Policy, View
 from unisono.errors import JobError, PolicyError
 from unisono.train.state.policy_state import Hook, PolicyState
 from unisono_lab.replay.record import Record

@@ -23,11 +23,10 @@ from unisono.membership.token import is_loopback
 from unisono.plan.split import Split
 from unisono.received import short
 from unisono.reduce.data_network import NetworkKeys, connect_all
-from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.shared_memory import SharedMemoryTransport
-from unisono.reduce.socket_group import SocketGroup
+from unisono.reduce.shared_memory import HierarchicalTransport, SharedMemoryTransport, host_split
 from unisono.reduce.transport import Solo, Transport
+from unisono.reduce.wire import SocketGroup
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.devices import Devices, Mesh

@@ -46,7 +46,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.staging import staging_of
 from unisono.train.step.loss import Weighted, as_number
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.stage_evaluation import StagedEvaluation
+from unisono.train.step.stage_messages import StagedEvaluation
 
 R = TypeVar("R")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
-from unisono.checkpoint.share import WHOLE, Share
 from unisono.checkpoint.snapshot import Digests, read_some
 from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.checkpoint.tensors import WHOLE, Share
 from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import CheckpointError, JobError, JobMismatch
 from unisono.failpoints import failpoint

@@ -11,8 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from torch.optim import Optimizer
 
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import BatchShape, Decision, Figure, Verb, View, decisions_digest
+from unisono.adapt.view import BatchShape, Decision, Figure, Policy, Verb, View, decisions_digest
 from unisono.errors import JobError, JobMismatch, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short, value_of

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.layout import empty_as, form_of
-from unisono.checkpoint.share import Share, copied
 from unisono.checkpoint.store import Snapshot
+from unisono.checkpoint.tensors import Share, copied
 from unisono.received import value_of
 from unisono.train.group.devices import Devices
 from unisono.train.model.prepared import Prepared, prefixed
