@@ -156,14 +156,7 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
     policy_runner = PolicyRunner(run, listening.metrics, made.collectives)
     loop = _loop(run, listening, made, policy_runner)
     run.ending.also(loop.leave)
-    first_weights = FirstWeights(
-        run.trained,
-        checkpoints,
-        opened.folder,
-        opened.fingerprint,
-        allow_job_change=config.settings.checkpoints.allow_job_change,
-        measures=config.recording.curvature is not None,
-    )
+    first_weights = FirstWeights(run.trained, checkpoints, opened.folder, opened.fingerprint, config)
     about = {"job": config.job, "device": config.device, "evaluator": Evaluator(run, made.collectives)}
     parts: dict[str, Any] = {**vars(run), **vars(listening), **vars(made), **about}
     return Inside(**parts, policy_runner=policy_runner, loop=loop, first_weights=first_weights)

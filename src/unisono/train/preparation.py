@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.errors import JobError, ModelError, UnisonoWarning
 from unisono.train.assembly import Inside
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.prepared import Prepared, refuse_unset_memory, require_held
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.slices import is_sliced, materialise, require_options, require_sliced, slice_modules, slice_of

@@ -43,11 +43,10 @@ from unisono.train.config.numerics import apply_numerics, fingerprint, script_di
 from unisono.train.config.run_config import Connection, CoordinatorAccess, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import connect, connect_devices, mesh_of
-from unisono.train.group.devices import Devices
 from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.rendezvous import RUNS, FixedRendezvous, Rendezvous
-from unisono.train.group.workers import SAME, Workers
+from unisono.train.group.workers import SAME, Devices, Workers
 from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run

@@ -29,9 +29,8 @@ from unisono.reduce.transport import Solo, Transport
 from unisono.reduce.wire import SocketGroup
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.rendezvous import Rendezvous
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Devices, Mesh, Workers
 
 
 class Network:

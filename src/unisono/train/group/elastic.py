@@ -26,14 +26,13 @@ from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.device_line import DeviceLine, FirstLine
-from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.news import Farewell, News
 from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
 from unisono.train.group.rendezvous import ElasticRendezvous, Rendezvous
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Devices, Mesh, Workers
 
 CLOCK_S = 2.0
 """Seconds that the coordinator may take to say what its clock shows."""

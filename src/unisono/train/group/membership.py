@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unisono.errors import JobError, WorkerLost
-from unisono.train.group.devices import Mesh
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Mesh, Workers
 
 
 @dataclass(frozen=True, slots=True)

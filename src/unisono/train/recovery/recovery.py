@@ -19,8 +19,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import forget_passes
 from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.state.registered import OWN
-from unisono.train.state.schedulers import holds_schedulers, unregistered_schedulers
+from unisono.train.state.registered import OWN, holds_schedulers, unregistered_schedulers
 from unisono.train.state.sliced_state import share_of
 from unisono.train.state.state import RunProgress
 from unisono.train.step.current import CurrentSteps

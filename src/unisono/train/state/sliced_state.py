@@ -15,7 +15,7 @@ from unisono.checkpoint.layout import empty_as, form_of
 from unisono.checkpoint.store import Snapshot
 from unisono.checkpoint.tensors import Share, copied
 from unisono.received import value_of
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import cut_like, held_whole, is_sliced, whole_like
 from unisono.train.model.staging import Staging, groups_of, staging_of

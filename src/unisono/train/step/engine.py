@@ -23,9 +23,8 @@ from unisono.reduce.tally import Witness
 from unisono.spans import Spans
 from unisono.train.config.run_config import Execution
 from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
-from unisono.train.group.devices import Round
 from unisono.train.group.majority import Verdict, judged
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Round, Workers
 from unisono.train.model.at_rest import Seen
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import Scaled
@@ -33,10 +32,9 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.staging import staging_of
 from unisono.train.model.update import Update
 from unisono.train.step.audit import Audit
-from unisono.train.step.device_exchange import shared_report
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
-from unisono.train.step.shard_passes import EngineBase, ShardPasses
+from unisono.train.step.shard_passes import EngineBase, ShardPasses, shared_report
 from unisono.train.step.step import Call, global_norm
 from unisono.train.step.step_update import Attempt, StepUpdate
 

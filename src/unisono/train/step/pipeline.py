@@ -27,7 +27,7 @@ from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSumRow, PartialSums
 from unisono.reduce.reducer import Reducer
 from unisono.spans import Spans
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.elsewhere import NOT_HANDED_ON, Elsewhere
 from unisono.train.model.prepared import Prepared

@@ -18,9 +18,8 @@ from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import LossError, ModelError
 from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry, narrowed
 from unisono.reduce.reducer import Reducer
-from unisono.train.group.devices import Devices
 from unisono.train.group.membership import Membership
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Devices, Workers
 from unisono.train.model.slices import Unit, UnitParameter, units_of
 from unisono.train.model.tensors import COUNTS_HOLDERS, is_held_elsewhere
 from unisono.train.step.gradients import Fusion, Gradients

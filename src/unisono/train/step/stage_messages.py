@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.data.streams import Generators
 from unisono.errors import ModelError, Unreadable
 from unisono.reduce.process_group import TensorUnderWay
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.elsewhere import NOT_HANDED_ON, holds_elsewhere
 from unisono.train.model.staging import Left, Received, Staging
 
