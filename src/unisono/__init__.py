@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from unisono.adapt.ada_scale import AdaScale, EdgeOfStability, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-    from unisono.adapt.goodput_policy import GoodputPolicy
+    from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
     from unisono.adapt.norms import Monitoring
-    from unisono.adapt.scaling_policy import ScalingPolicy
-    from unisono.adapt.spot_policy import SpotPolicy
     from unisono.adapt.view import Policy, View
     from unisono.data.arrow_stream import ArrowStream
     from unisono.loggers.csv_file import CSVLogger
@@ -110,7 +108,7 @@ _HOMES = {
     "DiLoCo": "unisono.sync.averaging",
     "EdgeOfStability": "unisono.adapt.ada_scale",
     "Faults": "unisono.settings.table",
-    "GoodputPolicy": "unisono.adapt.goodput_policy",
+    "GoodputPolicy": "unisono.adapt.layout_policies",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",
     "Logger": "unisono.loggers.logger",
@@ -120,8 +118,8 @@ _HOMES = {
     "Policy": "unisono.adapt.view",
     "Records": "unisono.settings.table",
     "Run": "unisono.train.run",
-    "ScalingPolicy": "unisono.adapt.scaling_policy",
-    "SpotPolicy": "unisono.adapt.spot_policy",
+    "ScalingPolicy": "unisono.adapt.layout_policies",
+    "SpotPolicy": "unisono.adapt.layout_policies",
     "Step": "unisono.train.step.step",
     "StragglerPolicy": "unisono.adapt.communication_policies",
     "Strategy": "unisono.sync.strategy",

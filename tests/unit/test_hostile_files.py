@@ -17,10 +17,8 @@ from forks.request import ForkRequest
 from unisono.adapt.ada_scale import AdaScale, LinearScaling
 from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
 from unisono.adapt.norms import GradientNorms
-from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import Policy, Setting, Timings, View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
 from unisono.checkpoint.store import Snapshot

@@ -10,11 +10,9 @@ import torch
 from unisono.adapt.ada_scale import AdaScale, LinearScaling
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
 from unisono.adapt.named import NAMED, policies_named
 from unisono.adapt.norms import Noise
-from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import BatchShape, Decision, Policy, Timings, View, decisions_digest, shards_for
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links

@@ -227,7 +227,7 @@ def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
             devices.close()
             raise
 
-    return elastic(coordinator, config.job, here.host, form, timeout_s, how.silence_s, group)
+    return elastic(coordinator, config.job.shards, how, form, group)
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from itertools import starmap
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.adapt.layout_policies import SpotPolicy
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Noise
-from unisono.adapt.spot_policy import SpotPolicy
 from unisono.adapt.view import BatchShape, Decision, Policy, Timings, View
 from unisono.plan.split import Split
 from unisono.plan.topology import plan

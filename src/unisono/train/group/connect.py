@@ -167,21 +167,19 @@ def connect(
         LaunchError: the other workers cannot be reached.
     """
     job, environment = config.job, rendezvous.environment
+    made = partial(Workers, generation, devices=devices, device=config.device)
     if environment.world_size == 1:
-        return Workers(generation, Solo(job.shards), devices=devices, device=config.device)
+        return made(Solo(job.shards))
     chosen = _chosen(config, environment)
     _require_same_place(config, rendezvous)
     if chosen == "shared_memory":
-        transport = SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split)
-        return Workers(generation, transport, devices=devices, device=config.device)
+        return made(SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
     host = "" if is_loopback(host) else host  # which is one host, whatever its workers call it
     network = Network(config, rendezvous, host, generation)
-    everyone = Workers(generation, network.transport(generation), host, devices, network.keys, config.device)
+    everyone = made(network.transport(generation), host, keys=network.keys)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, config.connection.how):
-        return Workers(
-            generation, _over_hosts(everyone, rendezvous, network), host, devices, network.keys, config.device
-        )
+        return made(_over_hosts(everyone, rendezvous, network), host, keys=network.keys)
     return everyone
 
 

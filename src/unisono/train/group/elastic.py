@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any, NoReturn
 
 from unisono.errors import JobEnded, LaunchError, WorkerLost
-from unisono.job import Job
 from unisono.membership import messages
 from unisono.membership.client import Line
 from unisono.membership.probe import PATIENCE_S
@@ -24,7 +23,7 @@ from unisono.plan.split import Split
 from unisono.received import whole_number
 from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
-from unisono.train.config.run_config import CoordinatorAccess
+from unisono.train.config.run_config import Connection, CoordinatorAccess
 from unisono.train.group.device_line import DeviceLine, FirstLine
 from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
@@ -402,23 +401,15 @@ class Elastic(Membership):
 
 
 def elastic(
-    where: CoordinatorAccess,
-    job: Job,
-    host: str,
-    form: Form,
-    timeout_s: float,
-    silence_s: float,
-    group: DeviceGroup | None = None,
+    where: CoordinatorAccess, shards: int, how: Connection, form: Form, group: DeviceGroup | None = None
 ) -> Elastic:
     """The membership of a worker whose job has a coordinator, or of one of its devices.
 
     Args:
         where: the access to the coordinator.
-        job: the job to train.
-        host: the name of this host.
+        shards: the number of shards of the job.
+        how: the place of this worker among the others, and how long it waits for them.
         form: a function that connects the workers of a generation.
-        timeout_s: the longest wait for other workers and for the coordinator, in seconds.
-        silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         group: the devices of this worker; None for a worker of one device.
 
     Raises:
@@ -427,9 +418,8 @@ def elastic(
         WorkerLost: another device of this worker does not come.
     """
     token, devices = read_token(where.token_file), Devices() if group is None else group.devices
-    hello = messages.WorkerHello(
-        worker=where.worker, host=host, pid=os.getpid(), shards=job.shards, devices=devices.count
-    )
+    timeout_s, silence_s, host = how.timeout_s, how.silence_s, how.environment.host
+    hello = messages.WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=shards, devices=devices.count)
 
     def line(hear: Callable[[Any], None]) -> Line:
         return Line(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
