@@ -173,18 +173,8 @@ def _base(config: RunConfig, opened: Opened) -> tuple[RunBase, RunListeners]:
     before, lone = [*_watching(config, opened), Notices(folder, membership)], LoneUpdates(membership)
     listeners = Listeners([listening.metrics, *before, results, listening.callbacks, listening.timer, lone, follower])
     ending.also(lambda: listeners.tell(lambda one: one.close()))
-    run = RunBase(
-        config,
-        membership,
-        folder,
-        opened.checkpoints,
-        opened.leave,
-        opened.spans,
-        trained,
-        ending,
-        Requests(),
-        listeners,
-    )
+    checkpoints, leave, spans = opened.checkpoints, opened.leave, opened.spans
+    run = RunBase(config, membership, folder, checkpoints, leave, spans, trained, ending, Requests(), listeners)
     return run, listening
 
 
