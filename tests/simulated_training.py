@@ -7,8 +7,7 @@ from typing import Any
 
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.norms import Noise
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import Decision, Timings, View
+from unisono.adapt.view import Decision, Policy, Timings, View
 
 LATE = 7
 """Steps until workers that were asked for are there."""

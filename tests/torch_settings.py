@@ -17,7 +17,7 @@ class Switch:
 
 
 def _compilers() -> Any:
-    from unisono.train.config.compilers import Compilers  # loads torch
+    from unisono.train.config.numerics import Compilers  # loads torch
 
     return Compilers
 

@@ -19,7 +19,7 @@ from unisono.plan.split import Split
 from unisono.reduce.buckets import ALIGNMENT
 from unisono.reduce.data_network import NetworkKeys, connect_all
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.socket_group import SocketGroup
+from unisono.reduce.wire import SocketGroup
 
 TIMEOUT_S = 60.0
 

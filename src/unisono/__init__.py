@@ -15,16 +15,12 @@ if TYPE_CHECKING:
     import unisono.integrations.transformers as transformers
     import unisono.launch.notebook as notebook
     import unisono.launch.ray as ray
-    from unisono.adapt.ada_scale import AdaScale, LinearScaling
+    from unisono.adapt.ada_scale import AdaScale, EdgeOfStability, LinearScaling
     from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
     from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-    from unisono.adapt.edge_policy import EdgeOfStability
-    from unisono.adapt.goodput_policy import GoodputPolicy
+    from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
     from unisono.adapt.norms import Monitoring
-    from unisono.adapt.policy import Policy
-    from unisono.adapt.scaling_policy import ScalingPolicy
-    from unisono.adapt.spot_policy import SpotPolicy
-    from unisono.adapt.view import View
+    from unisono.adapt.view import Policy, View
     from unisono.data.arrow_stream import ArrowStream
     from unisono.loggers.csv_file import CSVLogger
     from unisono.loggers.logger import Logger
@@ -110,20 +106,20 @@ _HOMES = {
     "Checkpoints": "unisono.settings.table",
     "Communication": "unisono.settings.table",
     "DiLoCo": "unisono.sync.averaging",
-    "EdgeOfStability": "unisono.adapt.edge_policy",
+    "EdgeOfStability": "unisono.adapt.ada_scale",
     "Faults": "unisono.settings.table",
-    "GoodputPolicy": "unisono.adapt.goodput_policy",
+    "GoodputPolicy": "unisono.adapt.layout_policies",
     "LinearScaling": "unisono.adapt.ada_scale",
     "LocalSGD": "unisono.sync.averaging",
     "Logger": "unisono.loggers.logger",
     "MLflowLogger": "unisono.loggers.mlflow",
     "Monitoring": "unisono.adapt.norms",
     "NoiseScalePolicy": "unisono.adapt.batch_size_policies",
-    "Policy": "unisono.adapt.policy",
+    "Policy": "unisono.adapt.view",
     "Records": "unisono.settings.table",
     "Run": "unisono.train.run",
-    "ScalingPolicy": "unisono.adapt.scaling_policy",
-    "SpotPolicy": "unisono.adapt.spot_policy",
+    "ScalingPolicy": "unisono.adapt.layout_policies",
+    "SpotPolicy": "unisono.adapt.layout_policies",
     "Step": "unisono.train.step.step",
     "StragglerPolicy": "unisono.adapt.communication_policies",
     "Strategy": "unisono.sync.strategy",

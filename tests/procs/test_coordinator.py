@@ -120,7 +120,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 
 def open_line(coordinator: Coordinator, worker: str, told: "SimpleQueue[ToWorker]", **options: Any) -> Line:
     hello = WorkerHello(worker=worker, host="here", pid=1, shards=1)
-    return Line.open(coordinator.url, coordinator.token, hello, told.put, PATIENCE_S, **options)
+    return Line(coordinator.url, coordinator.token, hello, told.put, PATIENCE_S, **options)
 
 
 def hear_worker(told: "SimpleQueue[ToWorker]", kind: type[Message]) -> ToWorker:
@@ -258,7 +258,7 @@ def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(secured: Coo
         assert told.get(timeout=PATIENCE_S).kind == "refused"  # by name: it was heard
     with pytest.raises(LaunchError, match="certificate"):
         hello = WorkerHello(worker="w77", host="here", pid=1, shards=1)
-        Line.open(secured.url, secured.token, hello, told.put, 1.0)
+        Line(secured.url, secured.token, hello, told.put, 1.0)
 
 
 def test_a_connection_over_tls_takes_less_than_a_fifth_of_a_mebibyte(secured: Coordinator) -> None:

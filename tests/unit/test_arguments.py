@@ -21,7 +21,7 @@ from unisono.settings.reading import OF_SCRIPTS, TABLE, require_none_gone
 from unisono.settings.rows import settings_of
 from unisono.settings.table import Settings
 from unisono.train.config.configure import KINDS
-from unisono.train.step.call import Clip
+from unisono.train.step.step import Clip
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]
 

@@ -21,8 +21,8 @@ from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
-from unisono.train.step.call import Call, Clip
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.step import Call, Clip
 from unisono_lab.faults.flip import flip
 
 pytestmark = pytest.mark.unit

@@ -21,9 +21,8 @@ from unisono.job import Job
 from unisono.plan.audits import audited
 from unisono.plan.split import Split
 from unisono.train.config.run_config import Execution
-from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.known_states import AgreedState
+from unisono.train.recovery.known_states import AgreedState, StateCopies
 from unisono.train.run import Run
 from unisono_lab.faults.faults import WrongResult
 from unisono_lab.faults.flip import flip_in

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from forged import forge, safetensors_of, state_json
 from same_trees import same
-from unisono.checkpoint.share import Share, copied, require_each_once
 from unisono.checkpoint.snapshot import Snapshot, read_model, read_snapshot, read_some
 from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.tensors import read_tensors
+from unisono.checkpoint.tensors import Share, copied, read_tensors, require_each_once
 from unisono.errors import CheckpointError, UnisonoWarning, WorkerLost
 
 pytestmark = pytest.mark.unit

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from unisono.errors import JobError
 from unisono.job import Job
-from unisono.train.config.compilers import MOST_SHAPES, Compilers
-from unisono.train.config.numerics import apply_numerics
+from unisono.train.config.numerics import MOST_SHAPES, Compilers, apply_numerics
 from unisono.train.step.loss import explained
 
 pytestmark = pytest.mark.unit

@@ -14,10 +14,10 @@ import torch
 
 import unisono
 from said import grouped
+from unisono.adapt.ada_scale import EdgeOfStability
 from unisono.adapt.batch_size_policies import BatchSizeSchedule
-from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.norms import Monitoring
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.errors import JobError
 from unisono.received import short
 from unisono.sync.averaging import DiLoCo, LocalSGD

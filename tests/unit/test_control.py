@@ -46,8 +46,8 @@ def test_a_tensor_counts_as_used_if_any_worker_used_it() -> None:
 
 
 def test_one_worker_that_is_asked_to_leave_makes_all_leave() -> None:
-    assert told(3, leaving=1).leave
-    assert not told(3).leave
+    assert told(3, leaving=1).told.leave
+    assert not told(3).told.leave
 
 
 def test_an_empty_shard_has_no_part_in_the_means() -> None:

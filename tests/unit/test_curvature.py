@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.thread_crew import Trade, train
+from unisono.adapt.ada_scale import EdgeOfStability
 from unisono.adapt.curvature import Curvature, critical_step, largest_eigenvalue, trace_of
 from unisono.adapt.curvature_question import CurvatureQuestion
-from unisono.adapt.edge_policy import EdgeOfStability
 from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.view import View
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss

@@ -22,8 +22,7 @@ from unisono.errors import JobError, LaunchError, NoProgress, WorkerLost
 from unisono.reduce.admission import MOST_STRANGERS, Impostor, identify, receive
 from unisono.reduce.data_network import NetworkKeys, connect_all, keys_from, write_keys
 from unisono.reduce.rpc_message import Address, address_of, calling, listen
-from unisono.reduce.socket_group import SocketGroup, SocketWork
-from unisono.reduce.wire import Broken, Wire
+from unisono.reduce.wire import Broken, SocketGroup, SocketWork, Wire
 
 pytestmark = pytest.mark.unit
 

@@ -8,15 +8,15 @@ import pytest
 from unisono.adapt.view import Timings
 from unisono.reduce.tally import PRIME
 from unisono.train.group.control import Balance, Flags, ShardReport
-from unisono.train.group.devices import Devices, Mesh, Round, Verbs
-from unisono.train.step.device_exchange import shared_report, told_of
+from unisono.train.group.workers import Devices, Mesh, Round
+from unisono.train.step.shard_passes import shared_report, told_of
 from unisono.words import MODULUS
 
 pytestmark = pytest.mark.unit
 
 
 class Inside:
-    """Verbs among devices of which the others have said what they say."""
+    """Workers among devices of which the others have said what they say."""
 
     def __init__(self, rank: int, said: list[Any]) -> None:
         self.rank, self.world_size, self._said = rank, len(said), said
@@ -27,7 +27,7 @@ class Inside:
 
 
 def device(rank: int, said: list[Any]) -> Devices:
-    return Devices(rank, len(said), Mesh(unreached, unreached, unreached), cast("Verbs", Inside(rank, said)))
+    return Devices(rank, len(said), Mesh(unreached, unreached, unreached), cast("Any", Inside(rank, said)))
 
 
 def unreached(*about: Any) -> Any:

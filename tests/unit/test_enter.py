@@ -18,7 +18,7 @@ import unisono
 from benchmarks.thread_crew import Trade, train
 from script_cluster import Cluster, Kill
 from struck_run import loss, momentum, network
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.errors import JobError, JobMismatch
 from unisono.job import Job
 from unisono.train.loop.loop import LoopPlace
@@ -182,7 +182,7 @@ sys.path.insert(0, {tests!r})
 import unisono
 from unit.test_enter import fit
 
-place, _, guest = fit(unisono.init(batch_size=8, shards=4, checkpoints={"every": 4}))
+place, _, guest = fit(unisono.init(batch_size=8, shards=4, checkpoints=unisono.Checkpoints(every=4)))
 print("after", guest.steps, [loss.hex() for loss in guest.losses], flush=True)
 print("entered", place.step, place.is_over, flush=True)
 """

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.train.step.gathering import LARGEST_KEPT, Gathering
+from unisono.train.step.sliced_gradients import LARGEST_KEPT, Gathering
 
 pytestmark = pytest.mark.unit
 

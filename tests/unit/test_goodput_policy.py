@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simulated_training import SimulatedTraining
-from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_policies import GoodputPolicy
 from unisono.adapt.layout_trials import AGAIN_STEPS, Layout
 from unisono.adapt.norms import Noise
 from unisono.adapt.step_time import Bounds, StepTime, goodput

@@ -14,9 +14,9 @@ from unisono.errors import WorkerLost
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
+from unisono.reduce.shared_memory import HierarchicalTransport, host_split
 from unisono.reduce.transport import Transport
 
 pytestmark = pytest.mark.unit

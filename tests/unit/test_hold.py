@@ -15,8 +15,7 @@ import pytest
 
 import unisono
 from unisono.checkpoint.folder import RunFolder
-from unisono.checkpoint.hold import Hold
-from unisono.checkpoint.writer import Writer, WriterOrder
+from unisono.checkpoint.writer import Hold, Writer, WriterOrder
 from unisono.errors import JobError
 from unisono.launch.ending.result import open_folder
 

@@ -17,15 +17,12 @@ from forks.request import ForkRequest
 from unisono.adapt.ada_scale import AdaScale, LinearScaling
 from unisono.adapt.batch_size_policies import NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
 from unisono.adapt.norms import GradientNorms
-from unisono.adapt.policy import Policy
-from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.view import Setting, Timings, View
+from unisono.adapt.view import Policy, Setting, Timings, View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
-from unisono.checkpoint.hold import newest_term, who_holds
 from unisono.checkpoint.store import Snapshot
+from unisono.checkpoint.writer import newest_term, who_holds
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import WHERE, address_of
@@ -41,8 +38,8 @@ from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, read_object
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_like
-from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.known_states import StateCopies
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.state import RunProgress
 from unisono.train.state.trained import Doubt, Trained

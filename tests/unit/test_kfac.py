@@ -27,7 +27,7 @@ from struck_run import Play, act_out, state_of
 from unisono.errors import JobError, ModelError, NonFiniteLoss, UnisonoWarning
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.preparation import require_whole_layers
 from unisono.train.run import Run
 from unisono.train.step.step import Step

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.membership.environment import recognise
-from unisono.membership.launch_variables import LaunchVariables
+from unisono.membership.environment import LaunchVariables, recognise
 
 Start = Callable[..., unisono.Run]
 

@@ -22,9 +22,8 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call, Clip
 from unisono.train.step.listeners import Listeners
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Clip, Step
 from unisono.train.strategies.local_rounds import LocalRounds, RoundProgress, begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 
@@ -53,7 +52,7 @@ def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce(start: Start)
     run.inside.trained.strategy = ("model-averaging:momentum=0.9", {"previous": [torch.ones(3)]})
     model = nn.Linear(3, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert not run.inside.steps.has_own_weights
+    assert not run.inside.steps.computer.has_own_weights
     assert run.inside.trained.strategy == ("", {})
 
 

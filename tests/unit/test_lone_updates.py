@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from unisono.errors import UnisonoWarning
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import may_change_gradients
-from unisono.train.record.lone_updates import LoneUpdates
+from unisono.train.record.notices import LoneUpdates
 
 pytestmark = pytest.mark.unit
 

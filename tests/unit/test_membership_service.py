@@ -616,7 +616,7 @@ def test_a_worker_hears_what_the_coordinators_clock_shows(serve: Serve) -> None:
     with running.agent(workers=1) as agent:
         name = hear(agent, Start, to_agent).workers[0]
     hello = WorkerHello(worker=name, host="here", pid=1, shards=4)
-    with closing(Line.open(running.url, running.token, hello, lambda told: None, PATIENCE_S)) as line:
+    with closing(Line(running.url, running.token, hello, lambda told: None, PATIENCE_S)) as line:
         asked = time.monotonic()
         reply = line.request(StoreRequest(id=0, operation="clock", keys=("run/clock",)))
         assert asked <= int(reply.value) / 1e9 <= time.monotonic()
@@ -636,7 +636,7 @@ def test_a_coordinator_takes_up_what_an_earlier_one_left(serve: Serve) -> None:
     with first.agent(workers=1) as agent:
         name = hear(agent, Start, to_agent).workers[0]
     hello = WorkerHello(worker=name, host="here", pid=1, shards=4)
-    line = Line.open(first.url, first.token, hello, told.put, PATIENCE_S)
+    line = Line(first.url, first.token, hello, told.put, PATIENCE_S)
     with closing(line):
         assert told.get(timeout=PATIENCE_S) == Welcome(joins=False)
         line.send(Ready())

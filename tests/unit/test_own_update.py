@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from benchmarks.thread_crew import Trade, train
 from struck_run import loss
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import Policy, View
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.train.run import Run

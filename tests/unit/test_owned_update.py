@@ -24,7 +24,7 @@ from unisono.errors import ModelError
 from unisono.job import Job
 from unisono.plan.owners import owners_of
 from unisono.train.config.run_config import Execution
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model import whole_matrix as registry
 from unisono.train.run import Run
 from unisono.train.step.owned_update import matrices_of

@@ -10,13 +10,10 @@ import torch
 from unisono.adapt.ada_scale import AdaScale, LinearScaling
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
 from unisono.adapt.named import NAMED, policies_named
 from unisono.adapt.norms import Noise
-from unisono.adapt.policy import Policy
-from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.view import BatchShape, Decision, Timings, View, decisions_digest, shards_for
+from unisono.adapt.view import BatchShape, Decision, Policy, Timings, View, decisions_digest, shards_for
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.sync.averaging import LocalSGD
@@ -468,7 +465,7 @@ def test_two_policies_of_one_name_are_refused() -> None:
 
 
 def test_policies_have_the_names_of_the_command_line() -> None:
-    found = policies_named([*NAMED, "unisono.adapt.policy:Policy"], batch_size=64)
+    found = policies_named([*NAMED, "unisono.adapt.view:Policy"], batch_size=64)
     assert [policy.name for policy in found[:-1]] == list(NAMED)
     assert any(policy_state(policy).needs_monitor for policy in found)
 
@@ -483,7 +480,7 @@ def test_policies_have_the_names_of_the_command_line() -> None:
         (".a:b", "UNISONO_POLICIES='.a:b': write module:name"),
         ("a:b:c", "UNISONO_POLICIES='a:b:c': write module:name"),
         ("nosuch.module:x", "UNISONO_POLICIES='nosuch.module:x' cannot be imported: ModuleNotFoundError: No module"),
-        ("unisono.adapt.policy:None_", "UNISONO_POLICIES='unisono.adapt.policy:None_': unisono.adapt.policy has no "),
+        ("unisono.adapt.view:None_", "UNISONO_POLICIES='unisono.adapt.view:None_': unisono.adapt.view has no "),
         ("math:pi", "UNISONO_POLICIES='math:pi': the policy cannot be made: TypeError: 'float' object is not callable"),
         ("math:sqrt", "UNISONO_POLICIES='math:sqrt': the policy cannot be made: TypeError: "),
         ("builtins:dict", "UNISONO_POLICIES='builtins:dict': it makes a dict, and no unisono.Policy"),

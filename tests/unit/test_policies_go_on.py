@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from unisono.adapt.ada_scale import AdaScale, LinearScaling
+from unisono.adapt.ada_scale import AdaScale, EdgeOfStability, LinearScaling
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
-from unisono.adapt.edge_policy import EdgeOfStability
-from unisono.adapt.goodput_policy import GoodputPolicy
+from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
 from unisono.adapt.named import NAMED
 from unisono.adapt.norms import GradientNorms, Noise
-from unisono.adapt.policy import Policy
-from unisono.adapt.scaling_policy import ScalingPolicy
-from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.view import Timings, View
+from unisono.adapt.view import Policy, Timings, View
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.train.state.monitors import Monitors
 from unisono.train.state.policy_state import PolicyState, observed

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unisono
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import Policy, View
 from unisono.errors import PolicyError
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]

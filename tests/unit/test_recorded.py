@@ -11,8 +11,7 @@ from torch import nn
 
 import unisono
 from unisono.adapt.norms import Noise
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import Figure, View
+from unisono.adapt.view import Figure, Policy, View
 from unisono.errors import JobError
 from unisono.plan.links import Links
 from unisono_lab.replay.record import Record

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from unisono.adapt.batch_size_policies import NoiseScalePolicy
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import Decision, View
+from unisono.adapt.view import Decision, Policy, View
 from unisono.cli import app as cli
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job

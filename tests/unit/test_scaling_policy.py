@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from simulated_training import SimulatedTraining
+from unisono.adapt.layout_policies import ScalingPolicy
 from unisono.adapt.layout_trials import Layout, useful_sizes
-from unisono.adapt.scaling_policy import ScalingPolicy
 from unisono.errors import JobError
 
 pytestmark = pytest.mark.unit

@@ -25,19 +25,18 @@ from unisono.plan.audits import windows
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
 from unisono.reduce.buckets import plan_buckets
-from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.partial_sums import PIECE, PartialSumRow, PartialSums
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.shared_memory import SharedMemoryTransport
+from unisono.reduce.shared_memory import HierarchicalTransport, SharedMemoryTransport, host_split
 from unisono.reduce.tally import Tally, Witness, is_balanced
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import CHECKS, Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
-from unisono.train.step.call import Call, Clip
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.step import Call, Clip
 from unisono.words import SMALL, ManyWords, bytes_of, sum_of_words
 from unisono_lab.faults.flip import flip
 
@@ -272,7 +271,7 @@ def trained(
         for step in range(STEPS):
             call = called(step, engine, workers, prepared, clip)
             attempt = engine.attempt(call)
-            if attempt.report.lost:
+            if attempt.report.told.lost:
                 raise MemoryFault("an update before was made from a gradient that memory had not kept")
             update = engine.update.work_out(call, attempt)
             assert update is not None

@@ -29,8 +29,8 @@ from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.reducer import native
 from unisono.reduce.shared_memory import SharedMemoryTransport
-from unisono.reduce.socket_group import SocketGroup
 from unisono.reduce.transport import Solo, Transport
+from unisono.reduce.wire import SocketGroup
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import View, shards_for
+from unisono.adapt.view import Policy, View, shards_for
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
 from unisono.received import value_of

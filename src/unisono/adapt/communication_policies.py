@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, ClassVar
 
-from unisono.adapt.policy import Policy, ReadStrategy
-from unisono.adapt.view import Figure, View
+from unisono.adapt.view import Figure, Policy, ReadStrategy, View
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from unisono.adapt.ada_scale import AdaScale
+from unisono.adapt.ada_scale import AdaScale, EdgeOfStability
 from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, TopologyPolicy
-from unisono.adapt.edge_policy import EdgeOfStability
-from unisono.adapt.goodput_policy import GoodputPolicy
-from unisono.adapt.policy import Policy
-from unisono.adapt.scaling_policy import ScalingPolicy
+from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy
+from unisono.adapt.view import Policy
 from unisono.errors import JobError
 from unisono.named import require_named, thing_named
 from unisono.received import short, why_of

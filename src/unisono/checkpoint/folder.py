@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.hold import Hold, newest_term, who_holds
-from unisono.checkpoint.writer import Writer
+from unisono.checkpoint.writer import Hold, Writer, newest_term, who_holds
 from unisono.errors import JobError, LaunchError, Superseded, UnisonoWarning, Unreadable
 from unisono.jsonl import append_line, open_lines, raw_lines, read_lines, to_json
 from unisono.received import parse_json, read_object

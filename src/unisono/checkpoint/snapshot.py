@@ -14,8 +14,16 @@ from torch import Tensor
 
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.quick_digest import flat_digest, tree_digest
-from unisono.checkpoint.share import WHOLE, Share, require_each_once
-from unisono.checkpoint.tensors import copies, mapped_tensors, pieces, read_tensors, require_kept
+from unisono.checkpoint.tensors import (
+    WHOLE,
+    Share,
+    copies,
+    mapped_tensors,
+    pieces,
+    read_tensors,
+    require_each_once,
+    require_kept,
+)
 from unisono.device import Handover
 from unisono.errors import CheckpointError, Unreadable
 from unisono.failpoints import failpoint

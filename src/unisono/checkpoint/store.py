@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import psutil
 
-from unisono.checkpoint.share import WHOLE, Share
 from unisono.checkpoint.snapshot import (
     MANIFEST,
     NAMED,
@@ -28,6 +27,7 @@ from unisono.checkpoint.snapshot import (
     read_snapshot,
     sync_folder,
 )
+from unisono.checkpoint.tensors import WHOLE, Share
 from unisono.checkpoint.writer import Writer, origin
 from unisono.errors import CheckpointError, Superseded, UnisonoWarning, WorkerLost
 from unisono.received import short, value_of

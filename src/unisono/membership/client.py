@@ -34,6 +34,20 @@ class Line:
     requests that wait for an answer are asked again. It ends for good when the coordinator says that this worker, or
     the job, is through.
 
+    Args:
+        url: the coordinator's URL, ``http://…`` or ``https://…``.
+        token: the job's token.
+        hello: this worker's first message, which says who it is.
+        on_message: a function that gets each message except answers to requests, on the line's thread, one at a
+            time. On a new connection the coordinator may say things again.
+        timeout_s: the seconds for which to try to connect.
+        certificates: the trusted certificates, PEM, as of :func:`~unisono.membership.token.context_for`; None for
+            those that this host trusts.
+        look_s: the seconds between two looks at whether the coordinator is still there.
+
+    Raises:
+        LaunchError: there is no coordinator that takes this token, or the token would be readable on the way.
+
     Attributes:
         url: the coordinator's URL.
         kept: objects that have to live as long as the line.
@@ -46,13 +60,15 @@ class Line:
         token: str,
         hello: WorkerHello,
         on_message: Callable[[ToWorker], None],
+        timeout_s: float,
         certificates: Path | None = None,
-        ping_s: float = PING_S,
         look_s: float = PING_S,
     ) -> None:
+        if not is_private(url):
+            raise LaunchError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
         self.url = url
         self.local_address = ""
-        self._ping_s, self._look_s = ping_s, look_s
+        self._ping_s, self._look_s = min(PING_S, timeout_s / 4), look_s
         self._heard_at = monotonic()
         self.kept: list[object] = []
         self._token = token
@@ -69,42 +85,10 @@ class Line:
         self._loop = asyncio.new_event_loop()
         self._news = asyncio.Event()
         self._thread = threading.Thread(target=self._live, name="unisono-line", daemon=True)
-
-    @classmethod
-    def open(
-        cls,
-        url: str,
-        token: str,
-        hello: WorkerHello,
-        on_message: Callable[[ToWorker], None],
-        timeout_s: float,
-        certificates: Path | None = None,
-        look_s: float = PING_S,
-    ) -> "Line":
-        """Connect and say hello.
-
-        Args:
-            url: the coordinator's URL, ``http://…`` or ``https://…``.
-            token: the job's token.
-            hello: this worker's first message, which says who it is.
-            on_message: a function that gets each message except answers to requests, on the line's thread, one at a
-                time. On a new connection the coordinator may say things again.
-            timeout_s: the seconds for which to try to connect.
-            certificates: the trusted certificates, PEM, as of :func:`~unisono.membership.token.context_for`; None for
-                those that this host trusts.
-            look_s: the seconds between two looks at whether the coordinator is still there.
-
-        Raises:
-            LaunchError: there is no coordinator that takes this token, or the token would be readable on the way.
-        """
-        if not is_private(url):
-            raise LaunchError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
-        line = cls(url, token, hello, on_message, certificates, min(PING_S, timeout_s / 4), look_s)
-        line._thread.start()
-        if not line._opened.wait(timeout_s) or not line._was_connected:
-            line.close()
-            raise LaunchError(f"the coordinator at {url} could not be reached within {timeout_s:g} s: {line._trouble}")
-        return line
+        self._thread.start()
+        if not self._opened.wait(timeout_s) or not self._was_connected:
+            self.close()
+            raise LaunchError(f"the coordinator at {url} could not be reached within {timeout_s:g} s: {self._trouble}")
 
     @property
     def silent_s(self) -> float:

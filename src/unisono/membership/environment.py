@@ -1,10 +1,13 @@
 """This worker's rank and host, read from its launcher's variables: one small class for each launcher."""
 
+from __future__ import annotations
+
+import os
 import re
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from unisono.errors import JobError
 from unisono.received import short
@@ -59,7 +62,7 @@ class Environment:
     rendezvous: RendezvousAddress | None = None
     note: str = ""
 
-    def worker(self, devices: int) -> "Environment":
+    def worker(self, devices: int) -> Environment:
         """The same place where so many of these processes are the devices of one worker: that worker's.
 
         Raises:
@@ -86,7 +89,7 @@ class Environment:
             local_world_size=self.local_world_size // devices,
         )
 
-    def device(self, devices: int) -> "Environment":
+    def device(self, devices: int) -> Environment:
         """Likewise: this process's place among the devices of its worker."""
         rank = self.rank % devices
         return replace(self, rank=rank, world_size=devices, local_rank=rank, local_world_size=devices)
@@ -103,20 +106,6 @@ class Environment:
 def device_name(worker: str, device: int) -> str:
     """The name of one of a worker's devices: the worker's for the first one, ``w3.1`` for the second."""
     return f"{worker}.{device}" if device else worker
-
-
-class LauncherVariables(Protocol):
-    """The environment variables by which one launcher tells its workers their ranks."""
-
-    def recognises(self, variables: Variables) -> bool:
-        """Whether these variables are of this launcher."""
-
-    def read(self, variables: Variables, host: str) -> Environment:
-        """Where the worker stands.
-
-        Raises:
-            JobError: a variable is missing, no number, or contradicts another; names it and its value.
-        """
 
 
 def recognise(environ: Mapping[str, str], host: str | None = None) -> Environment:
@@ -264,7 +253,7 @@ class Slurm:
         return RendezvousAddress(address, PORTS[(job * 31 + step) % len(PORTS)])
 
 
-LAUNCHERS: tuple[LauncherVariables, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
+LAUNCHERS: tuple[Unisono | Torchrun | Plain | Slurm, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
 """In this order: whoever stands nearest to the worker comes first."""
 
 
@@ -301,3 +290,59 @@ def _master(variables: Variables, size: int) -> RendezvousAddress | None:
     because = f"{variables.said('RANK', 'WORLD_SIZE')}: the workers meet at that {{}} of rank 0's host"
     address = variables.text("MASTER_ADDR", because.format("address"))
     return RendezvousAddress(address, variables.port("MASTER_PORT", because.format("port")))
+
+
+NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_USE_AGENT_STORE",),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+)
+"""Whoever reads these starts process groups by itself, or takes its rank for the whole truth. What a script may want to
+know of its job, such as SLURM_JOB_ID, is none of them."""
+
+
+class LaunchVariables:
+    """Hides them from the rest of a process, and puts them back.
+
+    Args:
+        environ: the variables of the process.
+    """
+
+    def __init__(self, environ: MutableMapping[str, str]) -> None:
+        self._environ = environ
+        self._hidden: dict[str, str] = {}
+        self._runs = 0
+        self._lock = threading.Lock()
+
+    def all(self) -> Mapping[str, str]:
+        """All variables, also those that are hidden."""
+        return {**self._hidden, **self._environ}
+
+    def hide(self) -> Callable[[], None]:
+        """Hide them for a run.
+
+        Returns:
+            what puts them back, once it was called for every run; a variable that was set meanwhile stays.
+        """
+        with self._lock:
+            self._runs += 1
+            self._hidden |= {name: self._environ.pop(name) for name in NAMES if name in self._environ}
+        return self._show
+
+    def _show(self) -> None:
+        with self._lock:
+            self._runs -= 1
+            if self._runs:
+                return
+            for name, value in self._hidden.items():
+                self._environ.setdefault(name, value)
+            self._hidden = {}
+
+
+OF_THIS_PROCESS = LaunchVariables(os.environ)
+"""Those of this process, which all of its runs share."""

@@ -19,9 +19,9 @@ from unisono.plan.split import Split
 from unisono.plan.topology import distinct
 from unisono.reduce.buckets import Bucket, Choice, Timing
 from unisono.reduce.exchange import Collectives, Exchange, Messages
-from unisono.reduce.socket_group import SocketGroup
 from unisono.reduce.tally import Tally
 from unisono.reduce.transport import Transport
+from unisono.reduce.wire import SocketGroup
 
 NEVER_SENT = 2**31 - 1
 """A tag that no message has."""

@@ -24,16 +24,14 @@ from unisono.train.loop.evaluation import Evaluator
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.callbacks import Callbacks
 from unisono.train.record.log_follower import LogFollower
-from unisono.train.record.lone_updates import LoneUpdates
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.record.notices import Notices
+from unisono.train.record.notices import LoneUpdates, Notices
 from unisono.train.record.results import ResultWriter
 from unisono.train.record.sample_log import SampleLog
-from unisono.train.record.step_timeline import StepTimeline
-from unisono.train.record.torch_profile import TorchProfile
+from unisono.train.record.step_timeline import StepTimeline, TorchProfile
 from unisono.train.record.trace import Trace
-from unisono.train.recovery.copies import StateCopies
 from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.known_states import StateCopies
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import AuditJudge, Verification
 from unisono.train.state.checkpoints import RunCheckpoints
@@ -43,6 +41,7 @@ from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
+from unisono.train.step.run_base import RunBase
 from unisono.train.step.synchronisation import Synchronisation, Timer, WorkerReport
 from unisono.train.step_loop import StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
@@ -50,61 +49,69 @@ from unisono.train.strategies.local_rounds import begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
 
 
-@dataclass(frozen=True)
-class Inside:
-    """The parts of a run, for the run itself and for fault injection; scripts leave them alone.
+@dataclass(frozen=True, eq=False)
+class RunListeners:
+    """The listeners of a run that others have to do with.
 
     Attributes:
-        job: the job to train.
-        device: the device on which this worker computes.
-        membership: the members of the job.
-        folder: the run folder.
-        ending: the end of the run on this worker.
-        trained: the state of the run: models, optimizers, position.
-        checkpoints: the checkpoints of the run.
-        integrity: the record of verified states.
-        exact: the step computer after whose steps all workers have the same weights.
-        steps: the present step computer.
-        collectives: the collective calls.
-        recovery: the recovery when workers come and go.
-        snapshots: the writer of checkpoints.
-        synchronisation: the synchronisation of workers that have weights of their own.
-        verification: the comparison of the state between steps.
-        policy_runner: the runner of policies.
-        loop: the loops over data sets.
-        first_weights: the weights with which the training begins.
-        evaluator: the evaluation between steps.
-        listeners: the run's listeners.
         metrics: the writer of ``metrics.jsonl``.
+        timer: the timer of this worker's steps.
         callbacks: the callbacks of the script and of plugins.
         results: the writer of ``result.json``.
         log_follower: the thread of the loggers.
     """
 
-    job: Job
-    device: torch.device
-    membership: Membership
-    folder: RunFolder
-    ending: Ending
-    trained: Trained
-    checkpoints: RunCheckpoints
+    metrics: MetricsLine
+    timer: Timer
+    callbacks: Callbacks
+    results: ResultWriter
+    log_follower: LogFollower
+
+
+@dataclass(frozen=True, eq=False)
+class Computing:
+    """The parts of a run that compute steps, and keep their state right.
+
+    Attributes:
+        integrity: the record of verified states.
+        exact: the step computer after whose steps all workers have the same weights.
+        steps: the present step computer.
+        snapshots: the writer of checkpoints.
+        recovery: the recovery when workers come and go.
+        collectives: the collective calls.
+        synchronisation: the synchronisation of workers that have weights of their own.
+        verification: the comparison of the state between steps.
+    """
+
     integrity: Integrity
     exact: ExactSteps
     steps: CurrentSteps
-    collectives: CollectiveCalls
-    recovery: Recovery
     snapshots: Snapshots
+    recovery: Recovery
+    collectives: CollectiveCalls
     synchronisation: Synchronisation
     verification: Verification
+
+
+@dataclass(frozen=True, eq=False)
+class Inside(Computing, RunListeners, RunBase):
+    """All parts of a run, for the run itself and for fault injection; scripts leave them alone.
+
+    Attributes:
+        job: the job to train.
+        device: the device on which this worker computes.
+        policy_runner: the runner of policies.
+        loop: the loops over data sets.
+        first_weights: the weights with which the training begins.
+        evaluator: the evaluation between steps.
+    """
+
+    job: Job
+    device: torch.device
     policy_runner: PolicyRunner
     loop: StepLoop
     first_weights: FirstWeights
     evaluator: Evaluator
-    listeners: Listeners
-    metrics: MetricsLine
-    callbacks: Callbacks
-    results: ResultWriter
-    log_follower: LogFollower
 
 
 @dataclass(frozen=True)
@@ -141,82 +148,34 @@ def assemble(config: RunConfig, opened: Opened) -> Inside:
         config: the configuration of the run.
         opened: what was opened for it.
     """
-    job, device, membership, checkpoints = config.job, config.device, opened.membership, opened.checkpoints
+    membership, checkpoints = opened.membership, opened.checkpoints
     if not membership.joins and membership.workers.rank == 0:
         checkpoints.begin_writing()
-    base = _base(config, opened)
-    made = _computing(base)
-    collectives, trained, folder = made.collectives, base.trained, opened.folder
-    policy_runner = PolicyRunner(job, trained, membership, checkpoints, base.metrics, folder, collectives)
-    loop = _loop(base, made, policy_runner)
-    base.ending.also(loop.leave)
-    allow = config.settings.checkpoints.allow_job_change
-    return Inside(
-        job=job,
-        device=device,
-        membership=membership,
-        folder=folder,
-        ending=base.ending,
-        trained=trained,
-        checkpoints=checkpoints,
-        integrity=made.integrity,
-        exact=made.exact,
-        steps=made.steps,
-        collectives=collectives,
-        recovery=made.recovery,
-        snapshots=made.snapshots,
-        synchronisation=made.synchronisation,
-        verification=made.verification,
-        policy_runner=policy_runner,
-        loop=loop,
-        first_weights=FirstWeights(
-            trained,
-            checkpoints,
-            folder,
-            opened.fingerprint,
-            allow_job_change=allow,
-            measures=config.recording.curvature is not None,
-        ),
-        evaluator=Evaluator(job, device, trained, collectives, config.settings.faults.timeout_s),
-        listeners=base.listeners,
-        metrics=base.metrics,
-        callbacks=base.callbacks,
-        results=base.results,
-        log_follower=base.log_follower,
-    )
+    run, listening = _base(config, opened)
+    made = _computing(run, listening, opened.collectives)
+    policy_runner = PolicyRunner(run, listening.metrics, made.collectives)
+    loop = _loop(run, listening, made, policy_runner)
+    run.ending.also(loop.leave)
+    first_weights = FirstWeights(run.trained, checkpoints, opened.folder, opened.fingerprint, config)
+    about = {"job": config.job, "device": config.device, "evaluator": Evaluator(run, made.collectives)}
+    parts: dict[str, Any] = {**vars(run), **vars(listening), **vars(made), **about}
+    return Inside(**parts, policy_runner=policy_runner, loop=loop, first_weights=first_weights)
 
 
-@dataclass(frozen=True)
-class _Base:
-    """The part of a run that exists before anything computes: the state and the listeners."""
-
-    config: RunConfig
-    opened: Opened
-    trained: Trained
-    ending: Ending
-    requests: Requests
-    metrics: MetricsLine
-    timer: Timer
-    callbacks: Callbacks
-    results: ResultWriter
-    listeners: Listeners
-    log_follower: LogFollower
-
-
-def _base(config: RunConfig, opened: Opened) -> _Base:
+def _base(config: RunConfig, opened: Opened) -> tuple[RunBase, RunListeners]:
     folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing, opened.leave)
     about = {"job": asdict(config.job), "fingerprint": opened.fingerprint}
     trained = Trained(about, opened.policy_state)
+    look_s = config.settings.special.log_every_s
+    follower = LogFollower(folder, membership, about["job"], config.recording.loggers, look_s)
     results = ResultWriter(folder, trained, membership, config)
-    metrics, timer, callbacks = MetricsLine(folder, trained, membership), Timer(), Callbacks()
-    notices = Notices(folder, membership)
-    follower = LogFollower(
-        folder, membership, about["job"], config.recording.loggers, config.settings.special.log_every_s
-    )
-    told = [metrics, *_watching(config, opened), notices, results, callbacks, timer, LoneUpdates(membership), follower]
-    listeners = Listeners(told)
+    listening = RunListeners(MetricsLine(folder, trained, membership), Timer(), Callbacks(), results, follower)
+    before, lone = [*_watching(config, opened), Notices(folder, membership)], LoneUpdates(membership)
+    listeners = Listeners([listening.metrics, *before, results, listening.callbacks, listening.timer, lone, follower])
     ending.also(lambda: listeners.tell(lambda one: one.close()))
-    return _Base(config, opened, trained, ending, Requests(), metrics, timer, callbacks, results, listeners, follower)
+    checkpoints, leave, spans = opened.checkpoints, opened.leave, opened.spans
+    run = RunBase(config, membership, folder, checkpoints, leave, spans, trained, ending, Requests(), listeners)
+    return run, listening
 
 
 def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
@@ -237,74 +196,21 @@ def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
     return found
 
 
-@dataclass(frozen=True)
-class _Computing:
-    """The part of a run that computes steps, and keeps their state right."""
-
-    integrity: Integrity
-    exact: ExactSteps
-    steps: CurrentSteps
-    snapshots: Snapshots
-    recovery: Recovery
-    collectives: CollectiveCalls
-    synchronisation: Synchronisation
-    verification: Verification
-
-
-def _computing(base: _Base) -> _Computing:
-    config, opened, trained, listeners = base.config, base.opened, base.trained, base.listeners
-    membership, checkpoints, folder = opened.membership, opened.checkpoints, opened.folder
-    requests, ending, how, every = base.requests, base.ending, config.execution, config.verify_every
-    report = WorkerReport(membership, opened.leave, base.timer, checkpoints)
-    copies = StateCopies(trained)
-    integrity = Integrity(trained, copies, every, audits=how.audit > 0)
-    judge = AuditJudge(membership, trained, integrity, checkpoints, listeners)
-    exact = ExactSteps(
-        config,
-        trained,
-        membership,
-        integrity,
-        judge,
-        report,
-        requests,
-        listeners,
-        newest_loss=lambda: base.metrics.newest_loss,
-        spans=opened.spans,
-    )
-    begin = partial(begin_local_rounds, spans=opened.spans)
-    local = LocalTraining(config, trained, membership, listeners, begin)
-    steps = CurrentSteps(trained, membership, folder, exact, local)
-    ending.also(steps.drop)
-    snapshots = Snapshots(trained, checkpoints, membership, steps, listeners)
-    recovery = Recovery(
-        membership,
-        steps,
-        trained,
-        integrity,
-        requests,
-        checkpoints,
-        snapshots,
-        folder,
-        listeners,
-        ending,
-        again=_again(config.connection.launcher, folder.path),
-    )
-    collectives = opened.collectives.changing(recovery)
-    synchronisation = Synchronisation(
-        collectives, steps, trained, membership, checkpoints, requests, report, listeners, ending
-    )
-    verification = Verification(
-        collectives,
-        membership,
-        steps,
-        trained,
-        integrity,
-        copies,
-        judge,
-        snapshots,
-        listeners,
-    )
-    return _Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
+def _computing(run: RunBase, listening: RunListeners, calls: CollectiveCalls) -> Computing:
+    config, trained = run.config, run.trained
+    report, copies = WorkerReport(run, listening.timer), StateCopies(trained)
+    integrity = Integrity(trained, copies, config.verify_every, audits=config.execution.audit > 0)
+    judge = AuditJudge(run, integrity)
+    exact = ExactSteps(run, integrity, judge, report, newest_loss=lambda: listening.metrics.newest_loss)
+    begin = partial(begin_local_rounds, spans=run.spans)
+    steps = CurrentSteps(run, exact, LocalTraining(config, trained, run.membership, run.listeners, begin))
+    run.ending.also(steps.drop)
+    snapshots = Snapshots(run, steps)
+    recovery = Recovery(run, steps, integrity, snapshots, _again(config.connection.launcher, run.folder.path))
+    collectives = calls.changing(recovery)
+    synchronisation = Synchronisation(run, collectives, steps, report)
+    verification = Verification(run, collectives, steps, integrity, copies, judge, snapshots)
+    return Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
 
 
 def _again(launcher: str, run_dir: Path) -> str:
@@ -318,31 +224,9 @@ def _again(launcher: str, run_dir: Path) -> str:
     return f"to go on: {again(run_dir)}"
 
 
-def _loop(base: _Base, made: _Computing, policy_runner: PolicyRunner) -> StepLoop:
-    opened, collectives, steps, trained = base.opened, made.collectives, made.steps, base.trained
-    between = Boundary(
-        collectives,
-        steps,
-        trained,
-        made.integrity,
-        made.verification,
-        made.recovery,
-        made.snapshots,
-        opened.checkpoints,
-        base.requests,
-    )
+def _loop(run: RunBase, listening: RunListeners, made: Computing, policy_runner: PolicyRunner) -> StepLoop:
+    collectives, steps = made.collectives, made.steps
+    between = Boundary(run, collectives, steps, made.integrity, made.verification, made.recovery, made.snapshots)
     return StepLoop(
-        base.config,
-        collectives,
-        opened.membership,
-        steps,
-        trained,
-        made.synchronisation,
-        between,
-        policy_runner,
-        base.listeners,
-        base.metrics,
-        base.timer,
-        base.ending,
-        opened.leave,
+        run, collectives, steps, made.synchronisation, between, policy_runner, listening.metrics, listening.timer
     )

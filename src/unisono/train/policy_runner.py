@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import LOCAL, Decision, View
-from unisono.checkpoint.folder import RunFolder
+from unisono.adapt.view import LOCAL, Decision, Policy, View
 from unisono.errors import PolicyError
-from unisono.job import Job
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.policy_state import Hook, observed
-from unisono.train.state.trained import Trained
+from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Step
 
 
@@ -24,32 +19,15 @@ class PolicyRunner:
     """Asks a run's policies at its step boundaries.
 
     Args:
-        job: the job to train.
-        trained: the state of the run, with its policies.
-        membership: the members of the job, whose number a policy may change.
-        checkpoints: the checkpoints of the run, of which a policy may ask for one.
+        run: the base of the run, with its policies.
         metrics: the writer of ``metrics.jsonl``, which has the newest line.
-        folder: the run folder, with the journal.
         collectives: the collective calls.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        trained: Trained,
-        membership: Membership,
-        checkpoints: RunCheckpoints,
-        metrics: MetricsLine,
-        folder: RunFolder,
-        collectives: CollectiveCalls,
-    ) -> None:
-        self._job = job
-        self._trained = trained
-        self._policy_state = trained.policy_state
-        self._membership = membership
-        self._checkpoints = checkpoints
-        self._metrics = metrics
-        self._folder, self._collectives = folder, collectives
+    def __init__(self, run: RunBase, metrics: MetricsLine, collectives: CollectiveCalls) -> None:
+        self._job, self._trained, self._policy_state = run.config.job, run.trained, run.trained.policy_state
+        self._membership, self._checkpoints, self._folder = run.membership, run.checkpoints, run.folder
+        self._metrics, self._collectives = metrics, collectives
         self._newest: list[dict[str, Any]] = []
         self._has_written = False
 

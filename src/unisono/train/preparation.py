@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.errors import JobError, ModelError, UnisonoWarning
 from unisono.train.assembly import Inside
-from unisono.train.group.devices import Devices
-from unisono.train.model.held import require_held
-from unisono.train.model.prepared import Prepared, refuse_unset_memory
+from unisono.train.group.workers import Devices
+from unisono.train.model.prepared import Prepared, refuse_unset_memory, require_held
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.slices import is_sliced, materialise, require_options, require_sliced, slice_modules, slice_of
 from unisono.train.model.stages import Placement, Stages
@@ -48,7 +47,7 @@ def cut(inside: Inside, modules: Sequence[nn.Module], options: Mapping[str, Any]
     take(modules)
     materialise(modules, inside.device)
     if devices.count > 1:
-        from unisono.train.step.gathering import gathering_of  # loads FSDP, which takes seconds
+        from unisono.train.step.sliced_gradients import gathering_of  # loads FSDP, which takes seconds
 
         slice_modules(modules, devices.mesh.mesh, gathering_of(membership), **options)
         if membership.is_elastic and not hasattr(modules[0], "reset_iter_state"):

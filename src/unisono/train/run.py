@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from unisono.adapt.curvature import Curvature
-from unisono.data.feed import Shuffle
+from unisono.arguments import require_kinds
+from unisono.data.feed import Asked, Shuffle
 from unisono.data.shards import Collate
 from unisono.data.streams import generators_kept
 from unisono.errors import JobError, ModelError
@@ -23,8 +24,7 @@ from unisono.train.preparation import prepare
 from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
 from unisono.train.run_on_devices import RunOnDevices
-from unisono.train.step.call import LossFunction
-from unisono.train.step.step import Step
+from unisono.train.step.step import LossFunction, Step
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
@@ -132,10 +132,11 @@ class Run(RunOnDevices):
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
+        said = locals()
         self._prepared()
-        return self.inside.loop.over(
-            dataset, epochs, shuffle, drop_last, loader_workers, collate_fn, max_steps, batch_size, begin
-        )
+        require_kinds(Run.steps, said)
+        asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
+        return self.inside.loop.over(dataset, epochs, asked, max_steps, batch_size, begin)
 
     def curvature(self, loss_fn: LossFunction, **question: Any) -> Curvature:
         """Measure the curvature of the mean loss over the present step's batch, in a loop's body. Changes nothing.
@@ -184,18 +185,13 @@ class Run(RunOnDevices):
         number = metric(name, value)
         if self.inside.evaluator.is_under_way:
             return
-        if not self.inside.steps.log(name, number):
+        if not self.inside.steps.computer.log(name, number):
             self.inside.metrics.write(name, float(number))
 
     # -- beside training -------------------------------------------------------------------------------------
 
     def evaluate(
-        self,
-        dataset: Any,
-        metrics: Metrics,
-        *,
-        batch_size: int | None = None,
-        collate_fn: Collate | None = None,
+        self, dataset: Any, metrics: Metrics, *, batch_size: int | None = None, collate_fn: Collate | None = None
     ) -> dict[str, float]:
         """Means over a whole data set, distributed among the workers: the same bits on any number of them.
 

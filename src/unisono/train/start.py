@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import CheckpointStore
 from unisono.data.streams import seed_generators
@@ -24,8 +24,7 @@ from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.host.script_end import ScriptEnd
 from unisono.host.signals import NOTICES
 from unisono.job import Job
-from unisono.membership.environment import Environment
-from unisono.membership.launch_variables import OF_THIS_PROCESS
+from unisono.membership.environment import OF_THIS_PROCESS, Environment
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.membership.token import is_loopback
 from unisono.plan.order import Stream, stream_seed
@@ -44,11 +43,10 @@ from unisono.train.config.numerics import apply_numerics, fingerprint, script_di
 from unisono.train.config.run_config import Connection, CoordinatorAccess, RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import connect, connect_devices, mesh_of
-from unisono.train.group.devices import Devices
 from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.rendezvous import RUNS, FixedRendezvous, Rendezvous
-from unisono.train.group.workers import SAME, Workers
+from unisono.train.group.workers import SAME, Devices, Workers
 from unisono.train.record.callbacks import load_plugins
 from unisono.train.record.results import FailureNote
 from unisono.train.run import Run
@@ -229,7 +227,7 @@ def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
             devices.close()
             raise
 
-    return elastic(coordinator, config.job, here.host, form, timeout_s, how.silence_s, group)
+    return elastic(coordinator, config.job.shards, how, form, group)
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:

@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from unisono.adapt.curvature import Curvature
 from unisono.adapt.curvature_question import question_of
 from unisono.adapt.view import BatchShape
-from unisono.arguments import require_kinds
 from unisono.checkpoint.folder import ASKED, FOUND
 from unisono.data.content import CONTENT, Contents, Glance
-from unisono.data.feed import Asked, Feed, Shuffle
+from unisono.data.feed import Asked, Feed
 from unisono.data.loop_feeds import LoopFeeds
-from unisono.data.shards import Collate, Source
+from unisono.data.shards import Source
 from unisono.data.stream_feed import StreamFeed
 from unisono.data.streams import seed_generators
 from unisono.errors import JobError, ModelError
@@ -29,9 +28,7 @@ from unisono.plan.batches import Batches
 from unisono.plan.links import Links
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import read_object
-from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.course import Course, CutCourse
@@ -50,14 +47,10 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.ending import Ending, LeaveRequest
 from unisono.train.state.state import Reading, RunProgress
-from unisono.train.state.trained import Trained
-from unisono.train.step.call import Clip, LossFunction
-from unisono.train.step.computer import StepCall
-from unisono.train.step.current import CurrentSteps
-from unisono.train.step.listeners import Listeners
-from unisono.train.step.step import Step
+from unisono.train.step.current import CurrentSteps, StepCall
+from unisono.train.step.run_base import RunBase
+from unisono.train.step.step import Clip, LossFunction, Step
 from unisono.train.step.synchronisation import Synchronisation, Timer
 
 
@@ -66,37 +59,25 @@ class StepLoop:
     """Carries the loops of a run out, one at a time.
 
     Attributes:
-        config: the configuration of the run.
+        run: the base of the run.
         collectives: the collective calls.
-        membership: the members of the job.
         steps: the present step computer.
-        trained: the state of the run.
         synchronisation: the means by which workers get the same weights again.
         between: what happens between two steps.
         policy_runner: the policies at work.
-        listeners: the run's listeners.
         metrics: the writer of each step's line.
         timer: the timer of this worker's steps.
-        ending: the end of the run on this worker.
-        leave_request: the request to this worker to leave.
     """
 
-    config: RunConfig
+    run: RunBase
     collectives: CollectiveCalls
-    membership: Membership
     steps: CurrentSteps
-    trained: Trained
     synchronisation: Synchronisation
     between: Boundary
     policy_runner: PolicyRunner
-    listeners: Listeners
     metrics: MetricsLine
     timer: Timer
-    ending: Ending
-    leave_request: LeaveRequest
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
-    _feeds: LoopFeeds = field(init=False)
-    _contents: Contents = field(init=False)
     _feed: Feed | StreamFeed | None = field(default=None, init=False)
     source: Source | None = field(default=None, init=False)
     _batches: Batches | None = field(default=None, init=False)
@@ -107,33 +88,25 @@ class StepLoop:
     _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
 
     def __post_init__(self) -> None:
+        self.config, self.membership, self.trained = self.run.config, self.run.membership, self.run.trained
+        self.listeners, self.ending, self.leave_request = self.run.listeners, self.run.ending, self.run.leave
+        self.shards, self.cut_short, self.boundary = self.steps.shards, self.between.cut_short, self.between.reached
         self._contents = Contents()
         self._feeds = LoopFeeds(self.config.job.seed, self.config.settings.faults.timeout_s)
 
     def over(
-        self,
-        dataset: Any,
-        epochs: int,
-        shuffle: Shuffle | None,
-        drop_last: bool | None,
-        loader_workers: int | None,
-        collate_fn: Collate | None,
-        max_steps: int | None,
-        batch_size: int | None,
-        begin: int,
+        self, dataset: Any, epochs: int, asked: Asked, max_steps: int | None, batch_size: int | None, begin: int
     ) -> Generator[Step, None, None]:
         """The steps of a loop over a data set; see :meth:`Run.steps`."""
-        require_kinds(StepLoop.over, locals())
         require_counts(epochs, max_steps)
         self._forgo()
         if begin < 0:
             raise JobError(f"run.steps(begin={begin}): needs a number of steps, from 0 on")
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
-        asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
         feed = self._feeds.of(dataset, asked, self.trained.loops, epochs)
         samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
-        require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
+        require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)
         content = self._contents.of(dataset, feed, Glance(shards, samples))
         self.synchronisation.before_call()
         same = {**feed.same(), "batch size": samples, "begin": begin, CONTENT: content}
@@ -190,12 +163,8 @@ class StepLoop:
         if loop is None or loop.is_behind(progress):
             return LoopPlace(progress.position.step, progress.position.samples, is_over=True)
         self.move(loop.entered(progress))
-        self.between.step_begins()
+        self.between.snapshots.settle()
         return loop.place(self.trained.progress, self)
-
-    def shards(self) -> Sequence[int]:
-        """Which shards this process is to load."""
-        return self.steps.shards()
 
     def shape(self) -> BatchShape:
         """Of the next global batch.
@@ -207,7 +176,7 @@ class StepLoop:
         shape = self.trained.policy_state.shape
         if self._feed is not None and self._batches is not None:
             require_shape(self._feed, shape, BatchShape(self._batches.batch_size, self._batches.shards))
-            require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.has_own_weights)
+            require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)
         return shape
 
     def steps_in(self, epoch: int) -> int:
@@ -232,10 +201,6 @@ class StepLoop:
         """Have the state compared at the next boundary: all workers may leave the loop behind it."""
         self.between.requests.compare = True
 
-    def cut_short(self) -> None:
-        """The loop is over before its end."""
-        self.between.cut_short()
-
     def is_whole(self) -> bool:
         """Whether what the step computed counts."""
         return not (self.steps.is_computing or self.ending.is_closed or self.trained.is_doubted)
@@ -248,11 +213,11 @@ class StepLoop:
         """A loop begins. Whoever joins in the middle of it finds it compared."""
         if not self._joined:
             self.synchronisation.before_call()
-            self.between.loop_begins()
+            self.between.verification.require_right()
 
     def begin(self, step: Step) -> None:
         """A step's samples are loaded."""
-        self.between.step_begins()
+        self.between.snapshots.settle()
         self.trained.go_on()  # all have agreed on the loop
         seed_generators(stream_seed(self.config.job.seed, Stream.SCRIPT, step.number))
         self.steps.step_begins(step)
@@ -341,10 +306,6 @@ class StepLoop:
         if is_settled:
             self.policy_runner.step_ends(step)
             self.steps.follow(self.collectives)
-
-    def boundary(self, *, is_end: bool) -> RunProgress:
-        """The body is done, or the loop."""
-        return self.between.reached(is_end=is_end)
 
     def _enter(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -20,8 +20,7 @@ from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run
 from unisono.train.start import init
-from unisono.train.step.call import Clip, LossFunction
-from unisono.train.step.step import Step
+from unisono.train.step.step import Clip, LossFunction, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Scheduling:
             self.scheduler.step(record.validation.get("validation loss", record.loss))
 
 
-@dataclass(slots=True)
+@dataclass
 class EpochSums:
     """The sums over the epoch that is under way: schedules and callbacks decide by them, so they are in checkpoints.
 
@@ -98,9 +97,7 @@ class EpochSums:
         Raises:
             Unreadable: it is nothing of the kind. Then nothing has changed.
         """
-        found = value_of(EpochSums, state, "state")
-        for each in fields(EpochSums):
-            setattr(self, each.name, getattr(found, each.name))
+        vars(self).update(vars(value_of(EpochSums, state, "state")))
 
 
 @dataclass(slots=True)

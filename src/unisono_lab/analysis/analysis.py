@@ -251,7 +251,7 @@ class Prices:
     """The prices of time, in any one currency.
 
     An hour of training on W workers costs ``waiting + worker · W``, as it does for
-    :class:`~unisono.adapt.scaling_policy.ScalingPolicy`, whose ``waiting`` is 1.
+    :class:`~unisono.adapt.layout_policies.ScalingPolicy`, whose ``waiting`` is 1.
 
     Attributes:
         worker: the price of an hour of one worker.

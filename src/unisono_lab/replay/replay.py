@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from unisono.adapt.norms import GradientNorms, Noise
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import LOCAL, Decision, Figure, Timings, View
+from unisono.adapt.view import LOCAL, Decision, Figure, Policy, Timings, View
 from unisono.errors import JobError, PolicyError
 from unisono.plan.links import Links
 from unisono.train.state.policy_state import Hook, PolicyState

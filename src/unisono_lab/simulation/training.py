@@ -13,12 +13,11 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.adapt.layout_policies import SpotPolicy
 from unisono.adapt.layout_trials import Layout
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Noise
-from unisono.adapt.policy import Policy
-from unisono.adapt.spot_policy import SpotPolicy
-from unisono.adapt.view import BatchShape, Decision, Timings, View
+from unisono.adapt.view import BatchShape, Decision, Policy, Timings, View
 from unisono.plan.split import Split
 from unisono.plan.topology import Plan, Transfer, plan
 from unisono.train.state.policy_state import Hook, PolicyState, observed

@@ -20,8 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from unisono.adapt.norms import Monitoring
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import View
+from unisono.adapt.view import Policy, View
 
 JOBS: dict[str, Callable[[], Any]] = {}
 WATCHED = ("gradient_norm", "gradient_variance", "loss_variance", "noise_scale", "ada_scale_gain")

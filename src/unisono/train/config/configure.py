@@ -14,7 +14,7 @@ from unisono.adapt.ada_scale import LinearScaling
 from unisono.adapt.curvature_question import question_of
 from unisono.adapt.named import policies_named
 from unisono.adapt.norms import Monitoring
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.device import choose_device, is_accelerator
 from unisono.errors import JobError
 from unisono.job import Job, default_shards

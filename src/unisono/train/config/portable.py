@@ -109,11 +109,7 @@ def _replacements() -> list[tuple[str, str, Callable[[Kernel], Kernel]]]:
     ]
     for names, compute in OPERATORS:
         new, out, in_place = names
-        found += [
-            (new, "CPU", _new(compute)),
-            (out, "CPU", _into_out(compute)),
-            (in_place, "CPU", _in_place(compute)),
-        ]
+        found += [(new, "CPU", _new(compute)), (out, "CPU", _into_out(compute)), (in_place, "CPU", _in_place(compute))]
     return [(name, key, make) for name, key, make in found if name]
 
 

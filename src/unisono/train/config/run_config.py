@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from unisono.adapt.norms import Monitoring
-from unisono.adapt.policy import Policy
+from unisono.adapt.view import Policy
 from unisono.errors import JobError
 from unisono.host.cgroup import usable_cores
 from unisono.job import Job

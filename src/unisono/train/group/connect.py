@@ -23,16 +23,14 @@ from unisono.membership.token import is_loopback
 from unisono.plan.split import Split
 from unisono.received import short
 from unisono.reduce.data_network import NetworkKeys, connect_all
-from unisono.reduce.host_transport import HierarchicalTransport, host_split
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.shared_memory import SharedMemoryTransport
-from unisono.reduce.socket_group import SocketGroup
+from unisono.reduce.shared_memory import HierarchicalTransport, SharedMemoryTransport, host_split
 from unisono.reduce.transport import Solo, Transport
+from unisono.reduce.wire import SocketGroup
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.devices import Devices, Mesh
 from unisono.train.group.rendezvous import Rendezvous
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Devices, Mesh, Workers
 
 
 class Network:
@@ -169,21 +167,19 @@ def connect(
         LaunchError: the other workers cannot be reached.
     """
     job, environment = config.job, rendezvous.environment
+    made = partial(Workers, generation, devices=devices, device=config.device)
     if environment.world_size == 1:
-        return Workers(generation, Solo(job.shards), devices=devices, device=config.device)
+        return made(Solo(job.shards))
     chosen = _chosen(config, environment)
     _require_same_place(config, rendezvous)
     if chosen == "shared_memory":
-        transport = SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split)
-        return Workers(generation, transport, devices=devices, device=config.device)
+        return made(SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
     host = "" if is_loopback(host) else host  # which is one host, whatever its workers call it
     network = Network(config, rendezvous, host, generation)
-    everyone = Workers(generation, network.transport(generation), host, devices, network.keys, config.device)
+    everyone = made(network.transport(generation), host, keys=network.keys)
     if chosen == "hierarchical" and _share_hosts(everyone, environment, config.connection.how):
-        return Workers(
-            generation, _over_hosts(everyone, rendezvous, network), host, devices, network.keys, config.device
-        )
+        return made(_over_hosts(everyone, rendezvous, network), host, keys=network.keys)
     return everyone
 
 

@@ -60,13 +60,8 @@ class StepReport:
         weight: the sum of the shards' weights.
         metrics: the weighted means.
         used: one flag per tensor that was asked about: whether any shard used it.
-        leave: whether any worker was asked to leave, and the job with it.
-        regroup: whether any worker knows of a new generation that is due.
-        again: whether the step has to be computed once more, since a gradient came in several parts.
-        lost: whether any worker's update before was computed from a gradient that memory had not kept.
-        checkpoint: whether any worker was asked for a checkpoint.
+        told: what any worker says: its flags alone.
         is_balanced: whether all that was read of partial sums is what was written.
-        diverges: whether something of the reduced gradient is NaN or infinite.
     """
 
     shards: tuple[ShardReport, ...]
@@ -74,12 +69,7 @@ class StepReport:
     weight: float
     metrics: dict[str, float]
     used: tuple[bool, ...]
-    leave: bool
-    regroup: bool
-    again: bool
-    lost: bool = False
-    checkpoint: bool = False
-    diverges: bool = False
+    told: "Flags"
     is_balanced: bool = True
 
 
@@ -233,12 +223,14 @@ class ControlWords:
             weight,
             metrics,
             self.used,
-            **{
-                flag: any(map(attrgetter(flag), self.flags))
-                for flag in ("leave", "regroup", "again", "lost", "checkpoint", "diverges")
-            },
+            Flags(**any_of(self.flags)),
             is_balanced=is_balanced(*zip(*(each.balance for each in self.flags), strict=True)),
         )
+
+
+def any_of(flags: Sequence[Flags]) -> dict[str, Any]:
+    """Which flags any of these has."""
+    return {name: any(getattr(each, name) for each in flags) for name in _FLAG_NAMES}
 
 
 def _row(report: ShardReport) -> list[float]:

@@ -59,6 +59,7 @@ class FirstLine:
             for connection in self._others.values():
                 connection.close()
             raise
+        self.url, self.kept, self.request = self._line.url, self._line.kept, self._line.request
         board.post(COORDINATOR, self._line.local_address.encode())
         for device, connection in self._others.items():
             self._thread(self._listen, device, connection)
@@ -78,27 +79,13 @@ class FirstLine:
         return self._line.silent_s
 
     @property
-    def url(self) -> str:
-        """The coordinator's URL."""
-        return self._line.url
-
-    @property
     def local_address(self) -> str:
         """The address of this host on the connection to the coordinator."""
         return self._line.local_address
 
-    @property
-    def kept(self) -> list[object]:
-        """Objects that have to live as long as the line."""
-        return self._line.kept
-
     def send(self, message: FromDevice) -> None:
         """This device says something."""
         self._say(0, message)
-
-    def request(self, request: StoreRequest, answer_s: float = ANSWER_S) -> StoreReply:
-        """Ask the key-value store, and wait."""
-        return self._line.request(request, answer_s)
 
     def tell(self, message: ToDevice) -> None:
         """Have all devices hear something, after what they have heard before."""

@@ -4,7 +4,8 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -12,7 +13,6 @@ from time import perf_counter
 from typing import Any, NoReturn
 
 from unisono.errors import JobEnded, LaunchError, WorkerLost
-from unisono.job import Job
 from unisono.membership import messages
 from unisono.membership.client import Line
 from unisono.membership.probe import PATIENCE_S
@@ -23,17 +23,15 @@ from unisono.plan.split import Split
 from unisono.received import whole_number
 from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
-from unisono.train.config.run_config import CoordinatorAccess
+from unisono.train.config.run_config import Connection, CoordinatorAccess
 from unisono.train.group.device_line import DeviceLine, FirstLine
-from unisono.train.group.devices import Devices, Mesh
-from unisono.train.group.forming import ElasticRendezvous, Forming
 from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.news import Farewell, News
 from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
-from unisono.train.group.rendezvous import Rendezvous
-from unisono.train.group.workers import Workers
+from unisono.train.group.rendezvous import ElasticRendezvous, Rendezvous
+from unisono.train.group.workers import Devices, Mesh, Workers
 
 CLOCK_S = 2.0
 """Seconds that the coordinator may take to say what its clock shows."""
@@ -66,6 +64,50 @@ class DeviceGroup:
     devices: Devices
     mesh: Mesh
     board: RendezvousStore
+
+
+class Forming:
+    """The forming of one generation. Any thread can have the main thread wait no longer.
+
+    Attributes:
+        unreached: hosts of the generation to which this worker cannot connect.
+    """
+
+    def __init__(self) -> None:
+        self.unreached: tuple[messages.Unreached, ...] = ()
+        self._found: Future[Workers] = Future()
+
+    def connect(self, form: Callable[[], Workers]) -> Workers:
+        """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished.
+
+        Raises:
+            WorkerLost: it was given up.
+        """
+        threading.Thread(target=self._connect, args=(form,), name="unisono-connect", daemon=True).start()
+        return self._found.result()
+
+    def give_up(self, why: str) -> None:
+        """Nobody waits for the others any more."""
+        with suppress(InvalidStateError):
+            self._found.set_exception(WorkerLost(why))
+
+    def not_reached(self, unreached: tuple[messages.Unreached, ...]) -> None:
+        """Give up hosts that this one does not reach: the transport itself would wait much longer."""
+        self.unreached = unreached
+        words = "; ".join(f"{each.agent}: {each.why}" for each in unreached)
+        self.give_up(f"hosts of the generation are out of reach ({words})")
+
+    def _connect(self, form: Callable[[], Workers]) -> None:
+        try:
+            workers = form()
+        except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+            with suppress(InvalidStateError):
+                self._found.set_exception(error)
+            return
+        try:
+            self._found.set_result(workers)
+        except InvalidStateError:  # nobody waits any more
+            workers.close()
 
 
 class Elastic(Membership):
@@ -112,7 +154,7 @@ class Elastic(Membership):
         super().__init__(Workers(self._generation, Solo(hello.shards), devices=self._devices), mesh)
         self._due = self._lost = self._left = 0
         self._listener_lock = threading.Lock()
-        self._is_leaving = self._wants_checkpoint = False
+        self._is_leaving = self.wants_checkpoint = False
         self._forming = Forming()
         self._hosts = OtherHosts()
         self._listener = PeerListener(timeout_s)
@@ -135,14 +177,9 @@ class Elastic(Membership):
         """Whether the coordinator has announced the next one."""
         return self._due == self._generation.number
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the coordinator has passed on such a request."""
-        return self._wants_checkpoint
-
     def checkpoint_begins(self) -> None:
         """It is fulfilled."""
-        self._wants_checkpoint = False
+        self.wants_checkpoint = False
 
     def leave(self) -> bool:
         """Tell the coordinator, once."""
@@ -281,7 +318,7 @@ class Elastic(Membership):
         if isinstance(message, messages.RegroupDue):
             self._due = message.generation
         elif isinstance(message, messages.CheckpointDue):
-            self._wants_checkpoint = True
+            self.wants_checkpoint = True
         elif isinstance(message, messages.Lost):
             self._lost = max(self._lost, message.generation)
             self._hang_up_if_lost()
@@ -364,23 +401,15 @@ class Elastic(Membership):
 
 
 def elastic(
-    where: CoordinatorAccess,
-    job: Job,
-    host: str,
-    form: Form,
-    timeout_s: float,
-    silence_s: float,
-    group: DeviceGroup | None = None,
+    where: CoordinatorAccess, shards: int, how: Connection, form: Form, group: DeviceGroup | None = None
 ) -> Elastic:
     """The membership of a worker whose job has a coordinator, or of one of its devices.
 
     Args:
         where: the access to the coordinator.
-        job: the job to train.
-        host: the name of this host.
+        shards: the number of shards of the job.
+        how: the place of this worker among the others, and how long it waits for them.
         form: a function that connects the workers of a generation.
-        timeout_s: the longest wait for other workers and for the coordinator, in seconds.
-        silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         group: the devices of this worker; None for a worker of one device.
 
     Raises:
@@ -389,12 +418,11 @@ def elastic(
         WorkerLost: another device of this worker does not come.
     """
     token, devices = read_token(where.token_file), Devices() if group is None else group.devices
-    hello = messages.WorkerHello(
-        worker=where.worker, host=host, pid=os.getpid(), shards=job.shards, devices=devices.count
-    )
+    timeout_s, silence_s, host = how.timeout_s, how.silence_s, how.environment.host
+    hello = messages.WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=shards, devices=devices.count)
 
     def line(hear: Callable[[Any], None]) -> Line:
-        return Line.open(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
+        return Line(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
 
     def call(hear: Callable[[ToDevice], None]) -> AnyLine:
         if group is None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unisono.errors import JobError, WorkerLost
-from unisono.train.group.devices import Mesh
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Mesh, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +63,10 @@ class Membership:
     Attributes:
         joins: whether training is under way without this worker, which has yet to catch up with it.
         is_elastic: whether the others go on when one is lost.
+        wants_checkpoint: whether somebody outside has asked this worker for one, and none was begun since.
     """
 
-    joins = False
-    is_elastic = False
+    joins = is_elastic = wants_checkpoint = False
 
     def __init__(self, workers: Workers, mesh: Mesh | None = None) -> None:
         self._workers, self._mesh = workers, mesh
@@ -85,11 +84,6 @@ class Membership:
     @property
     def is_due(self) -> bool:
         """Whether a new generation waits for this one to reach a boundary."""
-        return False
-
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Whether somebody outside has asked this worker for one, and none was begun since."""
         return False
 
     def checkpoint_begins(self) -> None:

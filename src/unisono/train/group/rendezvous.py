@@ -7,7 +7,7 @@ import platform
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership.environment import Environment
+from unisono.membership.messages import Neighbour, NewGeneration
 from unisono.membership.rendezvous import TorchRendezvousStore, open_store
 from unisono.received import parse_json
 from unisono.reduce.data_network import NetworkKeys, keys_from, write_keys
-from unisono.reduce.peers import Peers, RendezvousStore, meet
+from unisono.reduce.peers import PeerListener, Peers, RendezvousStore, address_from, is_within_call, meet
+from unisono.train.group.one_voice import NEXT_ADDRESS
 
 PATIENCE_S = 30.0
 """For a file that another host has written: networks of files may show it late."""
@@ -216,3 +218,68 @@ class FixedRendezvous(Rendezvous):
             return keys_from(self._keys, self._scope)
         here, board = self.environment, TorchRendezvousStore(dist.PrefixStore("keys", self.store()), self.timeout_s)
         return shared_keys(self._folder, here.rank, here.world_size, board, self._scope)
+
+
+class ElasticRendezvous(Rendezvous):
+    """The rendezvous of a new generation's workers.
+
+    Args:
+        new: the generation.
+        rank: this worker's rank.
+        host: the name of its host.
+        listener: this worker's listener, whose address the others know.
+        store: the coordinator's key-value store.
+        timeout_s: the longest wait for another worker, in seconds.
+        device: the place of this device among those of the worker: those of the same place meet.
+    """
+
+    def __init__(
+        self,
+        new: NewGeneration,
+        rank: int,
+        host: str,
+        listener: PeerListener,
+        store: dist.Store,
+        timeout_s: float,
+        device: int = 0,
+    ) -> None:
+        neighbours = [_of_device(one, device) for one in new.here]
+        mine = next(one for one in neighbours if one.rank == rank)
+        self._here, self._device = _within_call(mine, neighbours), device
+        self._place = self._here.index(mine)
+        self._generation, self._listener, self._store = new.generation, listener, store
+        self.timeout_s = timeout_s
+        self.environment = Environment("unisono", rank, len(new.acts), self._place, len(self._here), host)
+
+    def store(self) -> dist.Store:
+        """The coordinator's."""
+        return dist.PrefixStore(f"g{self._generation}/device-{self._device}", self._store)
+
+    def peers(self) -> Peers:
+        """At the listeners whose addresses came with the roster."""
+        lower = (address_from(one.address) for one in self._here[: self._place])
+        workers = " ".join(one.worker for one in self._here)
+        purpose = f"generation {self._generation} of {workers}, device {self._device}"
+        return self._listener.gather(self._place, len(self._here), lower, purpose)
+
+    def private_keys(self) -> NetworkKeys:
+        """The first of them makes new ones, and the coordinator hands them out."""
+        keys = self._from_first(NetworkKeys.private)
+        if not keys.pem:
+            raise JobError(
+                f"rank {self.environment.rank} on host {self.environment.host}: rank 0 lets workers of several hosts "
+                f"speak plain text, and this one does not: give --insecure-data to all of them, or to none"
+            )
+        return keys
+
+
+def _of_device(worker: Neighbour, device: int) -> Neighbour:
+    """A neighbour as devices of one place see it."""
+    addresses = worker.address.split(NEXT_ADDRESS)
+    return worker.model_copy(update={"address": addresses[device] if device < len(addresses) else ""})
+
+
+def _within_call(mine: Neighbour, neighbours: Sequence[Neighbour]) -> list[Neighbour]:
+    # Hosts may have one name, for instance containers of one image: the addresses of their listeners tell.
+    here = address_from(mine.address)
+    return [one for one in neighbours if is_within_call(here, address_from(one.address))]

@@ -138,7 +138,7 @@ class StreamBlocks:
 
     def read(self, workers: Workers, most: int | None = None) -> Generator[EvaluatedBlock, None, None]:
         """This worker's blocks; see :class:`Blocks`."""
-        states = dict.fromkeys(self._of(workers.rank, workers), ReaderState())
+        states = dict.fromkeys(_readers_of(self.readers, workers.rank, workers), ReaderState())
         turn = 0
         with closing(self.feed.source(self.readers)) as source:
             open_ones = set(states)
@@ -155,7 +155,7 @@ class StreamBlocks:
 
     def shares(self, workers: Workers, read: Sequence[tuple[BlockPlace, int]]) -> Shares:
         """Who has evaluated how much: workers tell each other."""
-        mine = self._of(workers.rank, workers)
+        mine = _readers_of(self.readers, workers.rank, workers)
         given = dict.fromkeys(mine, 0)
         for (reader, _), samples in read:
             given[reader] += samples
@@ -167,10 +167,6 @@ class StreamBlocks:
         sizes = [[size for count in each for size in self._sizes(count)] for each in told]
         places = [torch.arange(count) * self.readers + number for number, count in enumerate(counts)]
         return Shares(sizes, torch.cat(places).argsort())
-
-    def _of(self, rank: int, workers: Workers) -> range:
-        bounds = even_bounds(self.readers, workers.world_size)
-        return range(bounds[rank], bounds[rank + 1])
 
     def _sizes(self, count: int) -> list[int]:
         whole, rest = divmod(count, self.size)
@@ -204,7 +200,7 @@ class BatchBlocks:
 
     def read(self, workers: Workers, most: int | None = None) -> Generator[EvaluatedBlock, None, None]:
         """This worker's blocks; see :class:`~unisono.train.loop.blocks.Blocks`."""
-        mine, samples, digest = self._of(workers.rank, workers), list[int](), 0
+        mine, samples, digest = _readers_of(self.readers, workers.rank, workers), list[int](), 0
         if most == 0:
             return
         here = OpenPass(self.stream, 0)
@@ -238,9 +234,10 @@ class BatchBlocks:
 
     def _numbers(self, rank: int, workers: Workers) -> list[int]:
         """The batches of a rank, in the order of places."""
-        batches, readers = len(self._read[0].samples), self._of(rank, workers)
+        batches, readers = len(self._read[0].samples), _readers_of(self.readers, rank, workers)
         return [number for reader in readers for number in range(reader, batches, self.readers)]
 
-    def _of(self, rank: int, workers: Workers) -> range:
-        bounds = even_bounds(self.readers, workers.world_size)
-        return range(bounds[rank], bounds[rank + 1])
+
+def _readers_of(readers: int, rank: int, workers: Workers) -> range:
+    bounds = even_bounds(readers, workers.world_size)
+    return range(bounds[rank], bounds[rank + 1])

@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import Verification
-from unisono.train.state.checkpoints import RunCheckpoints
-from unisono.train.state.ending import Requests
 from unisono.train.state.state import RunProgress
-from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
+from unisono.train.step.run_base import RunBase
 
 
-@dataclass(frozen=True, eq=False)
 class Boundary:
     """Verifies and writes the state when that is due, goes back if it is wrong, and lets workers in and out.
 
-    Attributes:
+    Args:
+        run: the base of the run.
         collectives: the collective calls.
         steps: the present step computer.
-        trained: the state of the run.
         integrity: the judge of the state, which knows when to compare it.
         verification: the comparison of the state between workers.
         recovery: the way out for a worker that departs.
         snapshots: the writer of checkpoints.
-        checkpoints: the checkpoints of the run, which know when one is due.
-        requests: the workers' agreement on what to do here.
     """
 
-    collectives: CollectiveCalls
-    steps: CurrentSteps
-    trained: Trained
-    integrity: Integrity
-    verification: Verification
-    recovery: Recovery
-    snapshots: Snapshots
-    checkpoints: RunCheckpoints
-    requests: Requests
-
-    def loop_begins(self) -> None:
-        """All workers have to hold the same state.
-
-        Raises:
-            JobMismatch: they do not, and nobody can say who is right.
-        """
-        self.verification.require_right()
-
-    def step_begins(self) -> None:
-        """The script has made all that a checkpoint may hold."""
-        self.snapshots.settle()
+    def __init__(
+        self,
+        run: RunBase,
+        collectives: CollectiveCalls,
+        steps: CurrentSteps,
+        integrity: Integrity,
+        verification: Verification,
+        recovery: Recovery,
+        snapshots: Snapshots,
+    ) -> None:
+        self.trained, self.checkpoints, self.requests = run.trained, run.checkpoints, run.requests
+        self.collectives, self.steps, self.integrity, self.verification = collectives, steps, integrity, verification
+        self.recovery, self.snapshots = recovery, snapshots
 
     def reached(self, *, is_end: bool) -> RunProgress:
         """Every worker stands here, and has the same state unless a round is open.
@@ -62,18 +47,18 @@ class Boundary:
         Returns:
             where the run stands after it: usually where it did, but it may have gone back.
         """
-        if not self.trained.is_doubted and not self.steps.is_open:
+        if not self.trained.is_doubted and not self.steps.computer.is_open:
             self._keep_state(is_end=is_end)
-        self.requests.compare &= self.steps.is_open
+        self.requests.compare &= self.steps.computer.is_open
         if is_back := self.trained.is_doubted:
             self.verification.go_back()
-        if self.requests.regroup and (is_back or not is_end) and not self.steps.is_open:
+        if self.requests.regroup and (is_back or not is_end) and not self.steps.computer.is_open:
             self.collectives.regroup(None, at_boundary=True)
         return self.trained.progress
 
     def cut_short(self) -> None:
         """The loop is over before its end. Called after :meth:`reached`."""
-        if not self.steps.is_open:
+        if not self.steps.computer.is_open:
             self.snapshots.save_cut(self.integrity.known.agreed(self.trained.progress.position.step))
 
     def _keep_state(self, *, is_end: bool) -> None:

@@ -44,9 +44,9 @@ from unisono.train.loop.blocks import (
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.staging import staging_of
-from unisono.train.state.trained import Trained
 from unisono.train.step.loss import Weighted, as_number
-from unisono.train.step.stage_evaluation import StagedEvaluation
+from unisono.train.step.run_base import RunBase
+from unisono.train.step.stage_messages import StagedEvaluation
 
 R = TypeVar("R")
 
@@ -195,22 +195,22 @@ class Evaluator:
     """Evaluates the model of a run, between its steps.
 
     Args:
-        job: the job to train.
-        device: the device on which to compute.
-        trained: the state of the run, with the model.
+        run: the base of the run, with the model.
         collectives: the collective calls.
-        timeout_s: seconds after which a loader process is taken to hang.
 
     Attributes:
         is_under_way: whether an evaluation is under way.
     """
 
-    def __init__(
-        self, job: Job, device: torch.device, trained: Trained, collectives: CollectiveCalls, timeout_s: float
-    ) -> None:
+    def __init__(self, run: RunBase, collectives: CollectiveCalls) -> None:
         self.is_under_way = False
-        self._job, self._device, self._trained, self._collectives = job, device, trained, collectives
-        self._timeout_s, self._contents = timeout_s, Contents(looks_again=False)
+        self._job, self._device, self._trained, self._collectives = (
+            run.config.job,
+            run.config.device,
+            run.trained,
+            collectives,
+        )
+        self._timeout_s, self._contents = run.config.settings.faults.timeout_s, Contents(looks_again=False)
 
     def carry_out(
         self, action: Callable[[Evaluation], R], dataset: Any, batch_size: int | None, collate: Collate | None

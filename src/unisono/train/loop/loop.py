@@ -8,17 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from torch.optim import Optimizer
-
 from unisono.adapt.view import BatchShape
 from unisono.errors import JobMismatch
 from unisono.job import differences
 from unisono.plan.batches import Position
 from unisono.train.loop.course import Course, NextStep
-from unisono.train.model.own_update import OwnUpdate
 from unisono.train.state.state import Reading, RunProgress
-from unisono.train.step.call import Clip, LossFunction
-from unisono.train.step.step import Step
+from unisono.train.step.step import Compute, Step
 
 OTHER_SAMPLES = (
     "Samples hold something else: data that are split, shuffled or made with random numbers need a seed, or are drawn "
@@ -33,14 +29,8 @@ class LoopSteps(Protocol):
     def shards(self) -> Sequence[int]:
         """Which shards this process computes now."""
 
-    def compute(
-        self,
-        step: Step,
-        loss_fn: LossFunction,
-        optimizer: Optimizer | Sequence[Optimizer] | None,
-        clip: Clip,
-        update: OwnUpdate | None,
-    ) -> float:
+    @property
+    def compute(self) -> Compute:
         """What a step's ``run`` calls."""
 
     def move(self, progress: RunProgress) -> None:

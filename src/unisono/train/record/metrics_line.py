@@ -23,54 +23,6 @@ from unisono.train.state.trained import Doubt, Trained
 from unisono.train.step.listeners import Computed, Listener
 from unisono.train.step.step import Step
 
-# The line of ``metrics.jsonl`` about the step that is under way.
-
-
-class StepLine:
-    """Grows as the step goes on.
-
-    Attributes:
-        values: JSON, by name; ``loss`` as soon as something was computed.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether there is a loss."""
-        return "loss" in self.values
-
-    def begin(self, step: Step, *, adapts: bool) -> None:
-        """A step's samples are here.
-
-        Args:
-            step: the step that begins.
-            adapts: whether policies may change the number of shards.
-        """
-        self.values = {"step": step.number, "epoch": step.epoch, "position": step.position, "batch_size": step.size}
-        if step.is_last_in_epoch:
-            self.values["ends_epoch"] = True
-        if adapts:
-            self.values["shards"] = step.batch.shards
-
-    def computed(self, loss: float, rate: float, seconds: Mapping[str, float], about: Mapping[str, Any]) -> None:
-        """A call of ``step.run`` is done.
-
-        Args:
-            loss: the mean loss of the call's batch.
-            rate: the learning rate; the first call's is kept.
-            seconds: seconds by part of the step; those of several calls are added up.
-            about: further fields of the line.
-        """
-        line = self.values
-        if self.is_computed:
-            line.setdefault("losses", [line["loss"]]).append(loss)
-            seconds = {name: value + line["seconds"].get(name, 0.0) for name, value in seconds.items()}
-        else:
-            line |= {"loss": loss, "lr": rate}
-        line |= {"seconds": dict(seconds), **about}
-
 
 def round_figures(told: Sequence[Mapping[str, Any]], strategy: str) -> tuple[float, dict[str, Any]]:
     """What a round came to.
@@ -186,7 +138,7 @@ class MetricsLine(Listener):
 
     def __init__(self, folder: RunFolder, trained: Trained, membership: Membership) -> None:
         self._folder, self._trained, self._membership = folder, trained, membership
-        self._recorder, self._line = Recorder(folder, writes=membership.is_main), StepLine()
+        self._recorder, self._line = Recorder(folder, writes=membership.is_main), dict[str, Any]()
         self._seconds: Mapping[str, float] = {}
 
     @property
@@ -202,7 +154,7 @@ class MetricsLine(Listener):
     @property
     def is_computed(self) -> bool:
         """Whether something of the step was computed, so that it has a line."""
-        return self._line.is_computed
+        return "loss" in self._line
 
     def write(self, name: str, value: float) -> None:
         """Write a line that the script logs, between two steps or beside one."""
@@ -215,7 +167,11 @@ class MetricsLine(Listener):
     def step_begins(self, step: Step) -> None:
         """The samples are here."""
         self._recorder.step_loaded()
-        self._line.begin(step, adapts=not self._trained.policy_state.is_empty)
+        self._line = {"step": step.number, "epoch": step.epoch, "position": step.position, "batch_size": step.size}
+        if step.is_last_in_epoch:
+            self._line["ends_epoch"] = True
+        if not self._trained.policy_state.is_empty:
+            self._line["shards"] = step.batch.shards
 
     def call_done(self, step: Step, optimizers: Sequence[Optimizer], done: Computed) -> None:
         """A call of ``step.run`` is over."""
@@ -226,16 +182,16 @@ class MetricsLine(Listener):
 
     def round_ended(self, told: Sequence[Mapping[str, Any]], strategy: str) -> None:
         """All workers have the same weights again: the line tells what they came to."""
-        if not self._line.values or self._trained.prepared is None:
+        if not self._line or self._trained.prepared is None:
             return
         loss, about = round_figures(told, strategy)
         times = {} if self._trained.policy_state.is_empty else self._trained.monitors.times
-        self._line.values.pop("loss", None)  # that of this worker's part of the newest step
+        self._line.pop("loss", None)  # that of this worker's part of the newest step
         self._note(self._trained.prepared.optimizers, loss, {**about, **times})
 
     def links_measured(self, links: Mapping[str, Any]) -> None:
         """The line tells of them."""
-        self._line.values["links"] = dict(links)
+        self._line["links"] = dict(links)
 
     def finish(self, step: Step, rates: Mapping[str, float]) -> None:
         """The step is committed: write the line, if there is one.
@@ -245,7 +201,7 @@ class MetricsLine(Listener):
             rates: learning rates by name, where policies may change them.
         """
         if self.is_computed:
-            self._recorder.step_ends(self._line.values | dict(rates), step.size)
+            self._recorder.step_ends(self._line | dict(rates), step.size)
 
     def renewed(self) -> None:
         """Whoever is the main worker now writes what the one before has not."""
@@ -259,10 +215,14 @@ class MetricsLine(Listener):
             self._folder.metrics.truncate_after(step - 1)
 
     def _note(self, optimizers: Sequence[Optimizer], loss: float, metrics: Mapping[str, Any]) -> None:
-        rate = float(optimizers[0].param_groups[0].get("lr", math.nan))
-        workers = self._membership.workers
+        line, workers, seconds = self._line, self._membership.workers, dict(self._seconds)
+        if self.is_computed:
+            line.setdefault("losses", [line["loss"]]).append(loss)
+            seconds = {name: value + line["seconds"].get(name, 0.0) for name, value in seconds.items()}
+        else:  # the rate of the first call is kept
+            line |= {"loss": loss, "lr": float(optimizers[0].param_groups[0].get("lr", math.nan))}
         about = {"generation": workers.generation.number, "world_size": workers.world_size, **metrics}
-        self._line.computed(loss, rate, self._seconds, about)
+        line |= {"seconds": seconds, **about}
 
 
 def metric(name: Any, value: Any) -> float | HostRead:

@@ -11,8 +11,8 @@ from typing import Any
 from unisono.data.order import Order
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
-from unisono.train.step.call import Call
 from unisono.train.step.listeners import Counted, Listener
+from unisono.train.step.step import Call
 
 FOLDER = "samples"
 """In the run folder: one file per worker."""

@@ -18,9 +18,8 @@ from unisono.train.group.control import StepReport
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import slice_of, whole_gradient
 from unisono.train.model.tensors import tensor_digest
-from unisono.train.step.call import Call
 from unisono.train.step.listeners import Listener
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Step
 
 DEEPEST = 8
 """How far a batch is looked into: batches may hold objects that hold themselves."""

@@ -14,8 +14,7 @@ from unisono.train.group.control import Flags
 from unisono.train.group.majority import Verdict, healing, judged
 from unisono.train.group.membership import StateTransfer
 from unisono.train.group.workers import Workers
-from unisono.train.recovery.copies import START_AGAIN, StateCopies
-from unisono.train.recovery.known_states import BOUNDARY, AgreedState, KnownStates, Place
+from unisono.train.recovery.known_states import BOUNDARY, START_AGAIN, AgreedState, KnownStates, Place, StateCopies
 from unisono.train.state.trained import Doubt, Trained
 from unisono.words import MODULUS
 

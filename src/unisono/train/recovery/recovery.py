@@ -7,51 +7,36 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any, NoReturn
 
-from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import PREEMPTED, Dismissed, JobMismatch
 from unisono.failpoints import failpoint
 from unisono.received import value_of
-from unisono.train.group.change import Recovers
-from unisono.train.group.membership import Membership, StateTransfer
+from unisono.train.group.collectives import Recovers
+from unisono.train.group.membership import StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import forget_passes
 from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.state.checkpoints import RunCheckpoints
-from unisono.train.state.ending import Ending, Requests
-from unisono.train.state.registered import OWN
-from unisono.train.state.schedulers import holds_schedulers, unregistered_schedulers
+from unisono.train.state.registered import OWN, holds_schedulers, unregistered_schedulers
 from unisono.train.state.sliced_state import share_of
 from unisono.train.state.state import RunProgress
-from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
-from unisono.train.step.listeners import Listeners
+from unisono.train.step.run_base import RunBase
 
 
 class Snapshots:
     """Takes the state, and writes checkpoints of it.
 
     Args:
-        trained: the state of the run.
-        checkpoints: the checkpoints of the run.
-        membership: the members of the job.
+        run: the base of the run.
         steps: the present step computer, which knows whether the weights are whole.
-        listeners: the run's listeners.
     """
 
-    def __init__(
-        self,
-        trained: Trained,
-        checkpoints: RunCheckpoints,
-        membership: Membership,
-        steps: CurrentSteps,
-        listeners: Listeners,
-    ) -> None:
-        self._membership = membership
-        self._trained, self._checkpoints, self._steps, self._listeners = trained, checkpoints, steps, listeners
+    def __init__(self, run: RunBase, steps: CurrentSteps) -> None:
+        self._trained, self._checkpoints, self._membership = run.trained, run.checkpoints, run.membership
+        self._listeners, self._steps = run.listeners, steps
         self._cut: RunProgress | None = None
         self._searched: Prepared | None = None  # for schedulers
 
@@ -153,37 +138,24 @@ class Recovery(Recovers):
     """The recovery of a run's collective calls when workers come, go or differ.
 
     Args:
-        membership: the members of the job.
+        run: the base of the run.
         steps: the present step computer.
-        trained: the state of the run.
         integrity: the record of verified states.
-        requests: the workers' agreement on what to do at the next boundary.
-        checkpoints: the checkpoints of the run, which the main worker writes.
         snapshots: the writer of the last checkpoint of a worker that departs.
-        folder: the run folder.
-        listeners: the run's listeners.
-        ending: the end of the run on this worker.
         again: the way to go on with a job that has left, for people.
     """
 
     def __init__(
-        self,
-        membership: Membership,
-        steps: CurrentSteps,
-        trained: Trained,
-        integrity: Integrity,
-        requests: Requests,
-        checkpoints: RunCheckpoints,
-        snapshots: Snapshots,
-        folder: RunFolder,
-        listeners: Listeners,
-        ending: Ending,
-        again: str,
+        self, run: RunBase, steps: CurrentSteps, integrity: Integrity, snapshots: Snapshots, again: str
     ) -> None:
-        self._membership, self._steps, self._trained, self._integrity = membership, steps, trained, integrity
-        self._again = again
-        self._requests, self._checkpoints, self._snapshots = requests, checkpoints, snapshots
-        self._folder, self._listeners, self._ending = folder, listeners, ending
+        self._trained, self._checkpoints, self._membership = run.trained, run.checkpoints, run.membership
+        self._requests, self._folder, self._listeners, self._ending = (
+            run.requests,
+            run.folder,
+            run.listeners,
+            run.ending,
+        )
+        self._steps, self._integrity, self._snapshots, self._again = steps, integrity, snapshots, again
 
     def leave(self) -> None:
         """The generation is over."""

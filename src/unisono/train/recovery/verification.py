@@ -10,44 +10,29 @@ from unisono.checkpoint.snapshot import Digests
 from unisono.checkpoint.store import Snapshot
 from unisono.errors import JobMismatch, MemoryFault
 from unisono.plan.audits import AuditResult
-from unisono.train.group.change import Change
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict, healing, verdict
-from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.model.update import settings_digest
-from unisono.train.recovery.copies import START_AGAIN, StateCopies
 from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
-from unisono.train.recovery.known_states import BOUNDARY
+from unisono.train.recovery.known_states import BOUNDARY, START_AGAIN, StateCopies
 from unisono.train.recovery.recovery import Snapshots
-from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.registered import Differing, differing, digests_of_objects
-from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
-from unisono.train.step.listeners import Listeners
+from unisono.train.step.run_base import RunBase
 
 
 class AuditJudge:
     """Says which workers compute wrongly.
 
     Args:
-        membership: the members of the job.
-        trained: the state of the run.
+        run: the base of the run.
         integrity: the record of states, which knows those that audits have confirmed.
-        checkpoints: the checkpoints of the run, some of which may hold a wrong state.
-        listeners: the run's listeners.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        trained: Trained,
-        integrity: Integrity,
-        checkpoints: RunCheckpoints,
-        listeners: Listeners,
-    ) -> None:
-        self._membership, self._trained, self._integrity = membership, trained, integrity
-        self._checkpoints, self._listeners = checkpoints, listeners
+    def __init__(self, run: RunBase, integrity: Integrity) -> None:
+        self._membership, self._trained, self._checkpoints = run.membership, run.trained, run.checkpoints
+        self._listeners, self._integrity = run.listeners, integrity
 
     def found(self, finding: AuditResult) -> None:
         """Tell what an audit has come to. Collective; what follows from it comes with the call's change."""
@@ -99,32 +84,28 @@ class Verification:
     """Verifies the state of a run between its steps.
 
     Args:
+        run: the base of the run.
         collectives: the collective calls.
-        membership: the members of the job.
         steps: the present step computer.
-        trained: the state of the run.
         integrity: the record of states, which judges the state.
         copies: this worker's copies of states, to go back to.
         judge: the judge of audits, which knows the checkpoints that may be wrong.
         snapshots: the writer of checkpoints, which settles the state before it is compared.
-        listeners: the run's listeners.
     """
 
     def __init__(
         self,
+        run: RunBase,
         collectives: CollectiveCalls,
-        membership: Membership,
         steps: CurrentSteps,
-        trained: Trained,
         integrity: Integrity,
         copies: StateCopies,
         judge: AuditJudge,
         snapshots: Snapshots,
-        listeners: Listeners,
     ) -> None:
-        self._collectives, self._membership, self._steps, self._trained = collectives, membership, steps, trained
-        self._integrity, self._copies = integrity, copies
-        self._judge, self._snapshots, self._listeners = judge, snapshots, listeners
+        self._membership, self._trained, self._listeners = run.membership, run.trained, run.listeners
+        self._collectives, self._steps, self._integrity = collectives, steps, integrity
+        self._copies, self._judge, self._snapshots = copies, judge, snapshots
 
     def verify(self) -> Digests | None:
         """Compare the whole state, and keep it if it is right.
@@ -136,7 +117,7 @@ class Verification:
         if not self._integrity.is_on:
             return None
         # What stands before a loop that goes on later is no state to keep: the rest of it is yet to be restored.
-        weights_only = self._steps.has_own_weights or self._trained.restored is not None
+        weights_only = self._steps.computer.has_own_weights or self._trained.restored is not None
 
         digests = self._collectives.change(partial(self._compare, weights_only=weights_only))
         if self._trained.is_doubted:
@@ -162,7 +143,7 @@ class Verification:
         Raises:
             MemoryFault: an update of this worker was made from a gradient that memory had not kept.
         """
-        if self._steps.has_lost and not self._integrity.is_on:
+        if self._steps.computer.has_lost and not self._integrity.is_on:
             raise MemoryFault(
                 f"rank {rank} made an update from a gradient that memory had not kept, so the weights are "
                 f"wrong: start the job again, it goes on from its last checkpoint"
@@ -255,4 +236,6 @@ class Verification:
         self._trained.go_back(snapshot)
 
     def _has_flipped(self) -> bool:
-        return self._steps.has_lost or (not self._integrity.known.script_writes and self._steps.has_flipped)
+        return self._steps.computer.has_lost or (
+            not self._integrity.known.script_writes and self._steps.computer.has_flipped
+        )

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.folder import RunFolder, new_run_folder
-from unisono.checkpoint.share import WHOLE, Share
 from unisono.checkpoint.snapshot import Digests, read_some
 from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.checkpoint.tensors import WHOLE, Share
 from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import CheckpointError, JobError, JobMismatch
 from unisono.failpoints import failpoint
@@ -53,12 +53,7 @@ class RunCheckpoints:
         return self.requested or (self.every is not None and step > 0 and step % self.every == 0)
 
     def save(
-        self,
-        snapshot: Snapshot,
-        verified: Digests | None = None,
-        share: Share = WHOLE,
-        *,
-        wait: bool = False,
+        self, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE, *, wait: bool = False
     ) -> bool:
         """Write one, in the background unless ``wait``.
 

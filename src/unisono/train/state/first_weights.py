@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.store import Snapshot, load_weights
 from unisono.errors import CheckpointError, UnisonoWarning
-from unisono.train.group.change import Change
+from unisono.train.config.run_config import RunConfig
+from unisono.train.group.collectives import Change
 from unisono.train.group.workers import Workers
-from unisono.train.model.held import OUTSIDE
-from unisono.train.model.prepared import Prepared, prefixed
+from unisono.train.model.prepared import OUTSIDE, Prepared, prefixed
 from unisono.train.model.slices import slice_of
 from unisono.train.model.tensors import Values, digest_tensors, set_all
 from unisono.train.state.checkpoints import RunCheckpoints, require_same_job
@@ -34,8 +34,7 @@ class FirstWeights:
         checkpoints: the checkpoints of the run so far.
         folder: the run folder.
         fingerprint: the fingerprint of job and machine, by name; that which checkpoints hold.
-        allow_job_change: whether to go on from the checkpoint of another job.
-        measures: whether the weights are there to be measured, and not to go on from.
+        config: the configuration of the run.
     """
 
     def __init__(
@@ -44,12 +43,11 @@ class FirstWeights:
         checkpoints: RunCheckpoints,
         folder: RunFolder,
         fingerprint: dict[str, Any],
-        *,
-        allow_job_change: bool,
-        measures: bool = False,
+        config: RunConfig,
     ) -> None:
-        self._trained, self._checkpoints, self._folder = trained, checkpoints, folder
-        self._fingerprint, self._allow_job_change, self._measures = fingerprint, allow_job_change, measures
+        self._trained, self._checkpoints, self._folder, self._fingerprint = trained, checkpoints, folder, fingerprint
+        self._allow_job_change = config.settings.checkpoints.allow_job_change
+        self._measures = config.recording.curvature is not None
 
     def note(self, name: str, value: int) -> None:
         """The script has said something else on which bits depend: checkpoints tell it, and those of others differ."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_type_hints
 
 from unisono.adapt.norms import GradientNorms, NoiseAverage, loss_variance
 from unisono.adapt.view import Setting, Timings
@@ -15,25 +15,15 @@ from unisono.received import value_of
 NAMES = ("gradient_norm", "gradient_variance", "gradient_signal", "noise_scale", "ada_scale_gain", "loss_variance")
 """In ``metrics.jsonl``, in steps that are watched."""
 
-FORMS = {
-    "noise": NoiseAverage,
-    "newest": GradientNorms | None,
-    "step": int,
-    "setting": Setting,
-    "steady": int,
-    "timings": tuple[Timings, ...],
-    "seconds": float,
-    "links": Links | None,
-    "critical_step": float,
-}
-"""Of the parts of their state."""
 
-
+@dataclass(eq=False)
 class Monitors:
     """The measurements of the steps so far. All but times are the same on every worker, for every number of workers.
 
     Attributes:
         noise: the noise of the gradients, averaged.
+        newest: the norms of the gradients of the newest step that was watched.
+        step: the number of that step.
         setting: the conditions under which the newest step was computed.
         steady: the number of steps in a row under these conditions.
         timings: the times of the newest step, by rank.
@@ -42,16 +32,15 @@ class Monitors:
         critical_step: the newest one that was measured, from which the next measurement starts; 1 before the first.
     """
 
-    def __init__(self) -> None:
-        self.noise = NoiseAverage()
-        self.setting = Setting()
-        self.steady = 0
-        self.timings: tuple[Timings, ...] = ()
-        self.seconds = 0.0
-        self.links: Links | None = None
-        self.critical_step = 1.0
-        self._newest: GradientNorms | None = None
-        self._step = -1
+    noise: NoiseAverage = field(default_factory=NoiseAverage)
+    newest: GradientNorms | None = None
+    step: int = -1
+    setting: Setting = field(default_factory=Setting)
+    steady: int = 0
+    timings: tuple[Timings, ...] = ()
+    seconds: float = 0.0
+    links: Links | None = None
+    critical_step: float = 1.0
 
     def time(self, setting: Setting, timings: Sequence[Timings]) -> None:
         """A step was committed.
@@ -82,38 +71,23 @@ class Monitors:
             figures by name, without those that are not known yet.
         """
         self.noise = self.noise.after(norms)
-        self._newest, self._step = norms, step
-        noise = self.noise.noise
-        found = {
-            "gradient_norm": math.sqrt(norms.mean),
-            "gradient_variance": None if noise is None else noise.variance,
-            "gradient_signal": None if noise is None else noise.signal,
-            "noise_scale": None if noise is None else noise.scale,
-            "ada_scale_gain": None
-            if noise is None
-            else noise.gain(sum(norms.sizes) / len(norms.sizes), sum(norms.sizes)),
-            "loss_variance": loss_variance(losses, norms.sizes),
-        }
+        self.newest, self.step = norms, step
+        samples, known = sum(norms.sizes), dict[str, float | None]()
+        if (noise := self.noise.noise) is not None:
+            known = {"gradient_variance": noise.variance, "gradient_signal": noise.signal, "noise_scale": noise.scale}
+            known["ada_scale_gain"] = noise.gain(samples / len(norms.sizes), samples)
+        spread = loss_variance(losses, norms.sizes)
+        found = {"gradient_norm": math.sqrt(norms.mean), **known, "loss_variance": spread}
         return {name: value for name, value in found.items() if value is not None}
 
     def norms_of(self, step: int) -> GradientNorms | None:
         """Of the gradients of a step, if it is the newest one that was watched."""
-        return self._newest if step == self._step else None
+        return self.newest if step == self.step else None
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as numbers by name."""
-        newest = None if self._newest is None else asdict(self._newest)
-        return {
-            "noise": asdict(self.noise),
-            "newest": newest,
-            "step": self._step,
-            "setting": asdict(self.setting),
-            "steady": self.steady,
-            "timings": [asdict(each) for each in self.timings],
-            "seconds": self.seconds,
-            "links": None if self.links is None else self.links.figures(),
-            "critical_step": self.critical_step,
-        }
+        links = None if self.links is None else self.links.figures()
+        return {**asdict(self), "timings": [asdict(each) for each in self.timings], "links": links}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`.
@@ -121,8 +95,8 @@ class Monitors:
         Raises:
             Unreadable: it is nothing of the kind. Then nothing has changed.
         """
-        found = value_of(FORMS, state, "state")
-        self.noise, self.timings, self.links = found["noise"], found["timings"], found["links"]
-        self._newest, self._step = found["newest"], found["step"]
-        self.setting, self.steady, self.seconds = found["setting"], found["steady"], found["seconds"]
-        self.critical_step = found["critical_step"]
+        vars(self).update(value_of(FORMS, state, "state"))
+
+
+FORMS = get_type_hints(Monitors)
+"""Of the parts of their state."""

@@ -11,8 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from torch.optim import Optimizer
 
-from unisono.adapt.policy import Policy
-from unisono.adapt.view import BatchShape, Decision, Figure, Verb, View, decisions_digest
+from unisono.adapt.view import BatchShape, Decision, Figure, Policy, Verb, View, decisions_digest
 from unisono.errors import JobError, JobMismatch, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short, value_of
@@ -22,10 +21,7 @@ from unisono.train.config.run_config import RunConfig, StrategyConstraints
 from unisono.train.group.workers import Workers
 from unisono.train.state.registered import all_or_nothing
 
-NAMES: dict[Verb, tuple[str, ...]] = {
-    "set_topology": ("auto", *TOPOLOGIES),
-    "set_balance": ("even", "speed"),
-}
+NAMES: dict[Verb, tuple[str, ...]] = {"set_topology": ("auto", *TOPOLOGIES), "set_balance": ("even", "speed")}
 """What verbs can be given that take a name."""
 
 FORMS = {
@@ -241,21 +237,12 @@ class PolicyState:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as numbers and text by name: a copy, which later steps do not reach."""
-        return {
-            "batch_size": self.batch_size,
-            "shards": self.shards,
+        apart: dict[str, Any] = {
             "base": asdict(self._base),
-            "rate": self.rate,
-            "topology": self.topology,
             "strategies": [str(self._first_strategy), str(self.strategy)],
-            "balances": self.balances,
-            "measures_links": self.measures_links,
-            "has_begun": self.has_begun,
-            "digest": self.digest,
-            "stopped": self.stopped,
-            "observed": deepcopy(self.observed),
             "policies": {name: deepcopy(policy.state_dict()) for name, policy in self._policies.items()},
         }
+        return {name: apart[name] if name in apart else deepcopy(getattr(self, name)) for name in FORMS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.

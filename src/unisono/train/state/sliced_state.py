@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 
 from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.layout import empty_as, form_of
-from unisono.checkpoint.share import Share, copied
 from unisono.checkpoint.store import Snapshot
+from unisono.checkpoint.tensors import Share, copied
 from unisono.received import value_of
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import cut_like, held_whole, is_sliced, whole_like
-from unisono.train.model.stage_optimizers import groups_of
-from unisono.train.model.staging import Staging, staging_of
+from unisono.train.model.staging import Staging, groups_of, staging_of
 from unisono.train.state.state import VERSIONS
 
 

@@ -2,81 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from unisono.checkpoint.folder import RunFolder
+from torch.optim import Optimizer
+
+from unisono.adapt.curvature import Curvature
+from unisono.adapt.curvature_question import CurvatureQuestion
+from unisono.data.shards import Source
 from unisono.device import HostRead
 from unisono.errors import PolicyError
 from unisono.sync.strategy import Strategy
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
-from unisono.train.state.trained import Trained
-from unisono.train.step.computer import StepComputer
+from unisono.train.model.own_update import OwnUpdate
+from unisono.train.step.listeners import Computed
 from unisono.train.step.loss import require_agreement
-from unisono.train.step.step import Step
+from unisono.train.step.run_base import RunBase
+from unisono.train.step.step import Clip, LossFunction, Step
+
+Told = Sequence[Mapping[str, Any]]
+"""What every worker says when all synchronise: JSON values by name, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A call of ``step.run``.
+
+    Attributes:
+        step: the present step.
+        loss_fn: the loss function of the script.
+        optimizers: the optimizers that make the update.
+        clip: the limits on the gradient.
+        update: the update that the script makes by itself; None for the optimizers' steps.
+        source: a loader of samples that nobody has loaded yet.
+    """
+
+    step: Step
+    loss_fn: LossFunction
+    optimizers: tuple[Optimizer, ...]
+    clip: Clip
+    update: OwnUpdate | None
+    source: Source
+
+
+Tell = Callable[[], Mapping[str, Any]]
+Hear = Callable[[Told], None]
+
+
+class StepComputer:
+    """Computes the steps of a run under some strategies, from generation to generation. This one computes none."""
+
+    has_own_weights = False
+    """Whether each worker has weights of its own between two synchronisations."""
+
+    was_written = False
+    """Whether the script had changed what the last update had left, when the last engine was closed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may have other weights now."""
+        return False
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether nobody knows beforehand which shards are its own."""
+        return False
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether an update was made from a gradient that memory had not kept."""
+        return False
+
+    @property
+    def has_flipped(self) -> bool:
+        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+        return False
+
+    def make(self, workers: Workers) -> None:
+        """Begin in a generation, under the present strategy. Collective."""
+
+    def drop(self) -> None:
+        """The generation is over, or the strategy."""
+
+    def retire(self) -> None:
+        """Another one computes from now on."""
+
+    def forget(self) -> None:
+        """This worker gets another state: what it had before does not count."""
+
+    def step_begins(self) -> None:
+        """A step begins: from now on only updates and the script change the state."""
+
+    def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
+        """Compute, and update the weights.
+
+        Raises:
+            UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
+        """
+        raise NotImplementedError
+
+    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
+        """Measure curvature on the batch of a call. Collective; changes nothing."""
+        raise NotImplementedError
+
+    def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
+        """A step is over on this worker.
+
+        Args:
+            step: the finished step.
+            collectives: the collective calls.
+            is_due: whether the workers are to synchronise whatever the strategy says.
+
+        Returns:
+            whether all workers have, or are to have, the same weights now.
+        """
+        return True
+
+    def synchronise(self, step: int, told: Tell, heard: Hear, collectives: CollectiveCalls) -> Told:
+        """Have all workers get the same weights.
+
+        Args:
+            step: steps committed so far.
+            told: a function that returns what this worker has to say: JSON values by name.
+            heard: a function that gets what every worker says, where weights are set.
+            collectives: the collective calls.
+
+        Returns:
+            what every worker says, with its figures.
+        """
+        return []
+
+    def log(self, name: str, value: float | HostRead) -> bool:
+        """Note a metric of the shard that is being computed; False if none is."""
+        return False
 
 
 class CurrentSteps:
     """Chooses the step computer of each generation.
 
     Args:
-        trained: the state of the run, with the strategy to follow.
-        membership: the members of the job.
-        folder: the run folder, with the journal.
+        run: the base of the run, with the strategy to follow.
         exact: the step computer for strategies under which all workers always have the same weights.
         local: the step computer for the other strategies.
 
     Attributes:
         strategy: the strategy in use.
         under_way: the step whose body runs; None between steps.
+        computer: the one who computes now.
         is_computing: true from the beginning of a call until it is counted; it stays true if the call fails.
     """
 
-    def __init__(
-        self, trained: Trained, membership: Membership, folder: RunFolder, exact: StepComputer, local: StepComputer
-    ) -> None:
-        self.strategy = trained.policy_state.strategy
+    def __init__(self, run: RunBase, exact: StepComputer, local: StepComputer) -> None:
+        self._trained, self._membership, self._folder = run.trained, run.membership, run.folder
+        self._exact, self._local = exact, local
+        self.strategy = self._trained.policy_state.strategy
         self.under_way: Step | None = None
         self.is_computing = False
-        self._trained, self._membership, self._folder = trained, membership, folder
-        self._exact, self._local = exact, local
-        self._computer: StepComputer | None = None
-
-    @property
-    def has_own_weights(self) -> bool:
-        """Whether each worker has weights of its own between two synchronisations."""
-        return self._computer is not None and self._computer.has_own_weights
-
-    @property
-    def is_open(self) -> bool:
-        """Whether workers may have other weights now."""
-        return self._computer is not None and self._computer.is_open
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether an update was made from a gradient that memory had not kept."""
-        return self._computer is not None and self._computer.has_lost
-
-    @property
-    def has_flipped(self) -> bool:
-        """Whether a bit is not as the last update has left it."""
-        return self._computer is not None and self._computer.has_flipped
+        self.computer = StepComputer()
 
     @property
     def was_written(self) -> bool:
         """Whether the script had changed since the last update what that had left, when steps were computed last."""
         return self._exact.was_written or self._local.was_written
 
-    @property
-    def computer(self) -> StepComputer:
-        """Who computes now."""
-        assert self._computer is not None, "all workers have the same models"
-        return self._computer
-
     def shards(self) -> Sequence[int]:
         """Which shards of the next step this process loads, as far as that is known beforehand."""
-        if self._computer is not None and self._computer.shares_work:
+        if self.computer.shares_work:
             return ()
         workers = self._membership.workers
         mine = workers.split(self._trained.policy_state.shards).of(workers.rank)
@@ -96,7 +189,7 @@ class CurrentSteps:
         chosen, other = (self._exact, self._local) if self.strategy.is_exact else (self._local, self._exact)
         chosen.make(workers)
         other.retire()
-        self._computer = chosen
+        self.computer = chosen
 
     def make_together(self, workers: Workers) -> None:
         """Make what computes, as a collective call: so no worker goes on before all have."""
@@ -105,7 +198,7 @@ class CurrentSteps:
 
     def drop(self) -> None:
         """The generation is over, or the strategy."""
-        self._computer = None
+        self.computer = StepComputer()
         self._exact.drop()
         self._local.drop()
 
@@ -117,17 +210,12 @@ class CurrentSteps:
     def step_begins(self, step: Step) -> None:
         """The body of a step begins."""
         self.under_way = step
-        if self._computer is not None:
-            self._computer.step_begins()
-
-    def log(self, name: str, value: float | HostRead) -> bool:
-        """Note a metric of the shard that is being computed; False if none is."""
-        return self._computer is not None and self._computer.log(name, value)
+        self.computer.step_begins()
 
     def follow(self, collectives: CollectiveCalls) -> None:
         """Policies may have chosen another strategy."""
         policy_state = self._trained.policy_state
-        if policy_state.strategy != self.strategy or (self.has_own_weights and not policy_state.is_empty):
+        if policy_state.strategy != self.strategy or (self.computer.has_own_weights and not policy_state.is_empty):
             collectives.together(self._switch)
 
     def _switch(self, workers: Workers) -> None:

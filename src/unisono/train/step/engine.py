@@ -23,9 +23,8 @@ from unisono.reduce.tally import Witness
 from unisono.spans import Spans
 from unisono.train.config.run_config import Execution
 from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
-from unisono.train.group.devices import Round
 from unisono.train.group.majority import Verdict, judged
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Round, Workers
 from unisono.train.model.at_rest import Seen
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import Scaled
@@ -33,11 +32,10 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.staging import staging_of
 from unisono.train.model.update import Update
 from unisono.train.step.audit import Audit
-from unisono.train.step.call import Call, global_norm
-from unisono.train.step.device_exchange import shared_report
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
-from unisono.train.step.shard_passes import ShardPasses
+from unisono.train.step.shard_passes import EngineBase, ShardPasses, shared_report
+from unisono.train.step.step import Call, global_norm
 from unisono.train.step.step_update import Attempt, StepUpdate
 
 if TYPE_CHECKING:
@@ -144,21 +142,16 @@ class StepEngine:
         self._found, self._repeats, self._spans = found, repeats, spans
         self.witness: Witness | None = None
         rank = workers.rank if rank is None else rank
-        self.passes = ShardPasses(job, workers, prepared, device, self._buffers, pipeline, rank, spans)
+        base = EngineBase(job, workers, prepared, device, execution, self._buffers, rank, spans)
+        self.passes = ShardPasses(base, pipeline)
         self.update = StepUpdate(
-            job,
-            workers,
-            prepared,
-            execution,
-            self._buffers,
+            base,
             update,
-            rank=rank,
             norm_of=self._slicing.norm if self._slicing else global_norm,
             scaled=scaled,
             has_lost=has_lost,
             survives=survives,
             not_finite=self.passes.not_finite,
-            spans=spans,
         )
 
     def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:
@@ -216,9 +209,9 @@ class StepEngine:
         for _ in range(1 + MOST_REPEATS):
             attempt = self._attempt(call, flags)
             attempt.findings = findings
-            if attempt.report.lost or judged(attempt.flags) is not Verdict.RIGHT:
+            if attempt.report.told.lost or judged(attempt.flags) is not Verdict.RIGHT:
                 return attempt  # whoever computes with wrong weights is no worse a processor for that
-            if attempt.report.again:
+            if attempt.report.told.again:
                 attempt.gradients.stop_listening()
             elif not attempt.report.is_balanced:
                 self._repeats(call.step)

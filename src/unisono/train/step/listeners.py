@@ -15,8 +15,7 @@ from unisono.plan.batches import Batches
 from unisono.train.group.control import StepReport
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Doubt
-from unisono.train.step.call import Call
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Step
 
 
 @dataclass(frozen=True, slots=True)

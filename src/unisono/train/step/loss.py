@@ -22,7 +22,7 @@ from unisono.train.config.numerics import autocast
 from unisono.train.group.control import ShardReport
 from unisono.train.model.prepared import Prepared
 from unisono.train.step.audit import ShardDigest
-from unisono.train.step.call import Call
+from unisono.train.step.step import Call
 
 # What all shards of a step weigh together, and whether all workers' policies have decided alike before it.
 

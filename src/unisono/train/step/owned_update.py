@@ -16,8 +16,7 @@ from unisono.errors import ModelError
 from unisono.plan.owners import owners_of
 from unisono.received import short, value_of
 from unisono.train.config.run_config import Execution
-from unisono.train.group.devices import Devices
-from unisono.train.group.workers import Workers
+from unisono.train.group.workers import Devices, Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import held_whole
 from unisono.train.model.update import Update, has_own_step, is_hooked, set_hyperparameters, tell_schedulers

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.adapt.squared_norms import SquaredNorms
-from unisono.reduce.reducer import Reducer
 from unisono.train.model.slices import held_whole, whole_gradient
-from unisono.train.step.gradients import Fusion, Gradients
+from unisono.train.step.gradients import Gradients
+from unisono.train.step.step import norm_one_by_one
 
 
 class ParallelGradients(Gradients):
@@ -82,18 +81,8 @@ def _move(parameter: Tensor) -> None:
 class TensorParallel:
     """What a model in tensor parallel computes otherwise than one that each device has for itself."""
 
-    def gradients(
-        self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms
-    ) -> ParallelGradients:
-        """The gradients of this device's parts."""
-        return ParallelGradients(parameters, reducer, fusion, norms)
+    gradients = ParallelGradients  # of this device's parts
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together. Collective among the devices."""
-        norms = [
-            norm
-            for each in parameters
-            if each.grad is not None
-            for norm in torch._foreach_norm([whole_gradient(each)], 2.0)
-        ]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        return norm_one_by_one(whole_gradient(each) for each in parameters if each.grad is not None)

@@ -27,16 +27,16 @@ from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSumRow, PartialSums
 from unisono.reduce.reducer import Reducer
 from unisono.spans import Spans
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.elsewhere import NOT_HANDED_ON, Elsewhere
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.stages import LOOPED
 from unisono.train.model.staging import Left, Received, Staging
-from unisono.train.step.call import Call
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ForwardPass, Shard
 from unisono.train.step.pipeline_stage import BlockStage, quiet
+from unisono.train.step.step import Call
 
 
 class StagedGradients(Gradients):

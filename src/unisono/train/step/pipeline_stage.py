@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from unisono.data.streams import Generators
 from unisono.errors import UnisonoError
 from unisono.reduce.process_group import ProcessGroupTransport, TensorUnderWay
-from unisono.train.group.devices import Devices
+from unisono.train.group.workers import Devices
 from unisono.train.model.elsewhere import as_received, without_view
 from unisono.train.model.staging import Left, Received, Staging
 from unisono.train.step.stage_messages import GENERATORS, Channel, Part, StageMessage

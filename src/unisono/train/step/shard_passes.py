@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,50 +17,143 @@ from unisono.device import HostRead
 from unisono.errors import LossError, ModelError
 from unisono.job import Job
 from unisono.spans import Spans
-from unisono.train.group.devices import Round
-from unisono.train.group.workers import Workers
+from unisono.train.config.run_config import Execution
+from unisono.train.group.workers import Round, Workers
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.call import Call
-from unisono.train.step.device_exchange import shared_buffers, shared_weights
 from unisono.train.step.gradients import Gradients
 from unisono.train.step.loss import ForwardPass, Shard, total_weight
+from unisono.train.step.step import Call
 from unisono.train.step.weights_watch import ForwardWrites
 
 if TYPE_CHECKING:
     from unisono.train.step.pipeline import Pipeline
+
+from dataclasses import asdict
+from typing import TypeVar
+
+from unisono.received import value_of
+from unisono.reduce.tally import PRIME
+from unisono.train.group.control import Balance, Flags, ShardReport, any_of
+from unisono.train.group.workers import Devices
+from unisono.words import MODULUS
+
+T = TypeVar("T")
+
+_TOLD = tuple[list[ShardReport], list[bool], Flags, tuple[int, int]]
+
+
+def shared_weights(devices: Devices, rounds: Sequence[Round], shards: Sequence[Shard]) -> list[float]:
+    """The weights of all shards of the worker, in their order. Collective among the devices.
+
+    Args:
+        devices: the devices of the worker.
+        rounds: the rounds of its shards.
+        shards: what this device computes in each round.
+    """
+    own = [shard.report.weight for shard in shards]
+    return _in_order(devices.gather(own), rounds) if devices.count > 1 else own
+
+
+def shared_buffers(devices: Devices, turn: Round, buffers: Buffers) -> None:
+    """Have what each shard of a round has made of the buffers on all devices. Collective among them."""
+    if devices.count == 1 or not len(buffers):
+        return
+    for source, shard in enumerate(turn.shards):
+        made = list(buffers.result(shard)) if source == devices.rank else None
+        if made := devices.inside.broadcast(made, source):  # an empty shard has made nothing
+            buffers.set_result(shard, made)
+
+
+def shared_report(
+    devices: Devices, rounds: Sequence[Round], reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags
+) -> tuple[Sequence[ShardReport], Sequence[bool], Flags]:
+    """The reports of all shards of the worker, what they have used, and the flags of all its devices as one.
+
+    Collective among the devices.
+
+    Args:
+        devices: the devices of the worker.
+        rounds: the rounds of its shards.
+        reports: the report of this device's shard of each round.
+        used: the flags of the tensors that its shards have used.
+        flags: what it has to say.
+    """
+    if devices.count == 1:
+        return reports, used, flags
+    in_stages = devices.losses is not None
+    # One of the devices that hold stages has all losses. They have other tensors, and each tells of its own.
+    said = devices.gather(
+        told_of(reports if devices.losses in (None, devices.rank) else (), () if in_stages else used, flags)
+    )
+    told = [value_of(_TOLD, each, "what another device told") for each in said]
+    every_report, every_used, every_flags, balances = zip(*told, strict=True)
+    is_used = used if in_stages else [any(each) for each in zip(*every_used, strict=True)]
+    return _in_order(every_report, rounds), is_used, _merged(every_flags, balances)
+
+
+def told_of(reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags) -> list[Any]:
+    """What a device tells the others of it, as JSON."""
+    plain = asdict(flags)
+    balance, copies = plain.pop("balance")
+    return [[asdict(report) for report in reports], list(map(bool, used)), plain, [balance % MODULUS, copies % PRIME]]
+
+
+def _in_order(told: Sequence[Sequence[T]], rounds: Sequence[Round]) -> list[T]:
+    """What devices told of their shard of each round, in the order of the shards."""
+    return [told[device][turn] for turn, each in enumerate(rounds) for device in each.devices]
+
+
+def _merged(flags: Sequence[Flags], balances: Sequence[tuple[int, int]]) -> Flags:
+    """One worker's flags, of which each device has slices, and a memory of its own."""
+    return Flags(
+        **any_of(flags),
+        digest=sum(each.digest for each in flags) % MODULUS,
+        amiss=sum(each.amiss for each in flags) % MODULUS,
+        timings=flags[0].timings,
+        balance=Balance(*(sum(each) for each in zip(*balances, strict=True))),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class EngineBase:
+    """The base of an engine's parts.
+
+    Attributes:
+        job: the job to train.
+        workers: the workers of the generation.
+        prepared: models and optimizers.
+        device: the device on which to compute.
+        execution: the settings of the computation that decide no bit.
+        buffers: what shards make of the buffers.
+        rank: this worker's rank in messages.
+        spans: the worker's spans, if they are kept.
+    """
+
+    job: Job
+    workers: Workers
+    prepared: Prepared
+    device: torch.device
+    execution: Execution
+    buffers: Buffers
+    rank: int
+    spans: Spans | None
 
 
 class ShardPasses:
     """Computes this worker's shards, one after the other, or in the stages of its devices.
 
     Args:
-        job: the job to train.
-        workers: the workers of the generation.
-        prepared: models and optimizers.
-        device: the device on which to compute.
-        buffers: what shards make of the buffers.
+        base: the base of the engine.
         pipeline: what computes where the devices of this worker hold stages.
-        rank: this worker's rank in messages.
-        spans: the worker's spans, if they are kept.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        workers: Workers,
-        prepared: Prepared,
-        device: torch.device,
-        buffers: Buffers,
-        pipeline: Pipeline | None,
-        rank: int,
-        spans: Spans | None,
-    ) -> None:
-        self._workers, self._devices, self._prepared, self._buffers = workers, workers.devices, prepared, buffers
-        self._is_compressed = job.compression != "none"
-        self._pipeline, self._rank, self._spans = pipeline, rank, spans
-        self._forward = ForwardPass(job, prepared, device, spans)
-        self._writes = ForwardWrites(prepared.weights())
+    def __init__(self, base: EngineBase, pipeline: Pipeline | None) -> None:
+        self._workers, self._devices, self._prepared = base.workers, base.workers.devices, base.prepared
+        self._buffers, self._rank, self._spans, self._pipeline = base.buffers, base.rank, base.spans, pipeline
+        self._is_compressed = base.job.compression != "none"
+        self._forward = ForwardPass(base.job, base.prepared, base.device, base.spans)
+        self._writes = ForwardWrites(base.prepared.weights())
 
     def compute(self, call: Call, gradients: Gradients, audited: Collection[int]) -> list[Shard]:
         """Compute all shards of this worker in a call, and hand their gradients on.

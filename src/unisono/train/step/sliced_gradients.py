@@ -7,18 +7,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import LossError, ModelError
 from unisono.reduce.buckets import ALIGNMENT, Bucket, BucketEntry, narrowed
 from unisono.reduce.reducer import Reducer
-from unisono.train.group.devices import Devices
+from unisono.train.group.membership import Membership
+from unisono.train.group.workers import Devices, Workers
 from unisono.train.model.slices import Unit, UnitParameter, units_of
+from unisono.train.model.tensors import COUNTS_HOLDERS, is_held_elsewhere
 from unisono.train.step.gradients import Fusion, Gradients
+from unisono.train.step.step import norm_one_by_one
 
 
 @dataclass(slots=True)
@@ -271,15 +276,66 @@ class Slicing:
         One gradient after the other is put together, so its norm has the bits that it has where it is whole.
         """
         rows = {id(each.slice): each.held.sharded_param.shape[0] for unit in self._units for each in unit.parameters}
-        norms = [
-            norm
-            for each in parameters
-            if each.grad is not None
-            for norm in torch._foreach_norm([self._whole(each.grad, rows[id(each)])], 2.0)
-        ]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        return norm_one_by_one(self._whole(each.grad, rows[id(each)]) for each in parameters if each.grad is not None)
 
     def _whole(self, gradient: Tensor, rows: int) -> Tensor:
         most = -(-rows // self._devices.count)
         counts = [max(0, min(most, rows - device * most)) for device in range(self._devices.count)]
         return self._devices.inside.gather_rows(gradient, counts)
+
+
+LARGEST_KEPT = 32 * 2**20
+"""Bytes of memory that is used again. What glibc gets back of larger pieces it gives back to the system."""
+
+
+class Gathering(AllGather):
+    """What FSDP calls to gather a unit's parameters, in place of its own way.
+
+    In a collective call any device may find another worker gone, and leaves: the others must not wait for it. Passes
+    that a script makes between two calls go their undisturbed way over torch's default group.
+
+    Args:
+        workers: a function that returns the workers of the present generation.
+    """
+
+    def __init__(self, workers: Callable[[], Workers]) -> None:
+        self._workers = workers
+        self._kept: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the rows of all devices, which they are copied from at once: so it is soon used again."""
+        numel = torch.Size(size).numel()
+        if device.type != "cpu" or not COUNTS_HOLDERS or numel * dtype.itemsize > LARGEST_KEPT:
+            return torch.empty(numel, dtype=dtype, device=device)
+        kept = self._kept.setdefault((numel, dtype), [])
+        free = next((each for each in kept if not is_held_elsewhere(each)), None)
+        if free is None:
+            kept.append(free := torch.empty(numel, dtype=dtype))
+        return free.detach()
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather them."""
+        workers = self._workers()
+        if workers.is_called:
+            workers.devices.exchange.gather_into(output_tensor, input_tensor)
+        else:
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+
+_of: WeakKeyDictionary[Membership, Gathering] = WeakKeyDictionary()
+
+
+def gathering_of(membership: Membership) -> Gathering:
+    """The one for all units of a run: they are gathered one after the other, and so in the same memory."""
+    if membership not in _of:
+        reference = ref(membership)  # which the one that is kept by it must not keep
+
+        def workers() -> Workers:
+            found = reference()
+            assert found is not None, "a model is in use as long as its run"
+            return found.workers
+
+        _of[membership] = Gathering(workers)
+    return _of[membership]

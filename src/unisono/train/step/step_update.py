@@ -14,23 +14,19 @@ from torch.optim import Optimizer
 from unisono.adapt.norms import GradientNorms
 from unisono.device import HostRead, StreamMoment
 from unisono.errors import LossError, NonFiniteLoss
-from unisono.job import Job
 from unisono.plan.audits import AuditResult
 from unisono.plan.owners import owners_of
-from unisono.spans import Spans
-from unisono.train.config.run_config import Execution
 from unisono.train.group.control import Flags, StepReport
 from unisono.train.group.workers import Workers
-from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import OwnUpdate, Scaled
 from unisono.train.model.places import set_places
-from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import Piece, SharingOptimizer
 from unisono.train.model.update import Update, may_change_gradients
 from unisono.train.state.loss_scale import LEAST
-from unisono.train.step.call import Call
 from unisono.train.step.gradients import Gradients
 from unisono.train.step.owned_update import whole_update
+from unisono.train.step.shard_passes import EngineBase
+from unisono.train.step.step import Call
 from unisono.train.step.tensor_trees import forms_of, row_of, size_of, tensors_in
 from unisono.train.step.weights_watch import WeightsWatch
 
@@ -106,19 +102,13 @@ class StepUpdate:
     """Makes the updates of one generation.
 
     Args:
-        job: the job to train.
-        workers: the workers of the generation.
-        prepared: models and optimizers.
-        execution: the settings of the computation that decide no bit.
-        buffers: what shards make of the buffers.
+        base: the base of the engine.
         update: the update that is made with a step's gradient; by default the optimizers' own.
-        rank: this worker's rank in messages.
         norm_of: a function that returns the norm of all gradients of parameters together.
         scaled: a context manager that changes the optimizers' learning rates for an update.
         has_lost: whether an update was made earlier from a gradient that memory had not kept.
         survives: whether this worker goes on when others are lost.
         not_finite: a function that finds this worker's first shard whose gradient is not finite.
-        spans: the worker's spans, if they are kept.
 
     Attributes:
         has_lost: whether such an update was made, here or earlier.
@@ -127,25 +117,20 @@ class StepUpdate:
 
     def __init__(
         self,
-        job: Job,
-        workers: Workers,
-        prepared: Prepared,
-        execution: Execution,
-        buffers: Buffers,
+        base: EngineBase,
         update: Update | None,
         *,
-        rank: int,
         norm_of: Callable[[Sequence[Tensor]], Tensor],
         scaled: Scaled,
         has_lost: bool,
         survives: bool,
         not_finite: Callable[[Call, Gradients], tuple[int, int, float] | None],
-        spans: Spans | None,
     ) -> None:
+        workers, prepared, buffers, execution = base.workers, base.prepared, base.buffers, base.execution
         self._not_finite, self._device = not_finite, workers.device
         self._last: tuple[StreamMoment, StreamMoment] | None = None
-        self._job, self._workers, self._prepared, self._buffers = job, workers, prepared, buffers
-        self._rank, self._norm_of, self._scaled, self._spans = rank, norm_of, scaled, spans
+        self._job, self._workers, self._prepared, self._buffers = base.job, workers, prepared, buffers
+        self._rank, self._norm_of, self._scaled, self._spans = base.rank, norm_of, scaled, base.spans
         self.has_lost = has_lost
         self._update = update or whole_update(prepared, workers, execution)
         self._pieces = SharedPieces(workers, execution.shared_from)
@@ -267,10 +252,10 @@ class StepUpdate:
             if part.weight and not math.isfinite(part.loss):
                 rank = self._workers.transport.split.owner(shard) if self._workers.world_size > 1 else self._rank
                 return f"the loss is {part.loss} in shard {call.first + shard} (rank {rank})"
-        if report.diverges and self._backs_off(call):
+        if report.told.diverges and self._backs_off(call):
             attempt.overflows = True
             return f"float16 overflows at the loss scale {call.scale:g}"
-        if report.diverges:
+        if report.told.diverges:
             with self._or_rewound():
                 return self._where_not_finite(call, attempt)
         return ""
@@ -300,7 +285,7 @@ class StepUpdate:
         if attempt.overflows or self._job.on_nan == "skip" or self._is_faulty():
             return
         hint = "" if call.update is None else "A torch.amp.GradScaler is for precision='fp16' to replace. "
-        if self._job.precision == "fp16" and attempt.report.diverges:
+        if self._job.precision == "fp16" and attempt.report.told.diverges:
             hint = f"No loss scale down to {LEAST:g} keeps float16 from overflowing. "
         raise NonFiniteLoss(
             f"step {call.step}: {trouble}; nothing was updated. {hint}Lower the learning rate, clip gradients, "

@@ -12,16 +12,11 @@ from unisono.adapt.view import Timings
 from unisono.errors import JobMismatch
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.control import Flags
-from unisono.train.group.membership import Membership
 from unisono.train.model.at_rest import Seen
-from unisono.train.state.checkpoints import RunCheckpoints
-from unisono.train.state.ending import Ending, LeaveRequest, Requests
-from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call
-from unisono.train.step.computer import Told
-from unisono.train.step.current import CurrentSteps
-from unisono.train.step.listeners import Counted, Listener, Listeners
-from unisono.train.step.step import Step
+from unisono.train.step.current import CurrentSteps, Told
+from unisono.train.step.listeners import Counted, Listener
+from unisono.train.step.run_base import RunBase
+from unisono.train.step.step import Call, Step
 
 RECENT = 9
 FEWEST = 3
@@ -86,14 +81,13 @@ class WorkerReport:
     """Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
 
     Args:
-        membership: the members of the job, which know whether a new generation is due.
-        leave: the request to leave, if this worker got one.
+        run: the base of the run: who is asked to leave, and whether a new generation is due.
         timer: the timer of this worker's steps.
-        checkpoints: the checkpoints of the run, which know how long the newest one took.
     """
 
-    def __init__(self, membership: Membership, leave: LeaveRequest, timer: Timer, checkpoints: RunCheckpoints) -> None:
-        self._membership, self._leave, self._timer, self._checkpoints = membership, leave, timer, checkpoints
+    def __init__(self, run: RunBase, timer: Timer) -> None:
+        self._membership, self._leave, self._checkpoints = run.membership, run.leave, run.checkpoints
+        self._timer = timer
 
     def flags(self, formed_s: float, seen: Seen) -> Flags:
         """What rides with the control word.
@@ -126,32 +120,16 @@ class Synchronisation:
     Under a strategy with which all workers always have the same weights, there is nothing to do.
 
     Args:
+        run: the base of the run.
         collectives: the collective calls.
         steps: the present step computer.
-        trained: the state of the run.
-        membership: the members of the job.
-        checkpoints: the checkpoints of the run, of which one may be due.
-        requests: the workers' agreement on what to do at the next boundary.
         report: this worker's part of what all workers tell each other.
-        listeners: the run's listeners.
-        ending: the end of the run on this worker.
     """
 
-    def __init__(
-        self,
-        collectives: CollectiveCalls,
-        steps: CurrentSteps,
-        trained: Trained,
-        membership: Membership,
-        checkpoints: RunCheckpoints,
-        requests: Requests,
-        report: WorkerReport,
-        listeners: Listeners,
-        ending: Ending,
-    ) -> None:
-        self._collectives, self._steps, self._trained, self._membership = collectives, steps, trained, membership
-        self._checkpoints, self._requests, self._report = checkpoints, requests, report
-        self._listeners, self._ending = listeners, ending
+    def __init__(self, run: RunBase, collectives: CollectiveCalls, steps: CurrentSteps, report: WorkerReport) -> None:
+        self._trained, self._membership, self._checkpoints = run.trained, run.membership, run.checkpoints
+        self._requests, self._listeners, self._ending = run.requests, run.listeners, run.ending
+        self._collectives, self._steps, self._report = collectives, steps, report
 
     def before_call(self) -> None:
         """A collective call follows, for which all workers need to hold the same weights.
@@ -186,7 +164,7 @@ class Synchronisation:
         return ends
 
     def _synchronise(self) -> None:
-        if not self._steps.is_open:
+        if not self._steps.computer.is_open:
             return
         step = self._trained.progress.position.step
         told = self._steps.computer.synchronise(step, self._told, self._heard, self._collectives)

@@ -18,7 +18,7 @@ from unisono.train.model.buffers import Buffers
 from unisono.train.model.own_update import UpdateCause
 from unisono.train.model.places import Placed
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.call import Call
+from unisono.train.step.step import Call
 from unisono.words import Sums
 
 FIRST, EVERY = 8, 64

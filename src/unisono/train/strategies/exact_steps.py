@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 from unisono.adapt.curvature import Curvature
@@ -16,67 +16,52 @@ from unisono.data.shards import Source
 from unisono.data.streams import generators_kept
 from unisono.device import HostRead
 from unisono.errors import DataError, JobError, MemoryFault, PolicyError
-from unisono.spans import Spans
-from unisono.train.config.run_config import RunConfig
-from unisono.train.group.change import Change
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict
-from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.own_update import UpdateCause
 from unisono.train.model.update import settings_digest
 from unisono.train.recovery.integrity import Integrity, Note
 from unisono.train.recovery.verification import AuditJudge
-from unisono.train.state.ending import Requests
-from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call
-from unisono.train.step.computer import StepCall, Told
+from unisono.train.step.current import StepCall, StepComputer
 from unisono.train.step.curvature_probe import CurvatureProbe, MeasuredCalls
 from unisono.train.step.engine import StepEngine
-from unisono.train.step.listeners import Computed, Counted, Listeners
+from unisono.train.step.listeners import Computed, Counted
 from unisono.train.step.owned_update import own_update_of
-from unisono.train.step.step import Step
+from unisono.train.step.run_base import RunBase
+from unisono.train.step.step import Call, Step
 from unisono.train.step.step_update import Attempt
 from unisono.train.step.synchronisation import WorkerReport
 
 
 @dataclass(eq=False)
-class ExactSteps:
+class ExactSteps(StepComputer):
     """Computes steps whose update all workers make together.
 
     Attributes:
-        config: the configuration of the run.
-        trained: the state of the run.
-        membership: the members of the job.
+        run: the base of the run.
         integrity: the record of verified states, which judges the weights of each call.
         judge: the judge of audits.
         report: this worker's part of what all workers tell each other.
-        requests: the workers' agreement on what to do at the next boundary.
-        listeners: the run's listeners.
         newest_loss: a function that returns the newest loss in ``metrics.jsonl``.
-        spans: this worker's spans, if they are kept.
         engine: the engine of this generation; None while these steps are not in use.
         was_written: whether the script had changed what the last update had left, when the last engine was closed.
     """
 
-    config: RunConfig
-    trained: Trained
-    membership: Membership
+    run: RunBase
     integrity: Integrity
     judge: AuditJudge
     report: WorkerReport
-    requests: Requests
-    listeners: Listeners
     newest_loss: Callable[[], float]
-    spans: Spans | None = None
     engine: StepEngine | None = field(default=None, init=False)
     was_written: bool = field(default=False, init=False)
-    has_own_weights: ClassVar[bool] = False
-    is_open: ClassVar[bool] = False
-    shares_work: ClassVar[bool] = False
     _had_lost: bool = field(default=False, init=False)  # in an engine before
     _seconds: Mapping[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.config, self.trained, self.membership = self.run.config, self.run.trained, self.run.membership
+        self.requests, self.listeners = self.run.requests, self.run.listeners
 
     @property
     def has_lost(self) -> bool:
@@ -102,7 +87,7 @@ class ExactSteps:
             repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
             has_lost=self._had_lost,
             survives=self.membership.is_elastic,
-            spans=self.spans,
+            spans=self.run.spans,
         )
 
     def drop(self) -> None:
@@ -112,9 +97,6 @@ class ExactSteps:
             self.engine.close()
             self._had_lost = self.engine.update.has_lost
             self.engine = None
-
-    def retire(self) -> None:
-        """Another one computes: it goes on from the same weights."""
 
     def forget(self) -> None:
         """Whatever this worker made an update from, the weights are others."""
@@ -157,20 +139,6 @@ class ExactSteps:
                 return asdict(probe.measure(question))
 
         return Curvature(**collectives.together(found))
-
-    def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
-        """All have the same weights anyway."""
-        return True
-
-    def synchronise(
-        self,
-        step: int,
-        told: Callable[[], Mapping[str, Any]],
-        heard: Callable[[Told], None],
-        collectives: CollectiveCalls,
-    ) -> Told:
-        """All have the same weights anyway."""
-        return []
 
     def log(self, name: str, value: float | HostRead) -> bool:
         """Note a metric of the shard that is being computed; False if none is."""
@@ -279,8 +247,8 @@ class ExactSteps:
                 self.trained.loss_scale.updated()
         elif attempt.overflows:
             self.trained.loss_scale.overflowed()
-        report = attempt.report
-        self.requests.note(leave=report.leave, regroup=report.regroup, checkpoint=report.checkpoint)
+        report, told = attempt.report, attempt.report.told
+        self.requests.note(leave=told.leave, regroup=told.regroup, checkpoint=told.checkpoint)
         if not step.calls:
             monitors = self.trained.monitors
             monitors.time(setting, [flags.timings for flags in attempt.flags])

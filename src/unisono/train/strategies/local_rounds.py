@@ -16,8 +16,8 @@ from unisono.spans import Spans
 from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.step import Call
 from unisono.train.step.step_update import Attempt
 from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Synchroniser
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,17 +15,15 @@ from unisono.device import HostRead
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.change import Change
-from unisono.train.group.collectives import CollectiveCalls
+from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Trained
-from unisono.train.step.call import Call
-from unisono.train.step.computer import StepCall, Told
+from unisono.train.step.current import Hear, StepCall, StepComputer, Tell, Told
 from unisono.train.step.listeners import Computed, Listeners
-from unisono.train.step.step import Step
+from unisono.train.step.step import Call, Step
 from unisono.train.strategies.local_rounds import LocalRounds, begin_local_rounds
 from unisono.train.strategies.synchroniser import Sums
 
@@ -33,7 +31,7 @@ Begin = Callable[[RunConfig, Trained, Workers, LocalRounds | None], LocalRounds]
 """Begins rounds in a generation, after those before under the same strategy. Collective."""
 
 
-class LocalTraining:
+class LocalTraining(StepComputer):
     """A run's rounds, from generation to generation and from strategy to strategy.
 
     Args:
@@ -45,7 +43,6 @@ class LocalTraining:
     """
 
     has_own_weights = True
-    has_lost = has_flipped = was_written = False
 
     def __init__(
         self,
@@ -112,9 +109,6 @@ class LocalTraining:
         """This worker gets another one's state: what it had before does not count."""
         self._before = None
 
-    def step_begins(self) -> None:
-        """Nobody looks at memory that each worker changes by itself."""
-
     def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
         """Compute this worker's part of a step, and update its weights.
 
@@ -159,13 +153,7 @@ class LocalTraining:
         self._with_others(collectives, lambda rounds: rounds.step_ends(step.number, ends_round=ends))
         return ends
 
-    def synchronise(
-        self,
-        step: int,
-        told: Callable[[], Mapping[str, Any]],
-        heard: Callable[[Told], None],
-        collectives: CollectiveCalls,
-    ) -> Told:
+    def synchronise(self, step: int, told: Tell, heard: Hear, collectives: CollectiveCalls) -> Told:
         """End the round: from here on all workers have the same weights."""
 
         def end(workers: Workers) -> Change[Told]:

@@ -1,0 +1,431 @@
+"""The batch and the workers with which training comes forward fastest, or costs least; also of hosts that may go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Literal
+
+from unisono.adapt.batch_size_policies import Ramp
+from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of, useful_sizes
+from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
+from unisono.adapt.view import Figure, Policy, View
+from unisono.arguments import require_kinds
+from unisono.errors import JobError
+from unisono.received import value_of
+
+RateRule = Literal["gain", "linear", "sqrt", "none"]
+
+SAME = 0.05
+"""Share by which a time may differ from the one that a fit knows, and the fit still holds."""
+
+
+class GoodputPolicy(Policy):
+    """Looks for the batch and the number of workers that maximise the goodput: throughput times statistical efficiency.
+
+    Qiao et al. (Pollux), OSDI 2021: with B samples in a batch, B0 in the one that the job began with, W workers and the
+    noise scale φ::
+
+        goodput(W, B) = B / T(W, B) · (φ + B0) / (φ + B)
+
+    T, the seconds of a step, is what was timed; where nothing was tried yet it is what a model says that is fitted to
+    what was (:class:`~unisono.adapt.step_time.StepTime`). What cannot be known yet is taken to be favourable. The
+    policy aims at the best of all batches and of up to double the workers that were seen, and goes there one step at a
+    time: to the next number of workers or the next batch beyond those that were seen, never both at once.
+
+    Batches grow by factors of √2 from the one that the job began with. The learning rate follows over a ramp: ``gain``
+    by AdaScale's gain (Johnson et al., ICML 2020), for SGD; ``linear`` (Goyal et al., arXiv 1706.02677); ``sqrt`` for
+    Adam and RMSProp (Malladi et al., arXiv 2205.10287).
+
+    The main worker judges, and all do what it says: a fit may differ in its last bits between kinds of processors.
+
+    Args:
+        largest: the largest number of samples in a batch: what the workers' memory allows.
+        fewest: the smallest number of workers.
+        most: the largest number of workers; None for as many as there are shards.
+        rule: the rule for the learning rate: ``gain``, ``linear`` or ``sqrt``.
+        ramp: the number of steps over which the learning rate follows.
+        patience: the number of steps that are timed before anything follows from them.
+        margin: the least gain in goodput for which the layout is changed, as a share.
+        again_s: the seconds of training, and at least 2000 steps, after which a timed or refused layout may be tried
+            again.
+
+    Raises:
+        JobError: a number is out of range.
+    """
+
+    needs_monitor: ClassVar[bool] = True
+    observe_every = 10
+
+    def __init__(
+        self,
+        largest: int,
+        fewest: int = 1,
+        most: int | None = None,
+        rule: RateRule = "gain",
+        ramp: int = 20,
+        patience: int = 20,
+        margin: float = 0.03,
+        again_s: float = 1800.0,
+    ) -> None:
+        require_kinds(GoodputPolicy.__init__, locals())
+        given = f"GoodputPolicy(largest={largest}, fewest={fewest}, most={most}, ramp={ramp}, patience={patience})"
+        if min(largest, fewest, ramp, patience) < 1 or (most is not None and most < fewest):
+            raise JobError(f"{given}: all need to be above 0, and most no less than fewest")
+        if not 0 <= margin < 1 or not again_s > 0:
+            raise JobError(f"GoodputPolicy(margin={margin}, again_s={again_s}): 0 up to 1, and above 0")
+        self._largest, self._fewest, self._most, self._rule = largest, fewest, most, rule
+        self._steps, self._patience, self._margin, self._again_s = ramp, patience, margin, again_s
+        self._trials, self._ramp, self._decided_at = LayoutTrials(), Ramp(), 0
+        self._fitted: tuple[Mapping[Layout, float], StepTime | None] = {}, None
+
+    def after_step(self, view: View) -> None:
+        """Time it, go on with the ramp, and do what was found best."""
+        if self._ramp.steps_left:
+            factor, self._ramp = self._ramp.step()
+            self.set_learning_rate(view.learning_rate * factor, steps_left=self._ramp.steps_left)
+        self._trials = self._trials.after(view, self._patience, self._again_s)
+        found = view.observed.get(self.name, {})
+        if found and self._may_judge(view) and int(found["at_step"] or 0) > self._entered(view):
+            self._go(int(found["next_workers"] or 0), int(found["next_batch_size"] or 0), found, view)
+
+    def observe(self, view: View) -> Mapping[str, Figure]:
+        """Judge: where to go next, and what speaks for it; nothing if there is nothing better."""
+        noise = view.noise
+        if not self._may_judge(view) or noise is None or not (noise.scale or 0.0) > 0:
+            return {}
+        now, model, seconds = layout_of(view), self._model(), self._trials.times.seconds
+        most = min(self._most or now.job_shards, now.job_shards)
+        bounds = Bounds(view.base_batch_size, self._largest, self._fewest, most)
+        promise = {
+            one: goodput(one, seconds.get(one) or model.seconds(one), noise, view.base_batch_size)
+            for one in (now, *bounds.layouts(now, seconds))
+            if one.workers == now.workers or self._trials.request.may_have(one.workers)
+        }
+        goal = max(promise, key=lambda one: (promise[one], -one.workers, -one.batch_size))
+        if promise[goal] < (1 + self._margin) * promise[now]:
+            return {}
+        following = bounds.step_towards(goal, seconds)
+        return {
+            "at_step": view.step,
+            "next_workers": following.workers,
+            "next_batch_size": following.batch_size,
+            "goal_workers": goal.workers,
+            "goal_batch_size": goal.batch_size,
+            "goal_goodput": promise[goal],
+            "goodput": promise[now],
+            "noise_scale": noise.scale,
+            **asdict(model),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was tried, and the ramp."""
+        return {"trial": self._trials.state(), "ramp": asdict(self._ramp), "decided_at": self._decided_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        found = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
+        self._trials = LayoutTrials.of(found["trial"])
+        self._ramp, self._decided_at = found["ramp"], found["decided_at"]
+
+    def _entered(self, view: View) -> int:
+        """The step since which nothing has changed, and nothing was decided."""
+        return max(self._decided_at, view.step - view.steady)
+
+    def _may_judge(self, view: View) -> bool:
+        """Whether there are times of this layout since it was entered, and nothing is under way."""
+        is_quiet = not self._ramp.steps_left and not self._trials.request.workers
+        return is_quiet and self._trials.noted > self._entered(view)
+
+    def _go(self, workers: int, samples: int, why: Mapping[str, Figure], view: View) -> None:
+        if workers != view.world_size:
+            self.resize(workers, before=view.world_size, **why)
+            self._trials = self._trials.asking(workers, view)
+        if samples != view.batch_size:
+            self.set_batch_size(samples, None, before=view.batch_size, **why)
+            factor = self._rate_factor(samples, view)
+            self._ramp = Ramp(self._steps, factor) if factor != 1 else Ramp()
+        if (workers, samples) != (view.world_size, view.batch_size):
+            self._decided_at = view.step
+
+    def _rate_factor(self, samples: int, view: View) -> float:
+        if self._rule == "gain":
+            assert view.noise is not None
+            gain = view.noise.gain
+            return gain(view.base_batch_size, samples) / gain(view.base_batch_size, view.batch_size)
+        power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[self._rule]
+        return float((samples / view.batch_size) ** power)
+
+    def _model(self) -> StepTime:
+        """The fitted one, as long as the figures are nearly those that it was fitted to."""
+        seconds = self._trials.times.seconds
+        known, model = self._fitted
+        if model is None or known.keys() != seconds.keys() or any(_differ(known[one], seconds[one]) for one in known):
+            model = fit(seconds)
+            self._fitted = seconds, model
+        return model
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > SAME * one
+
+
+class ScalingPolicy(Policy):
+    """Adds workers while the speedup pays for them, and drops those that bring too little.
+
+    An hour of the job costs 1 for the time that passes, and ``price`` for each worker. So a step costs::
+
+        cost(W) = (1 + price · W) · T(W)
+
+    with T seconds on W workers, and the number with the lowest cost is wanted: one more worker pays if it makes
+    training faster by a larger factor than it makes an hour dearer. By Amdahl's law with a serial share s of the work
+    that is W = √((1 - s) / (price · s)).
+
+    Nothing is guessed: a number of workers is tried, its steps are timed, and it is left again if it costs more. Only
+    the next two larger and smaller ones are tried, larger ones if they would pay, did they scale perfectly.
+
+    Args:
+        price: the price of a worker's hour. 1 is as much as it is worth to end the job an hour earlier; 0 is for the
+            fastest.
+        fewest: workers.
+        most: workers; None for as many as there are shards.
+        patience: steps that are timed before anything follows from them.
+        margin: share of the cost that a change has to save.
+        again_s: seconds of training, and at least 2000 steps, after which what was timed, or could not be had, may be
+            tried again.
+
+    Raises:
+        JobError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        price: float = 0.1,
+        fewest: int = 1,
+        most: int | None = None,
+        patience: int = 20,
+        margin: float = 0.05,
+        again_s: float = 900.0,
+    ) -> None:
+        require_kinds(ScalingPolicy.__init__, locals())
+        given = f"ScalingPolicy(price={price}, fewest={fewest}, most={most}, patience={patience}, margin={margin})"
+        if not price >= 0 or not 0 <= margin < 1 or patience < 1 or not again_s > 0:
+            raise JobError(f"{given}: price from 0, margin from 0 and below 1, patience from 1, again_s above 0")
+        if fewest < 1 or (most is not None and most < fewest):
+            raise JobError(f"{given}: fewest is at least 1, and most is no less")
+        self._price, self._fewest, self._most = price, fewest, most
+        self._patience, self._margin, self._again_s = patience, margin, again_s
+        self._trials = LayoutTrials()
+
+    def after_step(self, view: View) -> None:
+        """Time it; after some steps, compare."""
+        self._trials = self._trials.after(view, self._patience, self._again_s)
+        if self._trials.noted == view.step and not self._trials.request.workers:
+            now = layout_of(view)
+            seen = {one.workers: step_s for one, step_s in self._trials.times.seconds.items() if _is_like(one, now)}
+            if (wanted := self._wanted(now, seen)) != now.workers:
+                figures = {f"step_s_{workers}": step_s for workers, step_s in sorted(seen.items())}
+                self.resize(wanted, before=now.workers, price=self._price, **figures)
+                self._trials = self._trials.asking(wanted, view)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was tried."""
+        return self._trials.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._trials = LayoutTrials.of(state)
+
+    def _wanted(self, now: Layout, seen: Mapping[int, float]) -> int:
+        """The best of those that were tried; if that is what there is, a neighbour that was not."""
+        most = min(self._most or now.job_shards, now.job_shards)
+        bounded = max(min(now.workers, most), min(self._fewest, most))
+        costs = {workers: self._cost(workers, step_s) for workers, step_s in seen.items()}
+        limit = (1 - self._margin) * costs[now.workers]
+        better = [workers for workers, cost in costs.items() if cost < limit and self._fewest <= workers <= most]
+        sizes = useful_sizes(now.job_shards, self._fewest, most)
+        larger = [workers for workers in sizes if workers > now.workers and self._could_pay(workers, seen, now, limit)]
+        smaller = [workers for workers in reversed(sizes) if workers < now.workers]
+        new = [workers for workers in (*larger[:2], *smaller[:2]) if workers not in seen]
+        in_turn = [bounded] if bounded != now.workers else [*sorted(better, key=lambda one: costs[one]), *new]
+        return next((workers for workers in in_turn if self._trials.request.may_have(workers)), now.workers)
+
+    def _could_pay(self, workers: int, seen: Mapping[int, float], now: Layout, limit: float) -> bool:
+        """Whether more workers would, if they scaled perfectly from each smaller number that was timed."""
+        widest = replace(now, workers=workers).widest
+        shares = [s / replace(now, workers=fewer).widest for fewer, s in seen.items() if fewer < workers]
+        return self._cost(workers, widest * max(shares)) < limit
+
+    def _cost(self, workers: int, step_s: float) -> float:
+        return (1 + self._price * workers) * step_s
+
+
+def _is_like(one: Layout, other: Layout) -> bool:
+    """But for the workers."""
+    return replace(one, workers=other.workers) == other
+
+
+# How often to write a checkpoint.
+
+
+def mean_time_between_failures(seconds: float, failures: int, prior_s: float) -> float:
+    """What is expected after so many failures in so many seconds, if one in ``prior_s`` was expected before.
+
+    The mean of the rate under a Gamma prior with one failure in ``prior_s`` seconds: before anything has failed the
+    estimate is the prior, or what was survived and the prior together; after many failures the prior counts for one.
+    """
+    return (seconds + prior_s) / (failures + 1)
+
+
+def daly_s(checkpoint_s: float, between_failures_s: float) -> float:
+    """Seconds of work between two checkpoints that lose the least time to writing them and to work done twice.
+
+    Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: the square root of 2 δ M,
+    for a checkpoint of δ seconds and M seconds between failures. Daly, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps", FGCS 22(3), 2006, equation 37::
+
+        √(2 δ M) · (1 + √(δ / 2M) / 3 + (δ / 2M) / 9) - δ        if δ < 2 M, and M otherwise
+
+    Args:
+        checkpoint_s: δ, that writing one takes; above 0.
+        between_failures_s: M, on average; above 0.
+    """
+    share = checkpoint_s / (2 * between_failures_s)
+    if share >= 1:
+        return between_failures_s
+    young = math.sqrt(2 * checkpoint_s * between_failures_s)
+    return young * (1 + math.sqrt(share) / 3 + share / 9) - checkpoint_s
+
+
+Market = Callable[[], Mapping[str, float | int | None]]
+"""Says the ``price`` of one worker, and for how many of them there are ``notices`` now; either may be absent."""
+
+
+class SpotPolicy(Policy):
+    """Buys as many workers as the budget pays for, answers notices at once, and writes checkpoints as often as pays.
+
+    - **Size**: the largest useful number of workers with ``price · workers <= budget``. It shrinks at once when they
+      get too dear, and grows only if the price could rise by ``margin`` meanwhile.
+    - **Notices**: for each new one a checkpoint is written after the same step, and with a budget one worker more is
+      asked for, in place of the one that is about to go, until that has left. All that is affordable stays asked for:
+      the coordinator gives it as soon as there is room.
+    - **Checkpoints**: every τ + δ seconds, with Daly's τ for δ, the seconds that a checkpoint takes, and the mean time
+      between failures that was observed (:mod:`unisono.adapt.layout_policies`). Each worker that is lost, or leaves on
+      notice, counts as a failure: machines of one market tend to be taken together, and then there is only the
+      checkpoint.
+
+    Args:
+        market: a function without arguments that the main worker calls every so many steps, and that returns a mapping
+            such as ``{"price": 0.31, "notices": 0}``. It may take little time: all workers wait for it. If it raises an
+            ``OSError`` (a service that is out of reach), nothing changes; any other error ends the job.
+        budget: the budget for all workers together, in the unit of the price; None leaves their number to others.
+        fewest: the smallest number of workers, however dear they are.
+        most: the largest number of workers; None for as many as there are shards.
+        every: the number of steps from one look at the market to the next.
+        margin: the share by which the price may rise before a number of workers that was just asked for is too dear.
+        prior_s: the expected seconds between failures before anything was observed.
+        checkpoint_s: the expected seconds of a checkpoint before one was written.
+
+    Raises:
+        JobError: a number is out of range.
+
+    Attributes:
+        target: the number of workers that the price allows; 0 before the first look.
+        asked_for: the number of workers asked for last; 0 if that was never necessary.
+        notices: the notices at the newest look.
+        departures: the departures of workers at the newest look.
+        gone_by: the number of departures with which all are gone that notices are about; 0 while there are none.
+        kept_s: the seconds of training at which the newest checkpoint was asked for.
+    """
+
+    def __init__(
+        self,
+        market: Market,
+        budget: float | None = None,
+        fewest: int = 1,
+        most: int | None = None,
+        every: int = 5,
+        margin: float = 0.1,
+        prior_s: float = 6 * 3600.0,
+        checkpoint_s: float = 1.0,
+    ) -> None:
+        require_kinds(SpotPolicy.__init__, locals())
+        given = f"SpotPolicy(budget={budget}, fewest={fewest}, most={most}, every={every}, margin={margin})"
+        if (budget is not None and not budget > 0) or every < 1 or not margin >= 0:
+            raise JobError(f"{given}: budget above 0, every from 1, margin from 0")
+        if fewest < 1 or (most is not None and most < fewest):
+            raise JobError(f"{given}: fewest is at least 1, and most is no less")
+        if not prior_s > 0 or not checkpoint_s > 0:
+            raise JobError(f"SpotPolicy(prior_s={prior_s}, checkpoint_s={checkpoint_s}): both above 0")
+        self.observe_every = every
+        self._market, self._budget, self._fewest, self._most = market, budget, fewest, most
+        self._margin, self._prior_s, self._checkpoint_s = margin, prior_s, checkpoint_s
+        self.target = self.asked_for = self.notices = self.departures = self.gone_by = 0
+        self.kept_s = 0.0
+
+    def observe(self, view: View) -> Mapping[str, Figure]:
+        """Look at the market."""
+        try:
+            found = dict(self._market())
+        except OSError as error:
+            return {"problem": f"{type(error).__name__}: {error}"}
+        if not {"price", "notices"} >= found.keys() or not all(_is_amount(value) for value in found.values()):
+            raise ValueError(f"market() gave {found}: it takes a 'price' and 'notices', numbers from 0 on")
+        return {"price": found.get("price"), "notices": found.get("notices") or 0}
+
+    def after_step(self, view: View) -> None:
+        """Answer what the market says, and write a checkpoint if one is due."""
+        seen = view.observed.get(self.name, {})
+        is_warned = "notices" in seen and self._heed(int(seen["notices"] or 0), view)
+        if seen:
+            self._resize(seen.get("price"), view)
+        self._keep(view, at_once=is_warned)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The attributes that change."""
+        names = ("target", "asked_for", "notices", "departures", "gone_by", "kept_s")
+        return {name: getattr(self, name) for name in names}
+
+    def _heed(self, notices: int, view: View) -> bool:
+        """Whether there are new ones."""
+        new, self.notices = notices - self.notices, notices
+        if new > 0:  # some may have left already, as soon as their hosts were warned
+            self.gone_by = max(self.gone_by, self.departures) + new
+        elif not notices:
+            self.gone_by = 0
+        self.departures = view.departures
+        return new > 0
+
+    def _resize(self, price: Figure, view: View) -> None:
+        if self._budget is None:
+            return
+        self.target = self.target or view.world_size
+        if isinstance(price, float | int):
+            self.target = self._affordable(self._budget, price, view)
+        about_to_go = min(self.notices, max(0, self.gone_by - view.departures))
+        wanted = max(self.target, min(self.target + about_to_go, self._most or view.base_shards, view.base_shards))
+        before = self.asked_for or view.world_size
+        if wanted != before:
+            self.resize(wanted, before=before, price=price, budget=self._budget, notices=self.notices)
+            self.asked_for = wanted
+
+    def _affordable(self, budget: float, price: float, view: View) -> int:
+        sizes = useful_sizes(view.base_shards, self._fewest, self._most or view.base_shards)
+        paid = [workers for workers in sizes if workers * price <= budget] or sizes[:1]
+        safe = [workers for workers in paid if workers * price * (1 + self._margin) <= budget] or sizes[:1]
+        return paid[-1] if self.target > paid[-1] else max(safe[-1], self.target)
+
+    def _keep(self, view: View, *, at_once: bool) -> None:
+        checkpoint_s = max((worker.checkpoint_s for worker in view.workers), default=0.0) or self._checkpoint_s
+        between_s = mean_time_between_failures(view.seconds, view.departures, self._prior_s)
+        every_s = daly_s(checkpoint_s, between_s)
+        if at_once or view.seconds - self.kept_s >= every_s + checkpoint_s:
+            self.kept_s = view.seconds
+            self.checkpoint(
+                every_s=every_s, checkpoint_s=checkpoint_s, between_failures_s=between_s, notices=self.notices
+            )
+
+
+def _is_amount(value: Any) -> bool:
+    return value is None or (isinstance(value, float | int) and math.isfinite(value) and value >= 0)
