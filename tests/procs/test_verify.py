@@ -124,12 +124,12 @@ def test_a_model_that_is_built_before_init_is_found_before_the_first_step(tmp_pa
 
 @pytest.mark.slow
 def test_the_native_reduction_is_named_where_it_parts(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--workers 1,3 --steps 4", ("shards=3", 'shards=3, reduction="native"'))
+    done = verify(tmp_path, "--workers 1,3 --steps 4", ("shards=3", 'shards=3, arithmetic={"reduction": "native"}'))
 
     assert done.code == 1
     assert "the gradient of" in done.words
     assert "still equal the weights, every batch, every loss" in done.words
-    assert 'the job uses reduction="native"' in done.words
+    assert 'the job uses "reduction": "native"' in done.words
     assert "It is not promised to be exact" in done.words
 
 
