@@ -263,7 +263,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_befo
 
 def test_a_bit_to_flip_in_a_checkpoint_that_is_not_there_is_an_error(training: unisono.Run) -> None:
     FaultInjector(Faults().flip_bit(rank=0, at_step=1, place="checkpoint")).attach(training)
-    with pytest.raises(JobError, match="there is no checkpoint yet: set checkpoint_every"):
+    with pytest.raises(JobError, match="there is no checkpoint yet: set checkpoints="):
         loop(training)
 
 
