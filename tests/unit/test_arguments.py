@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -96,6 +97,24 @@ def test_a_group_is_a_value_of_its_class_or_a_dict_and_nothing_else(name: str) -
             unisono.init(batch_size=32, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(JobError, match=f"{name}.evry=5: there is no such argument; "):
         unisono.init(batch_size=32, **{name: {"evry": 5}})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_and_names_that_are_none_are_refused_by_name() -> None:
+    with pytest.raises(JobError, match="batch_size=.*: needs a whole number"):
+        unisono.init(batch_size=np.int64(16))  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="checkpoints={5: 5}: needs a unisono.Checkpoints or a dict"):
+        unisono.init(batch_size=32, checkpoints={5: 5})  # type: ignore[dict-item]
+
+
+def test_a_trainer_on_a_run_takes_no_settings_of_another_one(start: Callable[..., unisono.Run]) -> None:
+    model, run = nn.Linear(1, 1), start()
+    for said in ({"checkpoints": {"every": 1}}, {"batch_size": 48}):
+        with pytest.raises(JobError, match="the run that is given has its settings"):
+            unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), run=run, **said)
+
+
+def test_the_default_of_buckets_can_be_said(start: Callable[..., unisono.Run]) -> None:
+    assert start(arithmetic={"bucket_mb": None}).job.bucket_mb == 4.0
 
 
 def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said() -> None:

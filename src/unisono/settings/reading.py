@@ -86,7 +86,7 @@ def settings_from(said: Mapping[str, Any], environ: Mapping[str, str], kinds: Ma
         JobError: one is unknown, of another type or out of range; names it.
     """
     variables = Variables(environ)
-    own = {name: value for name, value in said.items() if name not in GROUPS and value is not None and value != ()}
+    own = {name: value for name, value in said.items() if name not in GROUPS and not _is_silent(value)}
     groups: dict[str, Any] = {
         name: kind(**_with_variables(kind, _given(name, kind, said.get(name)), variables))
         for name, kind in GROUPS.items()
@@ -117,12 +117,17 @@ def with_defaults(said: Mapping[str, Any], defaults: Mapping[str, Any], environ:
     return result
 
 
+def _is_silent(value: Any) -> bool:
+    """Whether a value says nothing: None, and an empty tuple."""
+    return value is None or (isinstance(value, tuple) and not value)
+
+
 def _given(name: str, kind: type[Any], value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, kind):
         return dict(value.values)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
         return dict(kind(**value).values)
     raise JobError(f"{name}={short(value)}: needs a unisono.{kind.__name__} or a dict, or None")
 
@@ -172,7 +177,7 @@ def settings_by_path(values: Mapping[str, Any]) -> Settings:
     Raises:
         JobError: one is of another type or out of range; names its option.
     """
-    said = {path: value for path, value in values.items() if value is not None and value != ()}
+    said = {path: value for path, value in values.items() if not _is_silent(value)}
     for path, value in said.items():
         TABLE[path].require_in_range(f"{TABLE[path].row.option or path} {text_of(value)}", value)
     own = {path: value for path, value in said.items() if "." not in path}

@@ -233,9 +233,9 @@ class Settings(BatchSettings):
     strategy: Annotated[
         Any, Row("UNISONO_STRATEGY", "--strategy", plain=str, page="strategies.md#synchronisation-strategies")
     ] = None
-    """The strategy by which workers synchronise: ``all-reduce``, ``parameter-server``, ``model-averaging``, ``pair-
-    averaging``, ``local-sgd`` or ``diloco``, settings after a colon: ``local-sgd:every=16``. Only all-reduce and the
-    synchronous parameter server are exact.
+    """The strategy by which workers synchronise: ``all-reduce``, ``parameter-server``, ``model-averaging``,
+    ``pair-averaging``, ``local-sgd`` or ``diloco``, settings after a colon: ``local-sgd:every=16``. Only all-reduce and
+    the synchronous parameter server are exact.
     """
     policies: Annotated[
         Any, Row("UNISONO_POLICIES", "--policy", metavar="NAME,…", plain=tuple, page="adapting.md#adapting")

@@ -192,6 +192,11 @@ class Trainer:
         require_kinds(Trainer.__init__, {**locals(), "model": (), "optimizer": ()})  # the run refuses these itself
         require_names_of_today(settings)
         require_known(init, settings)
+        if run is not None and (settings or batch_size is not None):
+            names = ", ".join([*settings, *(["batch_size"] if batch_size is not None else [])])
+            raise JobError(
+                f"Trainer(run=…, {names}=…): the run that is given has its settings: say it where that begins"
+            )
         clip = Clip(clip_norm, clip_value)
         self.run = run or _started(batch_size, settings)
         self.model, self.optimizer = self.run.prepare(model, optimizer)

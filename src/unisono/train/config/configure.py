@@ -93,7 +93,8 @@ def _job(settings: Settings, bucket_mb: float) -> Job:
     if factor > 1 and batch_size is not None:  # a shard has as many samples as before
         shards = default_shards(batch_size) if shards is None else shards
         batch_size, shards = batch_size * factor, shards * factor
-    values = {"bucket_mb": bucket_mb, **settings.arithmetic.values}
+    values = {name: value for name, value in settings.arithmetic.values.items() if value is not None}
+    values.setdefault("bucket_mb", bucket_mb)
     return Job.create(batch_size=batch_size, shards=shards, seed=settings.seed, **values)
 
 
