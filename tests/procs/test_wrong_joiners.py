@@ -81,7 +81,7 @@ def test_wrong_joiners_end_with_their_error_and_the_job_with_the_bits_of_the_ser
     for name, (script, words) in WRONG.items():
         joiners.append((tmp_path / f"{name}.py", words, {}))
         joiners[-1][0].write_text(script)
-    joiners.append((SCRIPT, "checkpoint_every: None here, 2 there", {"UNISONO_CHECKPOINT_EVERY": "2"}))
+    joiners.append((SCRIPT, "checkpoints.every: None here, 2 there", {"UNISONO_CHECKPOINT_EVERY": "2"}))
     joiners.append((SCRIPT, "MemoryError: no room for the state", UNABLE))
     for path, words, settings in joiners:
         assert joining(path, **settings).wait(PATIENCE_S) == 1, (path, training.output.read_text())

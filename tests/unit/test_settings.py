@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import pytest
 
 import unisono
@@ -118,6 +119,16 @@ def test_groups_are_frozen_values_that_know_what_was_said() -> None:
         said.every = 6  # type: ignore[misc]
     with pytest.raises(JobError, match="arithmetic.thread=2: there is no such argument; did you mean threads"):
         Arithmetic(thread=2)  # type: ignore[call-arg]
+
+
+def test_a_number_of_numpy_for_a_decimal_one_is_kept_as_one_that_json_has() -> None:
+    for number in (np.float32(2.5), np.int64(3), 3):
+        assert type(Arithmetic(bucket_mb=number).bucket_mb) is float  # type: ignore[arg-type]
+
+
+def test_a_strategy_without_a_name_is_refused() -> None:
+    with pytest.raises(JobError, match="strategy=''"):
+        unisono.init(batch_size=8, strategy="")
 
 
 def test_a_job_has_the_fields_of_the_table_and_its_ranges() -> None:

@@ -30,13 +30,13 @@ def run_for(guest: str, run: Run | None, settings: Mapping[str, Any], defaults: 
     Raises:
         JobError: there are settings, and a run already; or a setting is unknown or out of range.
     """
+    require_names_of_today(settings)
     process = HOST_PROCESS.get()
     newest = process.newest if run is None else run
     if newest is not None and not newest.inside.ending.is_closed:
         if settings:
             raise JobError(f"{guest}({', '.join(settings)}=…) beside a run that is open: say it where that begins")
         return newest
-    require_names_of_today(settings)
     if unknown := settings.keys() - signature(init).parameters.keys():
         raise JobError(refused("run.unknown-settings", guest=guest, names=", ".join(sorted(unknown))))
     if run is not None:

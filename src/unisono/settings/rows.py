@@ -80,14 +80,15 @@ class NamedRow:
         below = [meanings(each.__module__).get((each.__name__, self.name), "") for each in self.of.__mro__]
         return next(filter(None, below), "")
 
-    def check(self, value: Any) -> None:
-        """Refuse a value of another type, or out of range.
+    def checked(self, value: Any) -> Any:
+        """A value as it is kept: any number for a decimal one is a float, which JSON has.
 
         Raises:
             JobError: it is one; names the setting, and says what is allowed.
         """
         require_kind(self.path, value, self.kind)
         self.require_in_range(f"{self.path}={short(value)}", value)
+        return float(value) if self.plain is float and value is not None else value
 
     def require_in_range(self, words: str, value: Any) -> None:
         """Refuse a number that is too small or too large.
@@ -151,7 +152,7 @@ def group(prefix: str) -> Callable[[type[G]], type[G]]:
             require_known(made, said, prefix)
             for setting in settings_of(made):
                 if setting.name in said:
-                    setting.check(said[setting.name])
+                    said[setting.name] = setting.checked(said[setting.name])
             begun(self, **said)
             object.__setattr__(self, "said", frozenset(said))
 

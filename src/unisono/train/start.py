@@ -240,8 +240,8 @@ def _besides(config: RunConfig) -> dict[str, Any]:
         "checked bytes": execution.checked_bytes,
         "audit": execution.audit,
         "monitor": asdict(execution.monitoring),
-        "verify_every": config.verify_every,
-        "checkpoint_every": config.settings.checkpoints.every,
+        "faults.verify_every": config.verify_every,
+        "checkpoints.every": config.settings.checkpoints.every,
     }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-
-# What cannot be kept exact, and is refused with the cure; and what a run says in arguments.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -194,7 +194,7 @@ def _adaptation(settings: Settings, job: Job, recording: Recording) -> Adaptatio
     compares = recording.trace is not None or settings.special.samples
     return Adaptation(
         policies,
-        strategy_of(settings.strategy or AllReduce()),
+        strategy_of(AllReduce() if settings.strategy is None else settings.strategy),
         StrategyConstraints(job.reduction, compares, job.precision == "fp16"),
     )
 
