@@ -16,6 +16,11 @@ TENSORFLOW_READY := $(TENSORFLOW)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
 	tests/unit/test_checkpoint_models.py tests/unit/test_checkpoint_optimizers.py tests/unit/test_order.py \
 	tests/unit/test_overlap.py tests/unit/test_squared_norms.py tests/unit/test_tree.py
+test-slurm := $(wildcard tests/*/test_slurm*.py tests/procs/test_study_engines.py)
+test-ray := $(wildcard tests/*/test_ray*.py)
+test-k8s := $(wildcard tests/*/test_k8s*.py)
+LAB := unisono_lab|"(batch-size|chaos|curvature|page|replay|simulate|study|timeline)"
+test-lab = $(shell grep -rlE --include='test_*.py' '$(LAB)' tests)
 # Of pytest, each of which takes a gigabyte or two. Tests with processes wait for half of their time: with as many as two cores, a third
 # of the processors' time passes unused.
 PROCESSES ?= 5
@@ -33,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: test-slurm test-ray test-k8s test-lab bench-fixed-cost bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -73,6 +78,13 @@ slow: $(READY) accelerator slurm ssh qemu prometheus browser  ## more of them, w
 alone: $(READY) browser  ## tests of what is promised to happen in time
 	@echo "==> tests of what is promised to happen in time"
 	@$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
+
+# Whole, slow tests too.
+test-slurm: $(READY) slurm  ## all tests of Slurm jobs; test-ray, test-k8s, test-lab: likewise
+test-ray test-k8s test-lab: $(READY)
+test-lab: browser
+test-slurm test-ray test-k8s test-lab:
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup $($@)
 
 # Both of them in one go: what they import is imported once by each process, and none waits for the last test of the others.
 unit-and-procs: $(READY) accelerator slurm ssh prometheus browser
@@ -146,6 +158,9 @@ bench-allreduce: $(BENCH_READY)  ## the all-reduce alone, beside Gloo and the me
 
 bench-shards: $(BENCH_READY)  ## more shards than workers, exact beside native, one worker beside the plain loop
 	@$(BIN)/python -m benchmarks shards $(OPTIONS)
+
+bench-fixed-cost: $(BENCH_READY)  ## a step that computes next to nothing: the plain loop, DDP, Unisono on 1 and 2 workers with 1, 2 and 8 shards, in turns
+	@$(BIN)/python -m benchmarks fixed-cost $(OPTIONS)
 
 bench-accelerators: $(READY)  ## waits, copies and memory of a step on the simulated accelerator; needs g++
 	@PYTHONPATH=tests $(BIN)/python -m benchmarks.accelerators

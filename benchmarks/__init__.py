@@ -2,6 +2,7 @@
 
     python -m benchmarks step         a training step, beside the plain loop, DDP, Fabric and Accelerate
     python -m benchmarks allreduce    the all-reduce alone, beside Gloo and the bandwidth of the memory
+    python -m benchmarks fixed-cost   what a step costs that computes next to nothing
     python -m benchmarks shards       what more shards than workers cost, and exact beside native
     python -m benchmarks network      how much of the communication is hidden, over a slow network
     python -m benchmarks data-network what TLS between hosts costs, and sockets of our own beside Gloo

@@ -19,6 +19,7 @@ from benchmarks import (
     device_memory,
     disturbed,
     finite_looks,
+    fixed_cost,
     flips,
     growth,
     guests,
@@ -52,7 +53,7 @@ from benchmarks.strangers import Siege
 from benchmarks.task import Update
 from benchmarks.workloads import WORKLOADS
 from unisono.errors import LaunchError
-from unisono.sync.named import strategy_of
+from unisono.sync import strategy_of
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -153,6 +154,32 @@ def shards_command(
         seed=seed,
     )
     _publish(shards.run(choice), output)
+
+
+@app.command("fixed-cost")
+def fixed_cost_command(
+    workers: Workers = 2,
+    rounds: Rounds = None,
+    turns: Annotated[int | None, typer.Option(help="of each loop in a run")] = None,
+    steps: Annotated[int, typer.Option(help="in a turn")] = 50,
+    allocator: Malloc = "tuned",
+    update: Sgd = "default",
+    seed: Seed = 0,
+    quick: Quick = False,
+    output: Output = RESULTS,
+) -> None:
+    """What a step costs that computes next to nothing: the plain loop, DDP and Unisono."""
+    choice = shards.Choice(
+        models=("nothing",),
+        workers=workers,
+        rounds=rounds or (1 if quick else 3),
+        turns=turns or (2 if quick else 20),
+        steps=steps,
+        update=update,
+        allocator=allocator,
+        seed=seed,
+    )
+    _publish(fixed_cost.measure(choice), output)
 
 
 @app.command("network")

@@ -16,7 +16,7 @@ from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
 from unisono_lab.commands.batch_size import read_mib
-from unisono_lab.measure.batch_search import BatchRunner, BatchSearch, searched
+from unisono_lab.study.batch_search import BatchRunner, BatchSearch, searched
 
 PROGRAM = Path(__file__).parent / "programs" / "convolutions.py"
 LARGE = "65536"

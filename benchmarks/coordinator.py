@@ -12,9 +12,19 @@ from time import process_time
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from unisono.membership import state as machine
-from unisono.membership.agent_messages import AgentHello, Probed, WorkerEnded
 from unisono.membership.coordinator import STATE_LOG, AgentSession, Coordinator, Session, WorkerSession
-from unisono.membership.messages import Arrived, Formed, Message, Progress, Pulse, Ready, WorkerHello
+from unisono.membership.messages import (
+    AgentHello,
+    Arrived,
+    Formed,
+    Message,
+    Probed,
+    Progress,
+    Pulse,
+    Ready,
+    WorkerEnded,
+    WorkerHello,
+)
 
 SIZES = (16, 64, 256, 1024, 4096)
 """Numbers of workers."""

@@ -18,8 +18,7 @@ from benchmarks.open_files import allow_files
 from benchmarks.report import Grid, Report
 from benchmarks.stage import Stage, Use, staged
 from unisono.launch.elastic.address import Address, Control
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.entrance import certificate_file
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Range, certificate_file
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership.token import read_token, token_file
 

@@ -14,30 +14,36 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from benchmarks.noticed import Noticed
 from unisono.launch.elastic.address import Address
-from unisono.launch.elastic.coordinator_line import CoordinatorLine
-from unisono.membership.agent_messages import AgentHello, End, FromAgent, Probe, Probed, Start, ToAgent, WorkerEnded
-from unisono.membership.client import FLUSH_S, OPEN_S, PING_S
-from unisono.membership.connection import Conversation, Reconnection, call
+from unisono.launch.elastic.coordinator_process import CoordinatorLine
+from unisono.membership.client import FLUSH_S, OPEN_S, PING_S, Conversation, Reconnection, call
 from unisono.membership.messages import (
+    LONGEST_MESSAGE,
+    AgentHello,
     Arrived,
+    End,
     Formed,
+    FromAgent,
     JobOver,
     Lost,
     NewGeneration,
+    Probe,
+    Probed,
     Progress,
     Pulse,
     Ready,
     Refused,
     RegroupDue,
     Removed,
+    Start,
     StoreReply,
     StoreRequest,
+    ToAgent,
     ToWorker,
     Welcome,
+    WorkerEnded,
     WorkerHello,
     to_worker,
 )
-from unisono.membership.parser import LONGEST_MESSAGE
 
 BEAT_S = 1.0
 """Between two heartbeats of a worker, in seconds, as in life."""

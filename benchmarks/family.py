@@ -99,7 +99,7 @@ class Family:
         for one in alive:
             with suppress(psutil.Error):
                 parents[one.pid], words[one.pid] = one.ppid(), one.cmdline()
-        template = next((pid for pid, said in words.items() if "unisono.launch.forkserver.server" in said), -1)
+        template = next((pid for pid, said in words.items() if "unisono.launch.fork_server" in said), -1)
         roles: dict[int, Role] = {}
         for one in alive:
             said = words.get(one.pid, [])

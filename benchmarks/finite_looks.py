@@ -14,7 +14,7 @@ import unisono
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.workloads import WORKLOADS
-from unisono.finite import Finiteness
+from unisono.words import Finiteness
 
 WARM_UP = 3
 """Steps: in the first ones memory is allocated, and optimizers make their state."""

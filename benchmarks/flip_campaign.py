@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from benchmarks.thread_crew import Trade, train
-from unisono.data.streams import generators_kept
+from unisono.data.generators import generators_kept
 from unisono.errors import UnisonoError, UnisonoWarning
 from unisono.job import Job
 from unisono.train.config.numerics import apply_numerics
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.step import Step
-from unisono_lab.faults.flip import flip, flip_in_file, tensors_in
+from unisono_lab.faults.injector import flip, flip_in_file, tensors_in
 
 SHARDS, BATCH, STEPS = 4, 32, 9
 CHECKPOINT_EVERY = 3
@@ -42,8 +42,8 @@ AT_REST = ("weights", "optimizer", "buffers")
 ANY_TIME = "any_time"
 """A place of its own: whatever lies at rest in one worker's memory, after a drawn share of a step's time."""
 
-MOST_WRITES = 12
-"""Of a partial sum or a gradient in a step, of which one is struck: models here have more."""
+WRITES = {"partial_sum": 2, "gradient": 12, "shard_buffer": SHARDS}
+"""Of a step, of which one is struck: gradients as small as here are added up together, shard by shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _drawn(draw: random.Random) -> Flip:
         place=place,
         rank=draw.randrange(workers),
         step=draw.randrange(STEPS),
-        moment=draw.randrange(MOST_WRITES),
+        moment=draw.randrange(12),
         draw=draw.getrandbits(60),
         verify_every=draw.choice((2, 100)),
     )
@@ -228,9 +228,7 @@ class _Striker:
             self._hit_one(self._run, AT_REST[self._flip.moment % len(AT_REST)])
             return
         self._writes += 1
-        if place == "gradient" or self._writes > self._flip.moment % (
-            SHARDS if place == "shard_buffer" else MOST_WRITES
-        ):
+        if place == "gradient" or self._writes > self._flip.moment % WRITES[place]:
             self._hit(values)
 
     def _hit(self, tensor: Tensor) -> None:

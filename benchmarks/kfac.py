@@ -32,7 +32,7 @@ from unisono.errors import UnisonoWarning
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono_lab.second_order.kfac_layers import KnownLayer
+from unisono_lab.second_order.kfac import KnownLayer
 
 BATCH, MOST, LOOK_EVERY = 128, 300, 2
 TUNED_WITH = 100
@@ -85,8 +85,8 @@ def _classified(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def _rebuilt(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    found: Tensor = (model(images) - images.flatten(1)).square().sum(1).mean() / 2
-    return found
+    loss: Tensor = (model(images) - images.flatten(1)).square().sum(1).mean() / 2
+    return loss
 
 
 def _is_right(share: float, model: nn.Module, images: Tensor, labels: Tensor) -> bool:
@@ -143,14 +143,14 @@ class Race:
 
 def races_of(seeds: int) -> dict[str, dict[str, tuple[str, list[Race]]]]:
     """Of each problem and optimizer the best setting, and its trainings."""
-    found: dict[str, dict[str, tuple[str, list[Race]]]] = {}
+    races: dict[str, dict[str, tuple[str, list[Race]]]] = {}
     for name, problem in PROBLEMS.items():
-        found[name] = {}
+        races[name] = {}
         for kind, grid in GRIDS.items():
             tried = {setting: race(problem, make, TUNED_WITH) for setting, make in grid.items()}
             best = min(tried, key=lambda each: tried[each].steps)
-            found[name][kind] = best, [race(problem, grid[best], seed) for seed in range(seeds)]
-    return found
+            races[name][kind] = best, [race(problem, grid[best], seed) for seed in range(seeds)]
+    return races
 
 
 def race(problem: Problem, make: Make, seed: int) -> Race:
@@ -201,10 +201,10 @@ def run(seeds: int) -> Report:
     )
 
 
-def table_of_races(found: dict[str, dict[str, tuple[str, list[Race]]]]) -> Grid:
+def table_of_races(results: dict[str, dict[str, tuple[str, list[Race]]]]) -> Grid:
     """One row per problem and optimizer."""
     rows = []
-    for name, kinds in found.items():
+    for name, kinds in results.items():
         for kind, (best, races) in kinds.items():
             steps, spent = [one.steps for one in races], [1e3 * one.seconds for one in races]
             rows.append(
@@ -250,9 +250,9 @@ def sharing_of(counts: tuple[int, ...] = (1, 2, 4)) -> dict[int, dict[str, float
     """Of each number of workers the processor time of the busiest one, per step: factors, and decompositions."""
     real = KnownLayer.sums_of
 
-    def timed(self: KnownLayer, found: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def timed(self: KnownLayer, layer_input: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with _timed("factors"):
-            return real(self, found, gradient)
+            return real(self, layer_input, gradient)
 
     KnownLayer.sums_of = timed  # type: ignore[method-assign]
     try:
@@ -281,17 +281,17 @@ def _wide(run: Run) -> None:
     run.finish()
 
 
-def table_of_sharing(found: dict[int, dict[str, float]]) -> Grid:
+def table_of_sharing(times: dict[int, dict[str, float]]) -> Grid:
     """One row per number of workers."""
     rows = [
         (
             str(count),
             *(
-                f"{1e3 * one[name]:.0f} ms ({found[1][name] / one[name]:.2f} times as fast)"
+                f"{1e3 * one[name]:.0f} ms ({times[1][name] / one[name]:.2f} times as fast)"
                 for name in ("factors", "decompositions")
             ),
         )
-        for count, one in found.items()
+        for count, one in times.items()
     ]
     title = f"K-FAC, 7 layers of width {WIDTH}: processor time of the busiest worker, per step that makes both"
     return Grid(title, ("workers", "factors", "decompositions"), rows)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.noise import NoiseMeter
 from benchmarks.programs.operations import OPERATIONS
 from benchmarks.report import Grid, Report
-from unisono.host.processor_paths import PORTABLE, numerics_variables
+from unisono.host.machine import PORTABLE, numerics_variables
 
 LEVELS = ("native", "portable")
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.noise import Noise
-from unisono.cli.tables import show_table
+from unisono.cli.display import show_table
 
 RESULTS = Path(__file__).parent / "results"
 

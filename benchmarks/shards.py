@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,13 +109,19 @@ class Row:
         """For the table."""
         middle = statistics.median(statistics.median(turns) for turns in self.seconds)
         apart = f"{self.difference:.0e} apart" if self.difference else "identical"
-        return (self.name, f"{1000 * middle:.1f} ms", f"{self.ratio:.3f}", apart)
+        return (self.name, f"{1000 * middle:.2f} ms", f"{self.ratio:.3f}", apart)
 
 
-def run(choice: Choice) -> Report:
-    """Measure all races on all models."""
+def run(choice: Choice, name: str = "shards", run_by: Callable[[int], Sequence[Race]] = races) -> Report:
+    """Measure all races on all models.
+
+    Args:
+        choice: how.
+        name: of the report.
+        run_by: which races there are with so many workers.
+    """
     meter, order = NoiseMeter(), random.Random(choice.seed)  # noqa: S311  the order is to be repeatable
-    planned = [(model, race) for model in choice.models for race in races(choice.workers)]
+    planned = [(model, race) for model in choice.models for race in run_by(choice.workers)]
     found = measure([entry(choice, model, race) for model, race in planned], choice.rounds, meter, order)
     meter.calibrate()
     results = [
@@ -124,7 +130,7 @@ def run(choice: Choice) -> Report:
         if one.runs and not one.failure
     ]
     return Report(
-        name="shards",
+        name=name,
         settings=asdict(choice),
         noise=meter.read(),
         grids=[grid(choice, model, race, table) for model, race, table in results],

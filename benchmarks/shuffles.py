@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
-from unisono.data.order import BlockwiseOrder, KeyedOrder
+from unisono.data.sample_order import KeyedOrder
 from unisono.data.shards import ShardSource
 from unisono.plan.batches import Batches, Position
-from unisono.plan.block_order import BlockShuffle
+from unisono.plan.order import BlockShuffle
 from unisono.plan.split import Split
 
 BATCH, SHARDS, FEATURES = 256, 8, 256
@@ -83,7 +83,7 @@ def run(choice: Choice) -> Report:
     orders: dict[str, KeyedOrder] = {"full shuffle": KeyedOrder(choice.samples, 0, True)}
     for window in choice.windows:
         how = BlockShuffle(choice.block_size, window)
-        orders[f"blocks, {window} at a time"] = BlockwiseOrder(choice.samples, 0, True, False, how)
+        orders[f"blocks, {window} at a time"] = KeyedOrder(choice.samples, 0, True, False, how)
     orders["no shuffle"] = KeyedOrder(choice.samples, 0)
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:

@@ -6,8 +6,8 @@ from time import process_time
 
 from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
-from unisono.adapt.step_time import StepTime
-from unisono_lab.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload
+from unisono.adapt.layouts import StepTime
+from unisono_lab.simulation.scenario import Durations, HostKind, Incident, JobSpec, Scenario, Workload
 from unisono_lab.simulation.simulated_run import simulate
 
 DAY_S, STEP_S = 86_400.0, 0.6
@@ -73,4 +73,4 @@ def scenario(choice: Choice) -> Scenario:
     ]
     work = Workload(samples=int(day_s / STEP_S) * choice.workers, batch_size=choice.workers, shards=choice.workers)
     step = StepTime(a_c=STEP_S - 0.1, b_c=0.0, a_r=0.1, b_r=0.0, gamma=1.0)
-    return Scenario(work, step, Durations(), [hosts], How(most=choice.workers), killed)
+    return Scenario(work, step, Durations(), [hosts], JobSpec(most=choice.workers), killed)

@@ -14,9 +14,8 @@ from benchmarks.elastic_job import seconds_of
 from benchmarks.noise import NoiseMeter
 from benchmarks.recorded_run import PLANS, Recorded, RunPlan, record
 from benchmarks.report import Grid, Report
-from unisono.adapt.layout_trials import Layout
-from unisono.adapt.step_time import StepTime, fit
-from unisono_lab.replay.record import Record
+from unisono.adapt.layouts import Layout, StepTime, fit
+from unisono_lab.recorded.record import Record
 from unisono_lab.simulation.calibration import WARM_UP, measured
 from unisono_lab.simulation.market import MarketTrace
 from unisono_lab.simulation.scenario import Scenario, read_scenario

@@ -19,8 +19,7 @@ from benchmarks.elastic_job import ROOT
 from benchmarks.noticed import Noticed
 from benchmarks.programs.crowd import Crowd
 from unisono.launch.elastic.coordinator_process import BACKLOG, Listening, server_command
-from unisono.launch.elastic.elastic import ElasticSettings
-from unisono.launch.elastic.entrance import LOOPBACK, make_certificate
+from unisono.launch.elastic.elastic_settings import LOOPBACK, ElasticSettings, make_certificate
 from unisono.membership.token import new_token, token_file
 
 LOOK_S = 0.01

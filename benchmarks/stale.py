@@ -17,11 +17,11 @@ from benchmarks.noise import NoiseMeter
 from benchmarks.report import Grid, Report
 from benchmarks.strategies import ALL, Runs, learn, spread
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.rpc_message import RpcMessage
-from unisono.sync.named import strategy_of
+from unisono.sync import strategy_of
 from unisono.train.model.prepared import Prepared
 from unisono_lab.strategies.asynchronous_server import CentralWeights
 from unisono_lab.strategies.parameter_server import ParameterServer
+from unisono_lab.strategies.rpc_message import RpcMessage
 
 PLAIN = "parameter-server:synchronous=false"
 TREATED = {
@@ -143,7 +143,7 @@ def stale_accuracy(choice: Choice, strategy: str, rate: float, workers: int, see
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         about = {"used": [True] * len(gradients), "optimizers": [(0, [{"lr": rate}])]}
-        server.push(worker, RpcMessage({**about, "version": read[worker].said["version"]}, pack(gradients)))
+        server.push(worker, RpcMessage({**about, "version": read[worker].values["version"]}, pack(gradients)))
         read[worker] = server.pull(worker)
     take(parameters, server.pull(0))
     with torch.no_grad():

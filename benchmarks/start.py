@@ -12,8 +12,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter
 
-from unisono.launch.forkserver.request import WorkerRequest
-from unisono.launch.forkserver.warm_start import WarmStart
+from unisono.launch.worker_start import WarmStart, WorkerRequest
 
 ROUNDS = 9
 SCRIPT = """

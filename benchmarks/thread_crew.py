@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.checkpoint.folder import RunFolder
-from unisono.checkpoint.store import CheckpointStore
 from unisono.errors import Dismissed, JobEnded, UnisonoWarning, WorkerLost
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation
@@ -24,8 +24,7 @@ from unisono.reduce.peers import meet
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.settings.reading import settings_by_path
-from unisono.sync.named import strategy_of
-from unisono.sync.strategy import AllReduce
+from unisono.sync import AllReduce, strategy_of
 from unisono.train.assembly import Opened, assemble
 from unisono.train.config.run_config import (
     Adaptation,
@@ -121,22 +120,22 @@ class CrewMembership(Fixed):
     @property
     def is_due(self) -> bool:
         """Whether somebody is to leave."""
-        return bool(self._crew.leaving & set(self._crew.roster(self._workers.generation.number)))
+        return bool(self._crew.leaving & set(self._crew.roster(self.workers.generation.number)))
 
     def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
         """Part, and meet again without those who leave."""
         if lost is not None:  # its script has ended with an error: nobody comes back, whoever asks how often
             raise JobEnded(str(lost)) from lost
-        number = self._workers.generation.number
+        number = self.workers.generation.number
         try:
-            self._workers.barrier()  # whoever is asked to leave is known to all that come here
+            self.workers.barrier()  # whoever is asked to leave is known to all that come here
         except WorkerLost as error:
             raise JobEnded(str(error)) from error
-        self._workers.close()
+        self.workers.close()
         if self._name in self._crew.leaving:
             raise Dismissed("it is replaced")
-        self._workers = self._connected(number + 1)
-        return StateTransfer(0, [progress.acts] * self._workers.world_size, frozenset(), {})
+        self.workers = self._connected(number + 1)
+        return StateTransfer(0, [progress.acts] * self.workers.world_size, frozenset(), {})
 
     def resize(self, workers: int) -> None:
         """Nobody comes."""

@@ -16,7 +16,7 @@ from benchmarks.report import Grid, Report
 from unisono.plan.split import Split
 from unisono.plan.topology import plan
 from unisono.reduce.exchange import pieces_of
-from unisono_lab.simulation.training import Forecast, forecast
+from unisono_lab.simulation.simulated_training import Forecast, forecast
 
 HOSTS, LATENCY_S, BYTES_PER_S = 16, 1e-3, 125e6
 """Of a network that is only thought of."""

@@ -102,6 +102,13 @@ def images(samples: int, side: int = 32) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, 10, (samples,), generator=generator))
 
 
+def rows(samples: int) -> TensorDataset:
+    """Random rows of 26 numbers, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, 26, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 10, (samples,), generator=generator))
+
+
 def texts(samples: int, context: int = 128) -> TensorDataset:
     """Random bytes, each of which is to be predicted from those before."""
     generator = torch.Generator().manual_seed(0)
@@ -150,6 +157,8 @@ WORKLOADS = {
     "tower": Workload(lambda: mlp(3072, *[1024] * 8, 10), 256, images, image_loss),
     # 2.5 M parameters: 10 MB, for what happens to a job of common size when workers come and go.
     "narrow": Workload(lambda: mlp(3072, 800, 10), 32, images, image_loss),
+    # 676 parameters, so that whatever takes time is not the computation.
+    "nothing": Workload(lambda: mlp(26, 18, 10), 64, rows, image_loss),
     # For trying things out.
     "tiny": Workload(lambda: mlp(3072, 32, 10), 16, images, image_loss),
 }

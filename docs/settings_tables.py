@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from unisono.settings.groups import NamedRow, settings_of
 from unisono.settings.reading import GROUPS, OF_SCRIPTS
-from unisono.settings.rows import NamedRow, settings_of
 from unisono.settings.table import OF_LAUNCHERS, Settings
 
 PAGE = Path(__file__).parent / "guide" / "settings.md"

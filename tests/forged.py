@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.checkpoint.snapshot import FORMAT, MANIFEST, PARTS, STATE, FrozenSnapshot, Snapshot
-from unisono.checkpoint.tensors import copies, pieces
+from unisono.checkpoint.tensor_bytes import copies, pieces
 
 Changes = Mapping[str, bytes]
 """What stands in a file instead, by the file's name."""

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from unisono.launch.forkserver.request import WorkerRequest
-from unisono.launch.forkserver.warm_start import WarmStart, WarmWorker
+from unisono.launch.worker_start import WarmStart, WarmWorker, WorkerRequest
 
 PATIENCE_S = 100.0
 
@@ -85,8 +84,8 @@ def cold(folder: Path, *argv: str, **variables: str) -> Ended:
 OPENS = """
 import asyncio, os
 from pathlib import Path
-from unisono.launch.forkserver.request import WorkerRequest
-from unisono.launch.forkserver.warm_start import WarmStart
+from unisono.launch.worker_start import WorkerRequest
+from unisono.launch.worker_start import WarmStart
 
 if "SHARED_FORK_SERVERS" in os.environ:
     from forks.starts import replace

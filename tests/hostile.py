@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from unisono.checkpoint.codec import flatten
-from unisono.checkpoint.tensors import copies, pieces
+from unisono.checkpoint.tensor_bytes import copies, pieces
 
 HUGE = [2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, -1, -(2**63)]
 DTYPES = ["|O", "O", "O8", "i4,O", "<V8", "|V16", "V99999999999", "U0", "<U0", "|S0", "<U1", "<U999999999", ">U3"]

@@ -24,19 +24,19 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("job",),
     ("settings",),
-    ("jsonl", "arguments", "named", "device_words", "finite"),
+    ("word_sums",),
+    ("jsonl", "arguments", "named", "words"),
     ("device",),
-    ("received", "host", "words", "spans", "telemetry"),
-    ("errors", "failpoints"),
+    ("received", "host", "spans", "telemetry"),
+    ("errors", "failpoints", "hooks"),
 )
 LAB = "unisono_lab"
 LAB_ROWS: tuple[tuple[str, ...], ...] = (
     ("commands",),
     ("report",),
-    ("measure", "simulation"),
-    ("analysis",),
-    ("replay", "timeline", "page", "chaos", "strategies", "second_order"),
-    ("faults", "events"),
+    ("study", "simulation"),
+    ("recorded", "page", "strategies", "second_order"),
+    ("faults", "journal_events"),
 )
 DEPTHS = {
     name: {room: depth for depth, row in enumerate(rows) for room in row}
@@ -55,18 +55,21 @@ SUB_ROWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("config",),
     ),
     "launch": (
-        ("hosts", "ray", "k8s", "notebook"),
-        ("verify", "doctor", "slurm", "elastic"),
-        ("local", "command_process"),
-        ("worker_group",),
+        ("ray", "k8s_manifests"),
+        ("notebook", "verify_runs", "doctor", "ray_actors", "k8s_job"),
+        ("trial", "ray_request", "slurm_job"),
+        ("elastic",),
+        ("local", "command_process", "hints"),
+        ("host_workers", "comparison"),
+        ("fork_server",),
         ("worker_start",),
-        ("forkserver",),
         ("worker",),
-        ("ending",),
+        ("outcome",),
+        ("failure", "worker_output"),
         ("terminal",),
-        ("command",),
-        ("settings",),
-        ("tuning", "notices", "pinning", "program"),
+        ("command", "hostfile", "cloud_notices"),
+        ("settings", "engine"),
+        ("tuning", "pins"),
     ),
 }
 SUB_DEPTHS = {

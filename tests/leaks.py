@@ -201,12 +201,17 @@ def variables_of(process: Listed) -> frozenset[bytes]:
     """What a process was started with; nothing once it has ended, or if it is another user's."""
     if process not in _variables:
         with suppress(psutil.Error, OSError):
-            found = _read_variables(process.pid)
-            if not found:  # it is just being started
-                return found
+            until = time.monotonic() + STARTING_S
+            while not (found := _read_variables(process.pid)) and time.monotonic() < until:
+                if psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE:
+                    return found
+                time.sleep(0.001)  # it is just being started
             _variables[process] = found
     return _variables.get(process, frozenset())
 
+
+STARTING_S = 0.1
+"""How long a program may take from its start to its variables."""
 
 _variables: dict[Listed, frozenset[bytes]] = {}
 

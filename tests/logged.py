@@ -70,7 +70,7 @@ def in_mlflow(folder: Path) -> Points:
 
 
 def in_wandb(folder: Path) -> Points:
-    from unisono.loggers.wandb import history
+    from unisono.loggers.by_name import history
 
     paths = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({path.name for path in paths}) == 1

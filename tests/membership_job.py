@@ -5,8 +5,17 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from simulation.checks import check_indexes
-from unisono.membership.agent_messages import AgentHello, FromAgent, WorkerEnded
-from unisono.membership.messages import Arrived, FromWorker, Message, NewGeneration, Ready, WorkerHello
+from unisono.membership.messages import (
+    AgentHello,
+    Arrived,
+    FromAgent,
+    FromWorker,
+    Message,
+    NewGeneration,
+    Ready,
+    WorkerEnded,
+    WorkerHello,
+)
 from unisono.membership.state import (
     Action,
     AgentHeard,

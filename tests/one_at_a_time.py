@@ -25,7 +25,7 @@ from unisono.errors import Dismissed, WorkerLost
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.plan.tree import Node
-from unisono.reduce.tally import Tally
+from unisono.reduce.partial_sums import Tally
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.workers import Workers
@@ -400,13 +400,9 @@ class SimulatedMembership(Membership):
 
     def __init__(self, world: World, worker: Worker, *, joins: bool) -> None:
         self.world, self.worker, self.joins = world, worker, joins
-        self._workers = Workers(Generation(0, 0, Split.even(world.shards, 1)), Solo(world.shards))
+        self.workers = Workers(Generation(0, 0, Split.even(world.shards, 1)), Solo(world.shards))
         if not joins:
             self._enter_generation(world.wait(worker, "arrived"))
-
-    @property
-    def workers(self) -> Workers:
-        return self._workers
 
     @property
     def is_due(self) -> bool:
@@ -430,7 +426,7 @@ class SimulatedMembership(Membership):
     def formed(self, seconds: Mapping[str, float]) -> None:
         self.joins = False
 
-    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None: ...
+    def report_progress(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None: ...
 
     def resize(self, workers: int) -> None: ...
 
@@ -460,7 +456,7 @@ class SimulatedMembership(Membership):
         assert group is not None
         split = Split.even(self.world.shards, len(group.names))
         rank = list(group.names).index(self.worker.name)
-        self._workers = Workers(Generation(group.number, rank, split), SimulatedTransport(self.world, rank, split))
+        self.workers = Workers(Generation(group.number, rank, split), SimulatedTransport(self.world, rank, split))
         return transfer
 
 

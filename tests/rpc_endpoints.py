@@ -11,9 +11,10 @@ import pytest
 
 from network_keys import private
 from unisono.errors import WorkerLost
-from unisono.reduce.rpc_message import RpcMessage, family_of, listen
+from unisono.reduce.admission import family_of, listen
 from unisono.reduce.transport import Traffic
-from unisono_lab.strategies.rpc import RpcEndpoint
+from unisono_lab.strategies.queued_work import RpcEndpoint
+from unisono_lab.strategies.rpc_message import RpcMessage
 
 PATIENCE_S = 20.0
 
@@ -65,7 +66,7 @@ class Table:
 
 
 def echo(rank: int, message: RpcMessage) -> RpcMessage:
-    return RpcMessage({**message.said, "to": rank}, message.packed)
+    return RpcMessage({**message.values, "to": rank}, message.packed)
 
 
 class Endpoints:

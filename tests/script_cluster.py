@@ -29,17 +29,17 @@ import torch
 
 from one_at_a_time import Blow, Killed, SimulatedMembership, Worker, World
 from torch_settings import TorchSettings
-from unisono.data.streams import generators_kept
+from unisono.data.generators import generators_kept
 from unisono.errors import UnisonoWarning
-from unisono.host.script_end import ScriptEnd
+from unisono.host.process import ScriptEnd
 from unisono.job import Job
 from unisono.train.config.run_config import Connection
-from unisono.train.record.callbacks import Event
+from unisono.train.record.plugins import Event
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, HostProcess
 from unisono.train.state.ending import LeaveRequest
 from unisono.train.step.step import Step
-from unisono_lab.faults.flip import flip_in
+from unisono_lab.faults.injector import flip_in
 
 MOST_THREADS = 64
 THREADS = "worker"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.adapt.layout_trials import Layout
+from unisono.adapt.layouts import Layout
 from unisono.adapt.norms import Noise
 from unisono.adapt.view import Decision, Policy, Timings, View
 

@@ -24,7 +24,7 @@ from unisono.train.model.tensors import digest_tensors
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 from unisono_lab.faults.faults import FlipBit, FlippedPlace, WrongResult
-from unisono_lab.faults.inject import inject
+from unisono_lab.faults.injector import inject
 
 STEPS = 4
 JOB = Job.create(batch_size=8, shards=World.shards)

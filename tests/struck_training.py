@@ -19,8 +19,7 @@ from unisono.train.group.collectives import Change, CollectiveCalls, Recovers
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all
-from unisono.train.state.checkpoints import RunCheckpoints
-from unisono.train.state.first_weights import shared_weights
+from unisono.train.state.checkpoints import RunCheckpoints, shared_weights
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 
@@ -109,12 +108,16 @@ class Training(Recovers):
         self.trained.go_on()
         while (step := self.trained.progress.position.step) < STEPS:
             self.losses[step] = self.acts.change(self.one_step)
+            self.body_goes_on()
             self.trained.progress = replace(self.trained.progress, position=Position(step=step + 1))
             self.acts.step = step + 1
             if self.checkpoints.store is not None:
                 self.checkpoints.save(self.trained.capture())
             if self.regroups:
                 self.acts.regroup(None, at_boundary=True)
+
+    def body_goes_on(self) -> None:
+        """What else the script does in a step."""
 
     def first_weights(self, workers: Workers) -> Change[None]:
         assert self.trained.prepared is not None
@@ -183,13 +186,14 @@ def train(
     *blows: Blow,
     memory: Memory | None = None,
     acts: type[CollectiveCalls] = CollectiveCalls,
+    kind: type[Training] = Training,
 ) -> Outcome:
     """Run a job to its end, from the newest checkpoint in a memory on, if there is one."""
     memory, found = memory or Memory(), {}
     losses: dict[str, dict[int, float]] = {}
 
     def script(membership: SimulatedMembership) -> None:
-        training = Training(membership, memory, acts)
+        training = kind(membership, memory, acts)
         found[membership.worker.name] = training.run()
         losses[membership.worker.name] = training.losses
 

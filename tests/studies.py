@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono_lab.analysis.results import Cell, Mode, Results
+from unisono_lab.study.results import Cell, Mode, Results
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ def train(task: Task, folder: Path) -> Loop:
 
     ``options["bucket_mb"]`` is the size of its buckets.
     """
-    dist.init_process_group("gloo")
+    place = Place.of()
+    meeting = f"file://{folder.absolute()}.ddp"  # the port may be that of a run in the same process
+    dist.init_process_group("gloo", meeting, rank=place.rank, world_size=place.workers)
     try:
         model = DistributedDataParallel(
             fresh_model(task),
@@ -24,7 +26,7 @@ def train(task: Task, folder: Path) -> Loop:
             bucket_cap_mb=float(task.options["bucket_mb"]),
         )
         optimizer = task.optimizer(model)
-        for batch in batches(task, Place.of()):
+        for batch in batches(task, place):
             optimizer.zero_grad()
             loss = task.loss(model, batch)
             loss.backward()

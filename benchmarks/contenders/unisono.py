@@ -13,7 +13,8 @@ from unisono.settings.reading import TABLE, settings_by_path
 
 def train(task: Task, folder: Path) -> Loop:
     """``task.options`` are settings by name; unless they say otherwise there are as many shards as workers."""
-    values = {"batch_size": task.batch_size, "threads": task.threads, "shards": int(os.environ["WORLD_SIZE"])}
+    shards = task.options.get("shards") or int(os.environ["WORLD_SIZE"])  # which an open run hides
+    values = {"batch_size": task.batch_size, "threads": task.threads, "shards": shards}
     paths = {setting.name: path for path, setting in TABLE.items() if not path.startswith(("launch.", "special."))}
     settings = settings_by_path({paths[name]: value for name, value in {**values, **task.options}.items()})
     said = {name: value for name, value in settings.values.items() if name not in ("launch", "special")}

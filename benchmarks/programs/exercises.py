@@ -23,7 +23,7 @@ from benchmarks.crew import ROOT
 from benchmarks.exercise import Exercise, Exercises, Outcome, Outcomes
 from benchmarks.programs import serve
 from unisono.errors import NonFiniteLoss
-from unisono.sync.named import strategy_of
+from unisono.sync import strategy_of
 from unisono_lab.faults.faults import Faults
 from unisono_lab.faults.injector import FaultInjector
 

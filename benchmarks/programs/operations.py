@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.workloads import WORKLOADS
-from unisono.train.config.portable import KERNELS, require_portable
+from unisono.train.config.bits import KERNELS, require_portable
 
 Work = Callable[[], object]
 

@@ -20,7 +20,7 @@ from unisono.plan.split import Split
 from unisono.plan.topology import distinct
 from unisono.plan.tree import SummationTree
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.train.record.results import reduction_probe
+from unisono.train.record.result_file import reduction_probe
 
 TIMEOUT_S = 60.0
 LOOKS = 9

@@ -58,7 +58,8 @@ def work(task: Turns, folder: Path) -> Taken:
             whole = one.model_copy(update={"warm_up": 0, "steps": one.steps * (task.turns + 1)})
             loops.append(opened.enter_context(closing(train_of(one.contender)(whole, folder / f"run-{number}"))))
         for turn in range(task.turns + 1):
-            for number in order.sample(numbers, len(numbers)):
+            # At first as they are listed: an open run hides from torch where this worker stands among the others.
+            for number in order.sample(numbers, len(numbers)) if turn else numbers:
                 seconds = _turn(loops[number], task.loops[number].steps, taken.losses[number])
                 if turn:
                     taken.seconds[number].append(seconds)

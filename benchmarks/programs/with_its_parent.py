@@ -3,7 +3,7 @@
 import os
 import sys
 
-from unisono.host.parent_death import end_with_parent
+from unisono.host.process import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))

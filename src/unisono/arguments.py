@@ -63,6 +63,21 @@ def require_known(function: Callable[..., Any], said: Mapping[str, Any], prefix:
             raise JobError(f"{prefix}{name}={short(said[name])}: there is no such argument; {meant}")
 
 
+def explain_call(error: Exception, function: Any, needs: str) -> None:
+    """Refuse what cannot be called, or not with the arguments that it gets; does nothing with other errors.
+
+    Args:
+        error: the error of the call, in the function that called.
+        function: the thing that was called.
+        needs: the sentence that says what it should be.
+
+    Raises:
+        JobError: the call has not even begun.
+    """
+    if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+        raise JobError(f"{needs}: {error if callable(function) else f'{short(function)} is no function'}") from error
+
+
 @cache
 def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
@@ -73,12 +88,16 @@ def _is_one(kind: Any, value: Any) -> bool:
     if kind is Any:
         return True
     if origin in (Union, UnionType):
-        return any(_is_one(each, value) for each in get_args(kind))
+        return any(_is_one(part, value) for part in get_args(kind))
     if origin is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if origin is Sequence:
         (item,) = get_args(kind)
-        return isinstance(value, Sequence) and not isinstance(value, str) and all(_is_one(item, one) for one in value)
+        return (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(_is_one(item, element) for element in value)
+        )
     if kind in (int, float):
         return isinstance(value, int if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind if origin is None else origin)
@@ -87,9 +106,9 @@ def _is_one(kind: Any, value: Any) -> bool:
 def _names(kind: Any) -> list[str]:
     origin = get_origin(kind)
     if origin in (Union, UnionType):
-        return [name for each in get_args(kind) for name in _names(each)]
+        return [name for part in get_args(kind) for name in _names(part)]
     if origin is Literal:
-        return [repr(each) for each in get_args(kind)]
+        return [repr(part) for part in get_args(kind)]
     if origin is Sequence:
         return [f"a list, each {' or '.join(_names(get_args(kind)[0]))}"]
     if origin is Callable:

@@ -73,9 +73,13 @@ def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> t
     return torch.device(device.type, local_rank % device_count() if index is None else index)
 
 
+OF_HOST = ("cpu", "meta")
+"""The kinds that are no accelerators."""
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Whether it computes beside the host, in streams and memory of its own."""
-    return device.type not in ("cpu", "meta")
+    return device.type not in OF_HOST
 
 
 def device_count() -> int:
@@ -116,9 +120,9 @@ def variables_for(kind: str, *, deterministic: bool) -> dict[str, str]:
     """
     if kind != "cuda" or not deterministic:
         return {}
-    if (found := os.environ.get(WORKSPACE, DETERMINISTIC_WORKSPACES[0])) not in DETERMINISTIC_WORKSPACES:
+    if (workspace := os.environ.get(WORKSPACE, DETERMINISTIC_WORKSPACES[0])) not in DETERMINISTIC_WORKSPACES:
         raise JobError(
-            f"{WORKSPACE}={short(found)} lets cuBLAS give other bits each time: leave it unset, or set it to "
+            f"{WORKSPACE}={short(workspace)} lets cuBLAS give other bits each time: leave it unset, or set it to "
             f"{' or '.join(DETERMINISTIC_WORKSPACES)}"
         )
     return {WORKSPACE: DETERMINISTIC_WORKSPACES[0]}
@@ -155,12 +159,12 @@ def bits_of_device(device: torch.device) -> dict[str, Any]:
 
 def _precisions(*backends: str) -> str:
     """How exact the libraries compute with float32. Torch's older functions fail where a newer one was called."""
-    found = {
+    precisions = {
         f"{backend}.{part}": getattr(getattr(getattr(torch.backends, backend), part, None), "fp32_precision", None)
         for backend in backends
         for part in ("matmul", "conv", "rnn")
     }
-    return ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    return ", ".join(f"{name} {value}" for name, value in precisions.items() if value is not None)
 
 
 def _attention_kernels() -> str:
@@ -294,7 +298,7 @@ class Handover:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._event: Any = current_stream(device).record_event() if is_accelerator(device) else None
+        self._event: Any = None if device.type in OF_HOST else current_stream(device).record_event()
         self.device = device
 
     def accept(self, *tensors: Tensor) -> None:
@@ -328,7 +332,7 @@ class StreamMoment:
     def __init__(self, device: torch.device) -> None:
         self.host_s = perf_counter()
         self._event: Any = None
-        if is_accelerator(device):
+        if device.type not in OF_HOST:
             self._event = torch.Event(device=device, enable_timing=True)
             self._event.record(current_stream(device))
 
@@ -346,7 +350,7 @@ class StreamMoment:
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:
     """Work in a stream of its own, beside the one that computes."""
-    return within(_stream(device)) if is_accelerator(device) else nullcontext()
+    return nullcontext() if device.type in OF_HOST else within(_stream(device))
 
 
 @contextmanager
@@ -388,9 +392,11 @@ class HostRead:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._stream: Any = current_stream(values.device) if is_accelerator(values.device) else None
-        self._values = values.detach() if self._stream is None else sent_to(torch.device("cpu"), values.detach())
-        self._event: Any = None if self._stream is None else self._stream.record_event()
+        self._values, self._event = values.detach(), None
+        if values.device.type not in OF_HOST:
+            self._stream: Any = current_stream(values.device)
+            self._values = sent_to(torch.device("cpu"), self._values)
+            self._event = self._stream.record_event()
 
     def values(self) -> Tensor:
         """The values, in the host's memory."""

@@ -9,6 +9,7 @@
     ├── ModelError (ValueError)        a model or optimizer that cannot be trained as it is
     ├── LossError (ValueError)         a loss that is no scalar
     │   └── NonFiniteLoss              a loss or gradient that is NaN or infinite: names step, shard and rank
+    ├── UpdateRefused                  a part of the script that has refused the update of a step: says why
     ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
     ├── MemoryFault                    memory or a processor that did not do what it is there for, and cannot be mended
@@ -66,6 +67,10 @@ class LossError(UnisonoError, ValueError):
 
 class NonFiniteLoss(LossError):
     """A loss or gradient that is NaN or infinite."""
+
+
+class UpdateRefused(UnisonoError):
+    """A part of the script's own has refused the update of a step."""
 
 
 class PolicyError(UnisonoError):

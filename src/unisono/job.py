@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from unisono.errors import JobError
-from unisono.settings.rows import Row, group
+from unisono.settings.groups import Row, group
 from unisono.settings.table import MOST, Arithmetic, BatchSettings
 
 SAMPLES_PER_SHARD = 16
@@ -22,6 +22,12 @@ def default_shards(batch_size: int | None) -> int:
     while shards < DEFAULT_SHARDS and batch_size // (2 * shards) >= SAMPLES_PER_SHARD:
         shards *= 2
     return shards
+
+
+def shards_of_workers(workers: int, batch_size: int | None = None) -> int:
+    """The shards to propose for so many workers: a power of two, unless the batch is too small for that."""
+    shards = 1 << (workers - 1).bit_length()
+    return shards if batch_size is None or shards <= batch_size else workers
 
 
 @group("")
@@ -85,14 +91,16 @@ class Job(Arithmetic, BatchSettings):
         if workers <= self.shards:
             return
         if self.batch_size is not None and workers > self.batch_size:
+            plural = "s" if self.batch_size > 1 else ""
             raise JobError(
-                f"{workers} workers cannot share a batch of {self.batch_size} samples: start at most "
-                f"{self.batch_size} workers, or raise batch_size"
+                f"{workers} workers cannot share a batch of {self.batch_size} sample{plural}: start at most "
+                f"{self.batch_size} worker{plural}, or raise batch_size"
             )
+        shards, plural = shards_of_workers(workers, self.batch_size), "s" if self.shards > 1 else ""
         raise JobError(
-            f"{workers} workers, but the job has only {self.shards} shards, and a worker needs at least one: "
-            f"set shards={workers} (unisono.init(shards={workers}), or unisono run --shards {workers}), or "
-            f"start at most {self.shards} workers. Other shards give other bits: keep the number from then on"
+            f"{workers} workers, but the job has only {self.shards} shard{plural}, and a worker needs at least one: "
+            f"set shards={shards} (unisono.init(shards={shards}), or unisono run --shards {shards}), or "
+            f"start at most {self.shards} worker{plural}. Other shards give other bits: keep the number from then on"
         )
 
 

@@ -39,7 +39,7 @@ def open_lines(path: Path, mode: int = 0o666, flags: int = 0) -> int:
 
 
 def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
-    """Write a line with one system call, on a line of its own even if the one before was cut off.
+    """Write a line whole, on a line of its own even if the one before was cut off, whoever has written that.
 
     Raises:
         OSError: it could not be written, or not whole.
@@ -49,8 +49,7 @@ def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line
-        if os.write(descriptor, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        _write_whole(descriptor, line)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -89,6 +88,11 @@ def raw_lines(path: Path) -> list[bytes]:
             return file.read().splitlines(keepends=True)
     except FileNotFoundError:
         return []
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    if os.write(descriptor, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 GROUPS = {
     "command": "unisono.commands",
+    "engine": "unisono.engines",
     "launch option": "unisono.launch_options",
     "logger": "unisono.loggers",
+    "measurement": "unisono.measurements",
     "policy": "unisono.policies",
     "strategy": "unisono.strategies",
 }

@@ -71,25 +71,25 @@ def begin(name: str, attributes: Attributes, provider: Any = None) -> TelemetryS
     state = random.getstate()
     try:
         tracer = (provider or trace.get_tracer_provider()).get_tracer("unisono")
-        found = TelemetrySpan(tracer.start_span(f"unisono.{name}"))
+        begun = TelemetrySpan(tracer.start_span(f"unisono.{name}"))
     finally:
         random.setstate(state)
-    found.note(attributes)
-    return found
+    begun.note(attributes)
+    return begun
 
 
 @contextmanager
 def span(name: str, attributes: Attributes, provider: Any = None) -> Iterator[TelemetrySpan]:
     """A span for as long as the block lasts; those that begin in it are its children."""
-    found = begin(name, attributes, provider)
+    begun = begin(name, attributes, provider)
     try:
-        with found.current():
-            yield found
+        with begun.current():
+            yield begun
     except Exception as error:
-        found.fail(error)
+        begun.fail(error)
         raise
     finally:
-        found.end()
+        begun.end()
 
 
 def configure(environ: Mapping[str, str]) -> None:

@@ -1,11 +1,17 @@
-"""Sums of the 64-bit words of memory, at its speed: a bit that flips makes another one of them."""
+"""Sums of memory, at its speed: a bit that flips makes another one, and one that is not finite tells of a value."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, pairwise
+from math import isfinite
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from unisono.device import HostRead
 
 WORD = 8
 """Bytes."""
@@ -30,10 +36,10 @@ def bytes_of(values: Tensor) -> Bytes:
     """The memory of a tensor on the CPU, without gaps between its elements. It stays as long as this does."""
     values = values.detach() if values.requires_grad else values
     if values.dtype in _PLAIN and values.is_contiguous():
-        found: Bytes = values.numpy().reshape(-1).view(np.uint8)
+        memory: Bytes = values.numpy().reshape(-1).view(np.uint8)
     else:
-        found = values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy()
-    return found
+        memory = values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy()
+    return memory
 
 
 class Words:
@@ -44,25 +50,26 @@ class Words:
 
     Attributes:
         values: the tensor.
+        numel: a function that returns the number of its elements.
     """
 
-    __slots__ = ("_rest", "_words", "values")
+    __slots__ = ("_rest", "_words", "numel", "values")
+
+    _rest: Bytes | None
 
     def __init__(self, values: Tensor) -> None:
-        self.values = values
+        self.values, self.numel = values, values.numel
         data = bytes_of(values)
-        whole = data.size // WORD * WORD
-        self._words = data[:whole].view(np.uint64)
-        self._rest = data[whole:] if whole < data.size else None
-
-    def __len__(self) -> int:
-        return self.values.numel()
+        if rest := data.size % WORD:
+            self._words, self._rest = data[:-rest].view(np.uint64), data[-rest:]
+        else:
+            self._words, self._rest = data.view(np.uint64), None
 
     def sum(self) -> int:
         """The sum of all words, modulo 2**64; what does not fill a word counts byte by byte."""
         # Words of 64 bits: a sum that widens what it adds takes 13 times as long.
-        found = int(np.add.reduce(self._words))
-        return found if self._rest is None else (found + int(np.add.reduce(self._rest, dtype=np.uint64))) % MODULUS
+        total = int(np.add.reduce(self._words))
+        return total if self._rest is None else (total + int(np.add.reduce(self._rest, dtype=np.uint64))) % MODULUS
 
 
 class ManyWords:
@@ -80,41 +87,39 @@ class ManyWords:
         words = [(place, data[:whole].view(np.uint64)) for place, data, whole in cut if whole]
         large = [
             (place + third, part)
-            for place, one in words
-            if one.nbytes > SMALL
-            for third, part in enumerate(np.array_split(one, THIRDS))
+            for place, memory in words
+            if memory.nbytes > SMALL
+            for third, part in enumerate(np.array_split(memory, THIRDS))
         ]
         self._count = len(each)
-        self._places, self._large = [place for place, _ in large], [part for _, part in large]
-        self._small = _Gathered([one for one in words if one[1].nbytes <= SMALL], np.uint64)
+        self._places, self._large = np.array([place for place, _ in large], np.int64), [part for _, part in large]
+        self._small = _Gathered([memory for memory in words if memory[1].nbytes <= SMALL], np.uint64)
         self._rests = _Gathered([(place, data[whole:]) for place, data, whole in cut if whole < data.size], np.uint8)
 
     def thirds(self) -> Sums:
         """The sums of the thirds of each, a row of three numbers; together they are as :meth:`Words.sum` has it."""
-        found = np.zeros(THIRDS * self._count, np.uint64)
-        found[self._places] = [np.add.reduce(part) for part in self._large]
-        self._small.add_to(found)
-        self._rests.add_to(found)
-        return found.reshape(-1, THIRDS)
-
-    def sums(self) -> Sums:
-        """The sum of each."""
-        found: Sums = np.add.reduce(self.thirds(), axis=1)
-        return found
+        sums = np.zeros(THIRDS * self._count, np.uint64)
+        if self._large:
+            sums[self._places] = [*map(np.add.reduce, self._large)]
+        self._small.add_to(sums)
+        self._rests.add_to(sums)
+        return sums.reshape(-1, THIRDS)
 
 
 class _Gathered:
     """Small memories, which are copied to one place to be summed."""
 
     def __init__(self, each: Sequence[tuple[int, npt.NDArray[np.generic]]], kind: type[np.generic]) -> None:
-        self._each = [one for _, one in each]
-        self._values = np.empty(sum(one.size for one in self._each), kind)
-        self._places, self._starts, begin = list[int](), list[int](), 0
-        for place, one in each:
-            cuts = sorted({one.size * third // THIRDS for third in range(THIRDS)})  # fewer where there are fewer words
-            self._places += range(place, place + len(cuts))
-            self._starts += [begin + start for start in cuts]
-            begin += one.size
+        self._each = [memory for _, memory in each]
+        self._values = np.empty(sum(memory.size for memory in self._each), kind)
+        places, starts, begin = list[int](), list[int](), 0
+        for place, memory in each:
+            # Fewer than three where there are fewer words.
+            cuts = sorted({memory.size * third // THIRDS for third in range(THIRDS)})
+            places += range(place, place + len(cuts))
+            starts += [begin + start for start in cuts]
+            begin += memory.size
+        self._places, self._starts = np.array(places, np.int64), np.array(starts, np.int64)
 
     def add_to(self, sums: Sums) -> None:
         """Add the sum of each to that in its place."""
@@ -138,3 +143,162 @@ def sum_of_words(tensor: Tensor) -> int:
 def is_dense(tensor: Tensor) -> bool:
     """Whether nothing lies between a tensor's elements, in whatever order they are."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+# Sums of the 64-bit words of an accelerator's memory: many tensors, and one wait for the device.
+
+
+class DeviceWords:
+    """The memory of tensors on one device, to be summed again and again. It stays as long as this does.
+
+    Large tensors are summed by a kernel each. Of small ones each kernel would take longer to launch than to run: they
+    are copied together, and each sum is the difference of two cumulative ones, exact modulo 2**64.
+
+    Args:
+        tensors: the tensors, without gaps between their elements.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._count = len(tensors)
+        self._large: list[Tensor] = []  # three rows each
+        self._pieces: list[Tensor] = []
+        self._rests: list[Tensor] = []  # what does not fill a word counts byte by byte
+        self._shifted: list[tuple[int, Tensor]] = []  # such as no word can be read of where they lie
+        large, small, rests = list[int](), list[int](), list[int]()
+        for number, tensor in enumerate(tensors):
+            data = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+            if data.data_ptr() % WORD or data.storage_offset() % WORD:
+                self._shifted.append((number, data))
+                continue
+            whole, place = data.numel() // WORD * WORD, THIRDS * number
+            words = data[:whole].view(torch.int64)
+            if whole > SMALL:
+                length = words.numel() // THIRDS
+                self._large.append(words[: THIRDS * length].view(THIRDS, length))
+                large += range(place, place + THIRDS)
+                words, place = words[THIRDS * length :], place + THIRDS - 1
+            small += _cut(words, place, self._pieces)
+            rests += _cut(data[whole:], place, self._rests)
+        self._places = np.array([*large, *small, *rests], np.int64)
+        ends = np.cumsum([piece.numel() for piece in (*self._pieces, *self._rests)])
+        self._ends = torch.from_numpy(ends).to(tensors[0].device) if len(ends) else None
+
+    def asked(self) -> Callable[[], Sums]:
+        """Ask for the sums of the thirds of each tensor, as they are now.
+
+        Returns:
+            a function that waits for them: a row of three numbers for each; together they are as on the CPU.
+        """
+        read = HostRead(self._sums()) if len(self._places) else None
+        shifted = DeviceWords([data.clone() for _, data in self._shifted]).asked() if self._shifted else None
+
+        def answer() -> Sums:
+            sums = np.zeros(THIRDS * self._count, np.uint64)
+            if read is not None:
+                np.add.at(sums, self._places, read.values().numpy().view(np.uint64))
+            rows: Sums = sums.reshape(-1, THIRDS)
+            if shifted is not None:
+                rows[[number for number, _ in self._shifted]] = shifted()
+            return rows
+
+        return answer
+
+    def _sums(self) -> Tensor:
+        sums = [words.sum(1) for words in self._large]
+        if self._ends is not None:
+            rests = [torch.cat(self._rests).to(torch.int64)] if self._rests else []
+            until = torch.cat([*self._pieces, *rests]).cumsum(0).index_select(0, self._ends - 1)
+            sums += [until[:1], until[1:] - until[:-1]]
+        return torch.cat(sums)
+
+
+def _cut(values: Tensor, place: int, pieces: list[Tensor]) -> Sequence[int]:
+    """Add the thirds of some values, fewer where there are fewer values; returns their places."""
+    size = values.numel()
+    bounds = sorted({size * third // THIRDS for third in range(THIRDS + 1)})
+    parts = [values[start:stop] for start, stop in pairwise(bounds)]
+    pieces += parts
+    return range(place, place + len(parts)) if len(parts) <= THIRDS - place % THIRDS else [place] * len(parts)
+
+
+# Whether values are finite: their sum tells it at the memory's speed, since NaN and infinities stay in it.
+
+SHORT = 2**13
+"""Elements up to which a call costs more than what it does: such values are copied to one place, and summed there."""
+
+LONG = 2**18
+"""Elements from which values soon leave the cache. Fewer are looked at one by one, with the code in the cache."""
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Finiteness:
+    """Looks at values while they are in the cache, and tells later whether all of them are finite."""
+
+    def __init__(self) -> None:
+        self._looked: dict[int, tuple[Tensor | None, Tensor]] = {}  # the sum; short ones are summed together later
+
+    def look(self, values: Tensor, place: int = -1) -> None:
+        """Look at values that stay as they are until somebody has the answer of :meth:`asked`.
+
+        Args:
+            values: the values, of any dtype; only floating-point ones can be other than finite.
+            place: a number for what they are: what was there before does not count any more.
+        """
+        if values.is_floating_point():
+            total = None if values.numel() <= SHORT else values.sum(dtype=_WIDE.get(values.dtype))
+            self._looked[-1 - len(self._looked) if place < 0 else place] = total, values
+
+    def asked(self, others: Iterable[Finiteness] = ()) -> Callable[[], bool]:
+        """Ask whether all are finite, and all that others have looked at.
+
+        A sum that is not finite may have become too large: then each value is looked at.
+
+        Returns:
+            a function that waits for the answer.
+        """
+        looked = [*self._looked.values()]
+        for other in others:
+            looked += other._looked.values()
+        reads = [*map(HostRead, _together(looked))]
+
+        def answer() -> bool:
+            if all(map(isfinite, chain.from_iterable(map(Tensor.tolist, map(HostRead.values, reads))))):
+                return True
+            return all(bool(values.isfinite().all()) for _, values in looked)
+
+        return answer
+
+    def forget(self) -> None:
+        """Hold nothing of what was looked at."""
+        self._looked.clear()
+
+
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether these tensors hold no NaN and no infinity."""
+    looking = Finiteness()
+    for tensor in tensors:
+        looking.look(tensor.detach())
+    return looking.asked()()
+
+
+def first_not_finite(values: Tensor) -> float | None:
+    """The first element that is NaN or infinite, in the order of rows; None if there is none."""
+    odd = values.detach().reshape(-1)
+    odd = odd[~odd.isfinite()]
+    return float(odd[0]) if odd.numel() else None
+
+
+def _together(looked: Sequence[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
+    """The sums, those of one kind as one tensor: each device is waited for once."""
+    sums: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    short: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for total, values in looked:
+        if total is None:
+            short.setdefault((values.device, values.dtype), []).append(values.detach().reshape(-1))
+        else:
+            sums.setdefault((total.device, total.dtype), []).append(total)
+    for (device, dtype), values_of_kind in short.items():
+        wide = _WIDE.get(dtype, dtype)
+        sums.setdefault((device, wide), []).append(torch.cat(values_of_kind).sum(dtype=wide))
+    return [*map(torch.stack, sums.values())]

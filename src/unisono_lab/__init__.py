@@ -1,7 +1,7 @@
-"""What one does with Unisono: studies, simulations, replays, timelines, the page, faults, curvature, strategies.
+"""The lab: studies, simulations, replays, timelines, the page, faults, curvature, strategies.
 
-It stands on the package ``unisono``, which knows nothing of it: commands and strategies come in by entry points. The
-names below load on first use.
+It uses the package ``unisono``, which does not import it: ``unisono`` finds its commands and strategies by entry
+points. The names below are loaded on first use.
 """
 
 from importlib import import_module

@@ -110,7 +110,7 @@ def _test(copy: Path, tests: tuple[str, ...], output: Path) -> None:
     os.environ.update({"PYTHONPATH": str(copy / "src"), "CI": "true"})
     os.environ.setdefault("UNISONO_BLOWS", "100")  # more than for every change
     sys.path[:0] = [str(copy / "src"), str(copy / "tests"), str(copy)]
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+    code = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
     os._exit(int(code))
 
 

@@ -3,12 +3,10 @@
 from mutants.mutant import Mutant
 
 OWNED = "train/step/owned_update.py"
-PIECES = "train/step/step_update.py"
+PIECES = "train/step/shared_pieces.py"
 KFAC = "unisono_lab/second_order/kfac.py"
-LAYERS = "unisono_lab/second_order/kfac_layers.py"
 GRADIENTS = "train/step/gradients.py"
-FIGURES = "adapt/curvature.py"
-PROBE = "train/step/curvature_probe.py"
+FIGURES = "unisono_lab/second_order/curvature_probe.py"
 
 MATRICES = ("tests/unit/test_owned_update.py",)
 FACTORS = ("tests/unit/test_kfac_factors.py", "tests/unit/test_kfac.py")
@@ -20,15 +18,15 @@ MUTANTS = (
     Mutant(
         "what the owner of a matrix keeps is not given to the others",
         OWNED,
-        "optimizer.state[each.parameter] = merged(optimizer.state[each.parameter], state)",
+        "optimizer.state[matrix.parameter] = merged(optimizer.state[matrix.parameter], state)",
         "pass",
         MATRICES,
     ),
     Mutant(
         "a hook on the step of Muon sees its owner's matrices alone",
         OWNED,
-        "        own = [each for each in matrices if each.worker == self._rank]\n",
-        '        why = ""\n        own = [each for each in matrices if each.worker == self._rank]\n',
+        "        own = [matrix for matrix in matrices if matrix.worker == self._rank]\n",
+        '        why = ""\n        own = [matrix for matrix in matrices if matrix.worker == self._rank]\n',
         MATRICES,
     ),
     Mutant(
@@ -47,23 +45,23 @@ MUTANTS = (
     ),
     Mutant(
         "a factor of K-FAC depends on how the batch is cut",
-        LAYERS,
+        KFAC,
         "return total / counts[0] if number == 0 else total * counts[1]",
         "return total / counts[0] if number == 0 else total",
         FACTORS,
     ),
     Mutant(
         "K-FAC counts a sample for each call of a layer",
-        LAYERS,
+        KFAC,
         "return max(0, samples - counted)",
         "return samples",
         FACTORS,
     ),
     Mutant(
         "an update is made from what is not finite: a gradient, or a factor of K-FAC",
-        "train/step/engine.py",
-        "diverges=not finite()",
-        "diverges=False",
+        "train/step/sum_checks.py",
+        "return (not self._are_finite(),)",
+        "return (False,)",
         ("tests/unit/test_not_finite.py", *FACTORS),
     ),
     Mutant(
@@ -76,8 +74,8 @@ MUTANTS = (
     Mutant(
         "K-FAC clips by the square of what it should",
         KFAC,
-        "math.sqrt(most / size)",
-        "(most / size)",
+        "math.sqrt(limit / size)",
+        "(limit / size)",
         UPDATES,
     ),
     Mutant(
@@ -90,21 +88,21 @@ MUTANTS = (
     Mutant(
         "Lanczos forgets the vector before",
         FIGURES,
-        "            image = _added(image, before, -beside[-1])\n",
+        "            image = _added(image, previous, -off_diagonal[-1])\n",
         "            pass\n",
         CURVATURE,
     ),
     Mutant(
         "a product with the Hessian follows the vector of another step",
-        PROBE,
+        FIGURES,
         "stream_seed(self._seed, Stream.CURVATURE, self._call.step, number)",
         "stream_seed(self._seed, Stream.CURVATURE, 0, 0)",
         CURVATURE,
     ),
     Mutant(
         "what a loop's body changes behind a measurement of curvature is not seen",
-        PROBE,
-        "        self._calls.end()\n",
+        FIGURES,
+        "        self._engine.parts.measured()\n",
         "",
         WRITES,
     ),

@@ -7,7 +7,7 @@ STATE_LOG = "membership/state_log.py"
 STATE_ENTRY = "membership/state_log.py"
 JSON_LINES = "jsonl.py"
 KEYVALUE = "membership/keyvalue.py"
-CONVERSATION = "membership/connection.py"
+CONVERSATION = "membership/client.py"
 BACKLOG = "train/group/publisher.py"
 
 MUTANTS = (
@@ -141,14 +141,14 @@ MUTANTS = (
         "values are lost with the main worker that was to publish them",
         BACKLOG,
         "        self._kept[key] = text\n\n",
-        "        if self._tells:\n            self._kept[key] = text\n\n",
+        "        if self._leads:\n            self._kept[key] = text\n\n",
         PUBLISHED,
     ),
     Mutant(
         "the next main worker takes for granted that the one before has published all",
         BACKLOG,
-        "        self._checks = False\n        return self._tells\n",
-        "        self._let_go(request.keys)\n        return self._tells\n",
+        "        self._checks = False\n        return self._leads\n",
+        "        self._let_go(request.keys)\n        return self._leads\n",
         PUBLISHED,
     ),
     Mutant(
@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "rows that are gone stay in what is written down",
         STATE_ENTRY,
-        "                table.pop(each, None)\n",
+        "                table.pop(row_id, None)\n",
         "                pass\n",
         SERVICE,
     ),

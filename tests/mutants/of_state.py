@@ -5,10 +5,9 @@ from mutants.mutant import STATE, Mutant
 TRANSITIONS = "membership/state/transitions.py"
 EVENTS = "membership/state/events.py"
 STATE_UPDATE = "membership/state/state_update.py"
-DEADLINE = "membership/state/deadline.py"
-ARRIVAL = "membership/state/arrival.py"
-BALANCE = "membership/state/arrival.py"
-EXCLUSION = "membership/state/arrival.py"
+QUESTIONS = "membership/state/questions.py"
+BALANCE = "membership/state/transitions.py"
+EXCLUSION = "membership/state/transitions.py"
 REACH = "membership/state/reach.py"
 TABLE = "membership/state/table.py"
 ROSTER = "membership/state/roster.py"
@@ -50,25 +49,25 @@ MUTANTS = (
     ),
     Mutant(
         "members that leave go in the middle of a step",
-        ARRIVAL,
-        "len(places) == 1 and all(each.at_boundary for each in found)",
+        TRANSITIONS,
+        "len(places) == 1 and all(message.at_boundary for message in messages)",
         "len(places) == 1",
     ),
     Mutant(
         "members count as standing at one boundary although one is an act ahead",
-        ARRIVAL,
-        "places = {(each.acts, each.loop) for each in found}",
-        "places = {each.loop for each in found}",
+        TRANSITIONS,
+        "places = {(message.acts, message.loop) for message in messages}",
+        "places = {message.loop for message in messages}",
     ),
     Mutant(
         "the state of the generation comes from the member that is the furthest behind",
-        ARRIVAL,
+        TRANSITIONS,
         "    return acts.index(max(acts))",
         "    return acts.index(min(each for each in acts if each >= 0))",
     ),
     Mutant(
         "a joiner that has not yet received the state counts as one that has it",
-        ARRIVAL,
+        TRANSITIONS,
         "for member in members if member.id not in joiners or least <= arrivals[member.id].acts]",
         "for member in members]",
     ),
@@ -125,8 +124,8 @@ MUTANTS = (
     Mutant(
         "an arrival in an earlier generation counts in this one",
         EVENTS,
-        "case Arrived(generation=generation) | Formed(generation=generation) if",
-        "case Formed(generation=generation) if",
+        "case messages.Arrived() | messages.Formed() if",
+        "case messages.Formed() if",
     ),
     Mutant(
         "a worker may be in the generation after the newest",
@@ -272,19 +271,19 @@ MUTANTS = (
     ),
     Mutant(
         "a member that goes on giving signs of life need never arrive",
-        DEADLINE,
+        QUESTIONS,
         "return min(heard_at, heard_at if state.arrival is None else state.arrival) + timeout_s",
         "return heard_at + timeout_s",
     ),
     Mutant(
         "those who are ready wait for ever for one that never comes, as they give signs of life",
-        DEADLINE,
+        QUESTIONS,
         "return min((worker.signs.since for worker in",
         "return min((state.heard_at[worker.id] for worker in",
     ),
     Mutant(
         "a coordinator that was held up takes everybody for lost",
-        DEADLINE,
+        QUESTIONS,
         "    if gap <= state.settings.failure_timeout_s / 2:\n",
         "    if True:\n",
     ),
@@ -296,7 +295,7 @@ MUTANTS = (
     ),
     Mutant(
         "a main thread that hangs in a collective call is never given up",
-        DEADLINE,
+        QUESTIONS,
         'return pulse.doing == "call" or state.workers',
         "return state.workers",
     ),
@@ -401,7 +400,7 @@ MUTANTS = (
     ),
     Mutant(
         "a host whose probe is under way starts workers",
-        "membership/state/tables.py",
+        "membership/state/state.py",
         " and not row.probing",
         "",
         REACHES,
@@ -443,7 +442,7 @@ MUTANTS = (
     Mutant(
         "an open table counts the rows with a mark without those that have just come",
         TABLE,
-        "                found += self._more.get(mark, 0)\n",
+        "                count += self._more.get(mark, 0)\n",
         "                pass\n",
         TABLES,
     ),

@@ -7,15 +7,17 @@ MAJORITY = "train/group/majority.py"
 WORKERS = "train/group/workers.py"
 ELASTIC = "train/group/elastic.py"
 MEMBERSHIP = "train/group/membership.py"
+REGISTRY = "train/state/registry.py"
 
+REGISTERED = ("tests/unit/test_registry.py",)
 DOORS = ("tests/unit/test_elastic_listener.py", *ACTS)
 
 MUTANTS = (
     Mutant(
         "an act is counted before its state is there",
         ACTS_FILE,
-        "            self._value = make()\n        self.done, self._changed, self._cause = done, changed, cause\n",
-        "            self.done, self._changed, self._cause = done, changed, cause\n            self._value = make()\n",
+        "        self._bar = WITHIN\n        try:\n",
+        "        self._bar, self.done, self._changed, self._cause = WITHIN, done, changed, cause\n        try:\n",
         ACTS,
     ),
     Mutant(
@@ -28,14 +30,14 @@ MUTANTS = (
     Mutant(
         "a count is handed over without its state",
         ACTS_FILE,
-        "            if changed or joins:\n                self.recovery.take(given, joins=joins, follow=follow)\n",
+        "            if changed or joins:\n                self.recovery.take(state, joins=joins, follow=follow)\n",
         "",
         ACTS,
     ),
     Mutant(
         "a state that one worker alone hands over is believed",
         ACTS_FILE,
-        "                self.recovery.gives_alone()\n",
+        "                self.recovery.suspect_only_copy()\n",
         "                pass\n",
         ("tests/unit/test_collective_calls.py",),
     ),
@@ -56,8 +58,8 @@ MUTANTS = (
     Mutant(
         "who is behind does not learn whether the newest act has changed the state",
         ACTS_FILE,
-        "told = [self.done, self._changed, self._value, given",
-        "told = [self.done, False, self._value, given",
+        "message = [self.done, self._changed, self._value, state",
+        "message = [self.done, False, self._value, state",
         ACTS,
     ),
     Mutant(
@@ -112,14 +114,14 @@ MUTANTS = (
     Mutant(
         "a joiner publishes what it has read",
         ACTS_FILE,
-        "        if not self._membership.joins:  # what it skips, it has heard of from the others\n",
+        "        if not self._membership.joins:  # a joiner has read these values from the others\n",
         "        if True:\n",
         ACTS,
     ),
     Mutant(
         "a member that takes an act from the others does not number it, so that joiners read the wrong values",
         ACTS_FILE,
-        "            self._membership.joins = False\n        elif is_new:\n            self._tell_joiners()\n",
+        "            self._membership.joins = False\n        elif is_new:\n            self._publish_value()\n",
         "            self._membership.joins = False\n",
         ACTS,
     ),
@@ -207,5 +209,40 @@ MUTANTS = (
         "StateTransfer(source=new.source,",
         "StateTransfer(source=0,",
         ACTS,
+    ),
+    Mutant(
+        "a worker that is behind by an update does not get what the update has changed beside weights",
+        REGISTRY,
+        'UPDATE: When = ("early", "behind")\n',
+        'UPDATE: When = ("early",)\n',
+        REGISTERED,
+    ),
+    Mutant(
+        "a checkpoint is handed on with what was known and asked for when it was written",
+        REGISTRY,
+        "            elif not entry.checkpoint:\n",
+        "            elif not entry.checkpoint and entry.name not in state:\n",
+        REGISTERED,
+    ),
+    Mutant(
+        "everything is restored at every moment",
+        REGISTRY,
+        "            for entry in self._at(moment):\n",
+        "            for entry in self._entries.values():\n",
+        REGISTERED,
+    ),
+    Mutant(
+        "what could not be restored leaves the half of it",
+        REGISTRY,
+        "            for attributes, old in before:\n",
+        "            for attributes, old in before[:0]:\n",
+        REGISTERED,
+    ),
+    Mutant(
+        "a checkpoint of other objects is restored as far as it goes",
+        REGISTRY,
+        "        if missing or unknown:\n",
+        "        if missing and unknown:\n",
+        REGISTERED,
     ),
 )

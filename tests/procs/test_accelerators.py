@@ -20,6 +20,10 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "accelerated.py")
 MOST_WAITS, MOST_WAITS_ALONE = 5, 2
 """For the device, in a step that looks at nothing that only some steps look at; with one worker."""
 
+slow = pytest.mark.slow
+
+OTHER_OPTIMIZERS = ["SGD", "Adagrad", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax", "ASGD"]
+
 PLACES = ["first", "between", "second", "after"]
 """In a step, where a worker is struck."""
 
@@ -75,7 +79,7 @@ def wrong(log: Path) -> list[str]:
     return [each for one in seen for each in one["reports"]]
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("cnn", marks=slow), pytest.param("gpt", marks=slow)])
 def test_the_weights_are_those_of_one_worker_and_a_step_waits_little_and_leaves_nothing(
     over_hosts: Launches, over_nccl: Launches, log: Path, tmp_path: Path, model: str
 ) -> None:
@@ -97,7 +101,8 @@ def test_the_weights_are_those_of_one_worker_and_a_step_waits_little_and_leaves_
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["SGD", "Adagrad", "Adam", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax", "ASGD"]
+    "optimizer",
+    ["Adam", *(pytest.param(name, marks=slow) for name in OTHER_OPTIMIZERS)],
 )
 def test_the_state_that_an_optimizer_has_already_goes_along_to_the_device(
     over_hosts: Launches, tmp_path: Path, optimizer: str
@@ -109,7 +114,7 @@ def test_the_state_that_an_optimizer_has_already_goes_along_to_the_device(
     assert re.findall("seen .*", shared) == re.findall("seen .*", serial) != []
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=slow), "fp16"])
 def test_narrow_passes_end_in_the_same_weights_and_so_do_batches_that_are_copied_ahead(
     over_hosts: Launches, over_nccl: Launches, log: Path, tmp_path: Path, precision: str
 ) -> None:
@@ -132,7 +137,35 @@ def test_a_copy_of_a_state_is_read_when_it_has_come(built: Path) -> None:
     assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0]"
 
 
-@pytest.mark.parametrize("nccl", [False, True])
+HANDED_OVER = """
+import torch
+from unisono.device import Handover, new_stream, within
+
+device = torch.device("fakegpu:0")
+reducing = new_stream(device)
+with within(reducing):
+    total = torch.ones(2**16, device=device)
+    handover = Handover(device)
+handover.accept(total)
+mean = total / 2
+del total
+with within(reducing):
+    torch.zeros(2**16, device=device)
+print(mean.sum().item())
+"""
+"""Frees a sum in the stream that reduced it, while the stream that got it reads it."""
+
+
+def test_memory_of_a_sum_is_free_only_behind_the_stream_that_uses_it(built: Path, tmp_path: Path) -> None:
+    environment = simulated_accelerator.environment(built, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", HANDED_OVER], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(2.0**15)
+    assert wrong(tmp_path) == []
+
+
+@pytest.mark.parametrize("nccl", [pytest.param(False, marks=slow), True])
 def test_devices_of_any_kind_are_described(built: Path, nccl: bool) -> None:
     ask = (
         "import json; from unisono.device import *; print(json.dumps([described(), names(), builds(), way_of_sums()]))"
@@ -159,7 +192,7 @@ def test_a_weight_that_a_loops_body_halves_is_no_fault_of_the_memory(over_hosts:
     assert digests != {digest(over_hosts(1, SCRIPT, folder=tmp_path / "serial"))}
 
 
-@pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("sockets", "host")])
+@pytest.mark.parametrize(("transport", "backend"), [pytest.param("nccl", "nccl", marks=slow), ("sockets", "host")])
 def test_the_network_can_be_said(over_nccl: Launches, tmp_path: Path, transport: str, backend: str) -> None:
     folder = tmp_path / "said"
     said = over_nccl(2, SCRIPT, folder=folder, UNISONO_TRANSPORT=transport)
@@ -176,7 +209,7 @@ def test_workers_that_name_the_same_device_speak_through_the_hosts_memory(over_n
     assert "ranks 0, 1 share the device" in line
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["host", "nccl"])
+@pytest.fixture(scope="module", params=[pytest.param(False, marks=slow), True], ids=["host", "nccl"])
 def elastic(built: Path, log: Path, request: pytest.FixtureRequest) -> dict[str, str]:
     """The variables of elastic jobs whose workers share a device, or have devices that speak with each other."""
     devices = 5 if request.param else 1
@@ -212,6 +245,7 @@ def test_whoever_is_killed_in_a_step_or_joins_changes_no_bit(
     assert wrong(log) == []
 
 
+@pytest.mark.slow
 def test_workers_join_and_leave_and_a_stopped_job_goes_on_with_another_number_of_them(
     elastic: dict[str, str], undisturbed: str, log: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +268,7 @@ def test_workers_join_and_leave_and_a_stopped_job_goes_on_with_another_number_of
     assert wrong(log) == []
 
 
+@pytest.mark.slow
 def test_whoever_hangs_is_given_up_and_nobody_else(elastic: dict[str, str], undisturbed: str, tmp_path: Path) -> None:
     faults = [{"place": "second", "step": 5, "rank": 1, "signal": "SIGSTOP"}]
     options = ("-n", "3", "--max-restarts", "9", "--failure-timeout-s", "5")

@@ -70,6 +70,7 @@ run.finish()
 """
 
 
+@pytest.mark.slow
 def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(tmp_path: Path) -> None:
     script = tmp_path / "local.py"
     script.write_text(LOCAL)

@@ -20,26 +20,28 @@ from said import options
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.agent import ElasticAgent, Joined
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.ending.outcome import Outcome
-from unisono.launch.ending.result import open_folder, report
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Range
+from unisono.launch.outcome import Outcome, open_folder, report
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import Terminal
-from unisono.membership.agent_messages import (
+from unisono.launch.terminal import Terminal
+from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
     End,
     FromAgent,
+    JobOver,
     LeftOut,
     Probe,
     Probed,
+    Refused,
     Start,
+    Target,
     ToAgent,
     TurnedAway,
+    Welcome,
     WorkerEnded,
     from_agent,
 )
-from unisono.membership.messages import JobOver, Refused, Target, Welcome
 from unisono.membership.probe import Answering, probe
 
 pytestmark = pytest.mark.procs

@@ -45,6 +45,14 @@ def test_the_step_benchmark_compares_contenders_that_do_the_same_work(tmp_path: 
     assert "the machine was" in done.stdout.lower()
 
 
+@pytest.mark.slow
+def test_the_fixed_cost_of_a_step_is_measured_beside_ddp_in_one_process(tmp_path: Path) -> None:
+    benchmark("fixed-cost", "--quick", "--steps=4", f"--output={tmp_path}")
+    races = json.loads((tmp_path / "fixed-cost.json").read_text())["races"]
+    assert [len(race["rows"]) for race in races] == [6, 3]
+    assert all(row["difference"] < 1e-5 for race in races for row in race["rows"])
+
+
 def test_a_worker_that_fails_ends_the_crew_and_its_last_words_are_told() -> None:
     task = Task(contender="nobody", workload="tiny", batch_size=4)
     with pytest.raises(CrewFailed, match=r"rank [01]: .*No module named benchmarks\.programs\.nobody"):

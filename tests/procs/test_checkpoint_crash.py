@@ -25,7 +25,8 @@ import torch
 
 from same_trees import same
 from unisono.checkpoint.snapshot import read_snapshot
-from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.checkpoint.snapshot import Snapshot
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 
 torch.set_num_threads(1)
 KEEP = 2
@@ -154,7 +155,9 @@ def run_python(script: str, *arguments: str | Path) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize(
-    ("script", "least"), [(BETWEEN, 80), (ANYWHERE, 25)], ids=["before each file operation", "anywhere"]
+    ("script", "least"),
+    [(BETWEEN, 80), pytest.param(ANYWHERE, 25, marks=pytest.mark.slow)],
+    ids=["before each file operation", "anywhere"],
 )
 def test_whenever_the_writer_is_killed_the_newest_whole_checkpoint_is_what_its_step_saved(
     tmp_path: Path, script: str, least: int
@@ -202,6 +205,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, weights(run_python(TRAIN, folder, "99", "99"))
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
     tmp_path: Path, undisturbed: tuple[Path, str]
 ) -> None:
@@ -231,7 +235,8 @@ from pathlib import Path
 
 import torch
 
-from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.checkpoint.snapshot import Snapshot
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 
 
 def most():

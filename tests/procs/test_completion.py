@@ -42,6 +42,7 @@ def completed(line: str, cwd: Path, shell: str) -> list[str]:
         ("unisono run --log-to te", {"tensorboard"}),
         ("unisono status --run-dir runs/tr", {"runs/train-1"}),
         ("unisono replay runs/", {"runs/train-1"}),
+        ("unisono verify train.py --steps", {"--steps"}),
     ],
 )
 def test_a_name_is_completed(line: str, names: set[str], tmp_path: Path) -> None:

@@ -20,19 +20,23 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
-from unisono.launch.elastic.entrance import make_certificate
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, WorkerEnded, to_agent
+from unisono.launch.elastic.elastic_settings import make_certificate
 from unisono.membership.client import Line
 from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
     Finished,
     JobOver,
     Message,
     NewGeneration,
     Ready,
+    Start,
     StoreRequest,
     ToWorker,
     Welcome,
+    WorkerEnded,
     WorkerHello,
+    to_agent,
 )
 from unisono.membership.token import context_for, read_token, token_file
 

@@ -29,7 +29,8 @@ def keep_away(training: Training, seconds: float) -> int:
     return len(killed)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3])
 def test_no_step_is_lost_while_the_coordinator_is_away(
     workers: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_no_step_is_lost_while_the_coordinator_is_away(
     assert not training.journal("lost")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_back(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_
     assert training.steps == serial.steps
 
 
+@pytest.mark.slow
 def test_whoever_hears_nothing_of_the_coordinator_for_half_the_timeout_writes_only_when_it_is_back(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

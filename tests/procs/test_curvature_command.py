@@ -64,7 +64,7 @@ def test_more_batches_are_more_samples_and_an_older_checkpoint_has_another_loss(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import unisono\nunisono.init(batch_size=20, shards=5)", "called step.run nowhere"),
+        ("import unisono\nunisono.init(batch_size=20, shards=5)", "did not call step.run"),
         (SCRIPT.replace("    ", "").replace("8", "9"), "holds another model"),
     ],
 )

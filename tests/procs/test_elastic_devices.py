@@ -25,7 +25,7 @@ WAYS: Any = {"slices": {}, "stages": {"STAGES": "1f1b"}, "matrices": {"MATRICES"
 
 @pytest.fixture(
     scope="session",
-    params=["slices", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stages", "matrices"))],
+    params=[pytest.param(name, marks=pytest.mark.slow) for name in ("slices", "stages", "matrices")],
 )
 def way(request: pytest.FixtureRequest) -> Any:
     """How a model lies on several devices."""

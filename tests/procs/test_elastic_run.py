@@ -179,7 +179,9 @@ def test_a_job_that_stops_can_go_on_whatever_it_has_survived_before(job: Job) ->
     assert job.result["exit_code"] == 75
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "stop"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("SIGTERM", marks=pytest.mark.slow), pytest.param("SIGUSR1", marks=pytest.mark.slow), "stop"]
+)
 def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) -> None:
     launcher = job.start("-n", "2", "--max-restarts", "1")
     job.formed(1, "w1", "w2")

@@ -70,6 +70,7 @@ def test_the_main_worker_is_lost_while_it_writes_a_checkpoint(
     assert started[0].steps == serial.steps
 
 
+@pytest.mark.slow
 def test_the_main_worker_is_lost_in_a_checkpoint_that_the_script_asked_for(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_main_worker_is_lost_in_a_checkpoint_that_the_script_asked_for(
     assert started[0].steps == serial.steps
 
 
+@pytest.mark.slow
 def test_the_main_worker_is_lost_in_the_last_checkpoint(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_the_main_worker_is_lost_in_the_last_checkpoint(
     assert started[0].journal("finished")[-1]["step"] == last
 
 
+@pytest.mark.slow
 def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_places(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

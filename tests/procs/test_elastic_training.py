@@ -19,6 +19,7 @@ def long(serial_runs: SerialRuns) -> Trained:
     return serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
 
 
+@pytest.mark.slow
 def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     assert started[1].steps == serial.steps
 
 
+@pytest.mark.slow
 def test_over_sockets_whose_keys_the_coordinator_hands_out_a_loss_changes_no_bit(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -70,7 +72,8 @@ def test_over_sockets_whose_keys_the_coordinator_hands_out_a_loss_changes_no_bit
     assert len(started[0].journal("lost")) == 1
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("sockets", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_a_server_that_is_killed_takes_nothing_with_it(
     transport: str, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -88,6 +91,7 @@ def test_a_server_that_is_killed_takes_nothing_with_it(
     assert training.said == serial.said
 
 
+@pytest.mark.slow
 def test_a_job_that_becomes_too_small_for_its_servers_computes_on_all_workers_and_says_so(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

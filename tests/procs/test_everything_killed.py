@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 EVERY = 4
 
 
-MORE = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 2), (2, 5))]
+SIZES = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 3), (3, 2), (2, 5))]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), *MORE])
+@pytest.mark.parametrize(("before", "after"), SIZES)
 def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
     before: int, after: int, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from launches import Launches, launches
 from serial_runs import SerialRuns
-from unisono.checkpoint.store import load_weights
+from unisono.checkpoint.checkpoint_store import load_weights
 
 pytestmark = [
     pytest.mark.procs,
@@ -134,7 +134,7 @@ slow = pytest.mark.slow
         ("direct", 3, False),
         pytest.param("direct", 3, True, marks=slow),
         pytest.param("ring", 3, False, marks=slow),
-        ("tree", 5, False),
+        pytest.param("tree", 5, False, marks=slow),
         pytest.param("star", 3, False, marks=slow),
     ],
 )
@@ -168,7 +168,7 @@ SERVED = (
 
 @pytest.mark.parametrize(
     ("servers", "workers", "transport"),
-    [(1, 2, "shared_memory"), (2, 3, "sockets"), (2, 5, "shared_memory")],
+    [(1, 2, "shared_memory"), (2, 3, "sockets"), pytest.param(2, 5, "shared_memory", marks=slow)],
 )
 def test_whether_workers_or_servers_finish_the_sums_changes_no_bit(
     servers: int,
@@ -231,6 +231,7 @@ ON_HOSTS = (
 )
 
 
+@pytest.mark.slow
 def test_on_hosts_with_several_workers_the_bits_are_those_of_one_worker(
     results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:
@@ -250,9 +251,8 @@ def weights_in(output: str) -> list[str]:
 @pytest.mark.parametrize(
     ("example", "workers"),
     [
-        ("char_lm.py", 5),
         *(pytest.param(*each, marks=slow) for each in product(EXAMPLES, (2, 3))),
-        pytest.param("digits.py", 5, marks=slow),
+        *(pytest.param(each, 5, marks=slow) for each in EXAMPLES),
     ],
 )
 def test_digits_and_char_lm_end_in_the_same_weights_on_any_number_of_workers(
@@ -319,7 +319,7 @@ run.finish()
 """
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=slow), 3])
 def test_native_reduction_agrees_with_exact_to_a_hundred_thousandth(
     launch: Launches, workers: int, tmp_path: Path
 ) -> None:
@@ -357,7 +357,11 @@ def test_the_other_jobs_end_with_the_same_bits_on_two_and_on_five_workers(
     assert found == {job: results[1][job] * workers for job in others}
 
 
-@pytest.mark.parametrize("jobs", [FEW, pytest.param(sorted(WHAT_TRAVELS - {*FEW}), marks=slow)], ids=["few", "others"])
+@pytest.mark.parametrize(
+    "jobs",
+    [pytest.param(FEW, marks=slow), pytest.param(sorted(WHAT_TRAVELS - {*FEW}), marks=slow)],
+    ids=["few", "others"],
+)
 def test_as_many_workers_as_shards_end_with_the_same_bits(
     jobs: Sequence[str], launch: Launches, results: dict[int, dict[str, list[Any]]], tmp_path: Path
 ) -> None:

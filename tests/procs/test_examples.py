@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -132,26 +133,34 @@ def run_all(folder: Path, commands: Sequence[str], workers: int | None = None) -
     return dict(zip(commands, results, strict=True))
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """As plain Python."""
-    return run_all(tmp_path_factory.mktemp("alone"), list(SHORT))
+QUICK = {command for command in SHORT if command.startswith(("char_lm", "digits", "gan", "plain_loop"))}
+"""Those that every change must pass; the others run at night."""
+
+
+EndedExamples = Callable[[bool], tuple[Ended, Ended]]
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, warm: None) -> Ended:
-    """On several workers."""
-    found: Ended = {}
-    for number in set(SHORT.values()):
-        commands = [command for command, workers in SHORT.items() if workers == number]
-        found |= run_all(tmp_path_factory.mktemp("together"), commands, number)
-    return found
+def ended(tmp_path_factory: pytest.TempPathFactory, warm: None) -> EndedExamples:
+    """How the quick examples, or the others, end as plain Python, and on several workers."""
+
+    @cache
+    def ended(are_quick: bool) -> tuple[Ended, Ended]:
+        chosen = {command: workers for command, workers in SHORT.items() if (command in QUICK) == are_quick}
+        alone, together = run_all(tmp_path_factory.mktemp("alone"), list(chosen)), Ended()
+        for number in set(chosen.values()):
+            commands = [command for command, workers in chosen.items() if workers == number]
+            together |= run_all(tmp_path_factory.mktemp("together"), commands, number)
+        return alone, together
+
+    return ended
 
 
-@pytest.mark.parametrize("command", SHORT)
-def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
-    command: str, alone: Ended, together: Ended
-) -> None:
+@pytest.mark.parametrize(
+    "command", [command if command in QUICK else pytest.param(command, marks=pytest.mark.slow) for command in SHORT]
+)
+def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(command: str, ended: EndedExamples) -> None:
+    alone, together = ended(command in QUICK)
     assert alone[command]["weights_sha256"] == together[command]["weights_sha256"]
     assert (alone[command]["world_size"], together[command]["world_size"]) == (1, SHORT[command])
     assert alone[command]["steps"] == together[command]["steps"] == 3
@@ -183,6 +192,7 @@ def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_wor
     assert alone.weights == together.weights
 
 
+@pytest.mark.slow
 def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_processes(
     serial_runs: SerialRuns, tmp_path: Path
 ) -> None:
@@ -200,6 +210,7 @@ def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_pro
     assert "epoch 0" in alone.output
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_synchronises_in_another_way(serial_runs: SerialRuns, tmp_path: Path) -> None:
     alone = run_serially(serial_runs, "strategies.py --epochs 2", steps=1000)
     together = run(tmp_path / "together", "strategies.py --epochs 2", workers=2, steps=1000)
@@ -208,11 +219,13 @@ def test_another_number_of_workers_synchronises_in_another_way(serial_runs: Seri
     assert alone.weights != together.weights
 
 
+@pytest.mark.slow
 def test_cifar10_can_be_tried_without_the_data(serial_runs: SerialRuns) -> None:
     done = run_serially(serial_runs, "cifar10.py --synthetic --batch-size 32 --max-steps 2")
     assert done.result["steps"] == 2
 
 
+@pytest.mark.slow
 def test_the_plain_loop_runs_without_unisono(tmp_path: Path) -> None:
     done = run(tmp_path / "plain", "plain_loop.py --which plain")
     epochs = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]

@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [project] = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     points = tomllib.loads(project)["project"]["entry-points"]
     write_distribution(folder, "mine", points)
-    assert len(blocks) == len(points) == 4
+    assert len(blocks) == len(points) + 1 == 6  # a part is added by the script
     return folder
 
 
@@ -59,13 +59,13 @@ def write_distribution(folder: Path, name: str, points: dict[str, dict[str, str]
     (about / "entry_points.txt").write_text("\n".join(groups))
 
 
-def unisono(*words: str, cwd: Path, path: str) -> subprocess.CompletedProcess[str]:
+def unisono(*words: str, cwd: Path, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Call a command beside installed packages."""
     before = os.environ.get("PYTHONPATH")
     return subprocess.run(
         [sys.executable, "-m", "unisono", *words],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path if before is None else f"{path}{os.pathsep}{before}"},
+        env={**os.environ, **variables, "PYTHONPATH": path if before is None else f"{path}{os.pathsep}{before}"},
         capture_output=True,
         text=True,
         check=False,
@@ -88,6 +88,89 @@ def test_the_pages_policy_strategy_logger_and_command_are_used_by_name(site: Pat
     shown = unisono("steps", "run", cwd=tmp_path, path=str(site))
     assert shown.stdout.startswith("16 steps, loss ")
     assert "Print how many steps a run has made" in unisono("--help", cwd=tmp_path, path=str(site)).stdout
+
+
+PART = """
+import os
+from mine.part import LayerNorms
+
+
+def strike(run):
+    if os.environ.get("STRUCK") and run.rank == 1 and run.world_size == 3:
+        os.kill(os.getpid(), 9)
+
+run.add_part(LayerNorms())
+"""
+"""Behind the line that starts the run."""
+
+
+@pytest.mark.parametrize(("workers", "struck"), [pytest.param("2", "", marks=pytest.mark.slow), ("3", "yes")])
+def test_the_pages_part_logs_the_same_norms_on_any_number_of_workers(
+    workers: str, struck: str, site: Path, tmp_path: Path
+) -> None:
+    begun, _, rest = TRAIN.partition("model = ")
+    rest = rest.replace("    step.run(", "    (step.number == 5) and strike(run)\n    step.run(")
+    (tmp_path / "train.py").write_text(f"{begun.replace('shards=2', 'shards=4')}{PART}model = {rest}")
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    lines = {}
+    elastic = ["--max-restarts", "1"] if struck else []
+    for name, crew in (("serial", ["1"]), ("run", [workers, *elastic])):
+        start = [sys.executable, "-m", "unisono", "run", "-n", *crew, "--run-dir", name, "train.py"]
+        environment = {**os.environ, "PYTHONPATH": path, "STRUCK": struck}
+        done = subprocess.run(
+            start, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, done.stderr
+        written = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        lines[name] = [
+            {key: value for key, value in json.loads(line).items() if key.startswith("norm ")} for line in written
+        ]
+    assert lines["run"] == lines["serial"]
+    assert len(lines["serial"]) == 16
+    assert all(set(line) == {"norm weight", "norm bias"} for line in lines["serial"])
+    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    assert any(line["event"] == "lost" for line in journal) == bool(struck)
+
+
+DOCKER = """#!/bin/sh
+[ "$1" = inspect ] && { echo 127.0.0.1; exit; }
+shift 3
+exec "$@"
+"""
+"""A docker whose containers are this host."""
+
+
+def test_the_pages_engine_trains_in_two_containers(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    begin = ("run", "--on", "docker", "--hosts", "a:1,b:1", "--coordinator", "127.0.0.1:0")
+    done = unisono(*begin, "--env", "PATH", "--run-dir", "run", "train.py", cwd=tmp_path, path=str(site), PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert {"[a]", "[b]"} <= set(re.findall(r"^\[[ab]\]", done.stdout + done.stderr, re.MULTILINE))
+    alone = unisono("run", "-n", "1", "--run-dir", "alone", "train.py", cwd=tmp_path, path=str(site))
+    assert alone.returncode == 0, alone.stderr
+    digests = [json.loads((tmp_path / run / "result.json").read_text())["weights_sha256"] for run in ("run", "alone")]
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--on", "docker"), "--on docker: name the hosts that it reaches"),
+        (("--on", "no"), "--on: there is no engine 'no': choose of ray, docker"),
+        (("--on", "json:JSONDecoder", "--hosts", "a:1"), "is no subclass of unisono.Engine"),
+    ],
+)
+def test_an_engine_that_cannot_start_hosts_is_refused(
+    words: tuple[str, ...], message: str, site: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = unisono("run", *words, "train.py", cwd=tmp_path, path=str(site))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_command_that_cannot_be_loaded_is_refused_and_leaves_the_help_of_others(tmp_path: Path) -> None:
@@ -115,7 +198,7 @@ def test_a_name_that_two_packages_bring_is_refused_with_both(tmp_path: Path) -> 
     [
         ("class Other: ...", "mine_too brings is no data class of the kind unisono.Strategy"),
         (
-            "from dataclasses import dataclass\nfrom unisono.sync.strategy import Rounds\n"
+            "from dataclasses import dataclass\nfrom unisono.sync import Rounds\n"
             "@dataclass(frozen=True)\nclass Other(Rounds):\n    name = 'another'",
             "its class calls itself 'another': give the entry point the same name",
         ),
@@ -181,3 +264,16 @@ def test_entry_points_that_cannot_be_read_are_named_and_our_commands_work(tmp_pa
     shown = unisono("--help", cwd=tmp_path, path=str(tmp_path))
     assert (shown.returncode, "Start workers that train together" in shown.stdout) == (0, True)
     assert "the entry points of torn cannot be read" in shown.stderr
+
+
+@pytest.mark.slow
+def test_a_part_that_only_some_workers_have_is_refused_by_all(site: Path, tmp_path: Path) -> None:
+    begun, _, rest = TRAIN.partition("model = ")
+    part = "from mine.part import LayerNorms\nif run.rank == 1:\n    run.add_part(LayerNorms())\n"
+    (tmp_path / "train.py").write_text(f"{begun}{part}model = {rest}")
+    done = unisono("run", "-n", "2", "--run-dir", "run", "train.py", cwd=tmp_path, path=str(site))
+    assert done.returncode != 0
+    assert re.search(
+        r"(?s)rank 1 has another model than rank 0.*parts of run\.add_part: none here, mine\.part\.LayerNorms there",
+        done.stderr,
+    ), done.stderr

@@ -100,6 +100,7 @@ def test_a_second_worker_may_die_at_each_point_of_the_recovery_from_the_first(lo
     assert set(inside) <= set(RECOVERY)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: str, tmp_path: Path) -> None:
     faults = Faults().kill_agent(rank=0, at_step=8, after_s=0.01)
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +114,8 @@ def test_the_death_of_the_agent_ends_the_job_and_the_next_start_goes_on(serial: 
 
 
 # One alone: tests/unit/test_integrity.py. Three and five: tests/unit/test_scripts_of_clusters.py.
-@pytest.mark.parametrize("workers", ["2", pytest.param("3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["2", "3"])
 def test_a_flipped_bit_of_one_workers_copy_does_not_pass_for_right(workers: str, serial: str, tmp_path: Path) -> None:
     # The update may round the first one away in its replica, after gradients were computed with it; never the second.
     faults = Faults().flip_bit(rank=1, at_step=8, bit=0).flip_bit(rank=0, at_step=16, bit=23)
@@ -136,6 +138,7 @@ def test_a_flipped_bit_beside_the_weights_does_not_pass_for_right(serial: str, t
     assert len(training.journal("rolled back")) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_computes_wrongly_is_named_and_replaced_and_leaves_no_trace(serial: str, tmp_path: Path) -> None:
     faults = Faults().wrong_result(rank=1, at_step=8, bit=22)
     training = Training(tmp_path / "job", "-n", "3", "--max-restarts", "9", "--audit", "0.1", faults=faults)

@@ -60,13 +60,17 @@ def serial(serial_runs: SerialRuns) -> tuple[Outcome, Samples]:
 @pytest.mark.parametrize(
     ("workers", "settings"),
     [
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(
             3,
             {"OPTIONS": '{"faults": {"verify_every": 3}, "communication": {"overlap": true}}', "LOADERS": "1"},
             marks=pytest.mark.slow,
         ),
-        (2, {"OPTIONS": '{"communication": {"transport": "sockets", "topology": "ring", "overlap": true}}'}),
+        pytest.param(
+            2,
+            {"OPTIONS": '{"communication": {"transport": "sockets", "topology": "ring", "overlap": true}}'},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_decides_no_bit_decides_none_while_the_number_of_shards_changes(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, environment, launcher_and_forks, seen
-from unisono.launch.forkserver.warm_start import ColdStart, WarmStart
+from unisono.launch.worker_start import ColdStart, WarmStart
 
 pytestmark = [
     pytest.mark.procs,
@@ -101,6 +101,7 @@ async def test_generators_are_seeded_anew_in_each_worker(host: Host) -> None:
     assert str(random.random()) not in {each[0] for each in drawn}
 
 
+@pytest.mark.slow
 @with_template
 async def test_a_forked_worker_trains_the_same_weights_as_a_fresh_one(host: Host) -> None:
     (host.folder / "train.py").write_text(TRAINING)
@@ -112,6 +113,20 @@ async def test_a_forked_worker_trains_the_same_weights_as_a_fresh_one(host: Host
 
 
 # --- how it ends
+
+
+@with_template
+async def test_a_worker_that_has_just_been_forked_can_be_killed_by_its_group(host: Host) -> None:
+    (host.folder / "wait.py").write_text("import signal; signal.pause()")
+    everywhere = os.sched_getaffinity(host.warm.pid)
+    os.sched_setaffinity(host.warm.pid, {min(everywhere)})  # so a worker runs after the fork server, not beside it
+    try:
+        for _ in range(20):
+            started = await host.start("wait.py")
+            os.killpg(started.worker.pid, signal.SIGKILL)
+            assert (await started.ended()).code == -signal.SIGKILL
+    finally:
+        os.sched_setaffinity(host.warm.pid, everywhere)
 
 
 ENDS = (
@@ -190,6 +205,7 @@ def test_a_library_that_has_started_a_thread_makes_the_start_cold(tmp_path: Path
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_a_library_that_has_opened_a_socket_makes_the_start_cold(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import socket; kept = socket.socket()")
 

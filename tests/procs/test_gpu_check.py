@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_each_part_of_the_check_has_a_row_and_none_fails(tmp_path: Path) -> None:
     try:
         simulated_accelerator.built()

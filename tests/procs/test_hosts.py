@@ -25,7 +25,7 @@ from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
 from training import SETTINGS, Trained
 from two_hosts import Host, NoHosts, two_hosts
-from unisono.launch.elastic.entrance import make_certificate
+from unisono.launch.elastic.elastic_settings import make_certificate
 from unisono.launch.tuning import KEEPING
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
@@ -319,6 +319,7 @@ def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhe
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
 
 
+@pytest.mark.slow
 @pytest.mark.hosts("unisono join", "kill", "join")
 def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job: Job, serial: dict[str, Any]) -> None:
     job.run("-n", "2:4", "--here", "2", **LONG)
@@ -336,6 +337,7 @@ def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job
     assert job.a.steps == list(range(serial["steps"]))
 
 
+@pytest.mark.slow
 @pytest.mark.hosts("unisono join", "kill")
 def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
     job: Job, serial: dict[str, Any]
@@ -373,6 +375,7 @@ def test_workers_of_two_devices_on_two_hosts_train_to_the_weights_of_one_and_one
     assert job.a.steps == list(range(serial["steps"]))
 
 
+@pytest.mark.slow
 def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial: dict[str, Any]) -> None:
     job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", "--checkpoint-every", "10", **LONG)
     joined = job.join("-n", "1", "--checkpoint-every", "10", **LONG)
@@ -388,6 +391,7 @@ def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial:
     assert list((job.b.run_dir / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_the_job_never_stops(
     job: Job, serial: dict[str, Any]
 ) -> None:

@@ -24,10 +24,10 @@ from forks.client import SHARED_FORK_SERVERS
 from forks.commands import ForkedCommand, start
 from said import options
 from unisono.errors import LaunchError
-from unisono.launch.ending.result import open_folder
 from unisono.launch.local import launch
+from unisono.launch.outcome import open_folder
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import SilentTerminal
+from unisono.launch.terminal import SilentTerminal
 
 pytestmark = pytest.mark.procs
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.doctor import doctor
+from unisono.launch import doctor
 
 pytestmark = pytest.mark.procs
 
 PATIENCE_S = 110.0
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_that_workers_reach_each_other_here(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "unisono", "doctor", "--json"],
@@ -29,6 +30,7 @@ def test_the_doctor_finds_that_workers_reach_each_other_here(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_work_is_said_with_its_reason() -> None:
     assert doctor.handshake("pigeon", 2).startswith("fails: rank ")
 

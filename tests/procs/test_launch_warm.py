@@ -46,9 +46,9 @@ class Run:
         self.lines: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, body: str, *options: str, workers: int = 3) -> None:
+    def start(self, body: str, *options: str, workers: int = 3, argument: str = "an argument") -> None:
         (self.folder / "train.py").write_text(PREAMBLE + textwrap.dedent(body))
-        command = ["run", "-n", str(workers), "--run-dir", str(self.run_dir), *options, "train.py", "an argument"]
+        command = ["run", "-n", str(workers), "--run-dir", str(self.run_dir), *options, "train.py", argument]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "unisono", *command],
             cwd=self.folder,
@@ -143,6 +143,13 @@ def test_workers_have_what_they_need_and_a_failing_one_ends_the_others_and_is_to
     assert json.loads((run.run_dir / "result.json").read_text())["error"]["rank"] == 1
 
 
+@pytest.mark.slow
+def test_more_workers_than_a_socket_has_room_for_are_forked_all_the_same(run: Run) -> None:
+    run.start('print("forked:", "torch" in sys.modules)', workers=12, argument="x" * 24_000)
+    assert run.end() == 0
+    assert run.text.count("forked: True") == 12, run.text
+
+
 def test_a_signal_is_passed_on_and_the_job_ends_with_its_code(run: Run) -> None:
     run.start("forever()")
     started_by = {int(found[2]) for found in run.until_waiting(3)}
@@ -165,7 +172,7 @@ def test_a_signal_that_comes_while_torch_is_being_loaded_ends_the_job_at_once(co
 
 def _is_template(process: psutil.Process) -> bool:
     try:
-        return "unisono.launch.forkserver.server" in process.cmdline()
+        return "unisono.launch.fork_server" in process.cmdline()
     except psutil.Error:
         return False
 

@@ -22,7 +22,7 @@ KILL = "[[fault]]\nkind = 'kill'\nrank = 1\nat_step = 4\n"
 
 
 @pytest.mark.parametrize(
-    "job", ["a batch sampler", "a stream", pytest.param("a stream with readers of its own", marks=pytest.mark.slow)]
+    "job", ["a stream", *(pytest.param(job, marks=pytest.mark.slow) for job in JOBS if job != "a stream")]
 )
 def test_weights_are_those_of_the_serial_run(job: str, serial_runs: SerialRuns, tmp_path: Path) -> None:
     script, settings = JOBS[job]

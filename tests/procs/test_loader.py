@@ -22,11 +22,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import unisono
-from unisono.data.loader import Loaded, load
-from unisono.data.loader_processes import DEPTH, Processes
-from unisono.data.order import KeyedOrder
+from unisono.data.generators import generators_kept
+from unisono.data.loading import DEPTH, Loaded, Processes, load
+from unisono.data.sample_order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
-from unisono.data.streams import generators_kept
 from unisono.errors import DataError, JobError
 
 pytestmark = pytest.mark.procs
@@ -285,9 +284,9 @@ SCRIPT = """
 import sys, threading
 import psutil, torch
 import unisono
-from unisono.data.loader import load
-from unisono.data.loader_processes import Processes
-from unisono.data.order import KeyedOrder
+from unisono.data.loading import load
+from unisono.data.loading import Processes
+from unisono.data.sample_order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 
 class Slow(torch.utils.data.Dataset):

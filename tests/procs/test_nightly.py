@@ -23,7 +23,7 @@ def nightly(folder: Path, *targets: str) -> subprocess.CompletedProcess[str]:
     make = folder / "make"
     make.write_text(MAKE.format(made=folder / "made.txt"))
     make.chmod(0o755)
-    environ = {**os.environ, "MAKE": str(make), "NIGHTLY_LOGS": str(folder / "logs")}
+    environ = {**os.environ, "MAKE": str(make), "NIGHTLY_LOGS": str(folder / "logs"), "NIGHTLY_COMMIT": "abc"}
     command = [str(ROOT / ".ci" / "nightly"), *targets]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
@@ -40,6 +40,16 @@ def test_a_failure_does_not_end_the_night_and_all_failures_are_named(tmp_path: P
 def test_a_night_without_failures_is_a_good_one(tmp_path: Path) -> None:
     done = nightly(tmp_path, "bench", "chaos")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_night_that_was_cut_off_goes_on_with_what_has_not_passed_on_this_commit(tmp_path: Path) -> None:
+    nightly(tmp_path, "check", "bench")
+    done = nightly(tmp_path, "check", "bench", "chaos")
+    assert (tmp_path / "made.txt").read_text().split() == ["check", "bench", "check", "chaos"]
+    assert "bench: passed before on this commit" in done.stdout
+    (tmp_path / "logs" / "bench.passed").write_text("another commit\n")
+    nightly(tmp_path, "bench")
+    assert (tmp_path / "made.txt").read_text().split()[-1] == "bench"
 
 
 def test_every_benchmark_that_can_be_made_is_made_at_night(tmp_path: Path) -> None:

@@ -23,7 +23,11 @@ def told_by(*words: object) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) for path in EXAMPLES],
+    ids=lambda path: path.stem,
+)
 def test_an_example_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells), "it is committed without outputs"
@@ -40,6 +44,7 @@ def test_an_example_runs_from_its_first_cell_to_its_last(path: Path, tmp_path: P
         assert "set_batch_size(128)" in told
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_leaves_a_checkpoint_and_a_killed_kernel_leaves_nobody(tmp_path: Path) -> None:
     seen = json.loads(told_by("interrupt", tmp_path))
 

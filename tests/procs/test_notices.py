@@ -19,8 +19,9 @@ def service(request: pytest.FixtureRequest) -> Iterator[Metadata]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["aws"], indirect=True)
-@pytest.mark.parametrize("workers", [pytest.param("2", marks=pytest.mark.slow), "1:2"])
+@pytest.mark.parametrize("workers", ["2", "1:2"])
 def test_a_job_whose_first_host_is_taken_away_leaves_a_checkpoint_and_goes_on_elsewhere(
     workers: str, service: Metadata, serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

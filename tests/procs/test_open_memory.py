@@ -21,6 +21,7 @@ def shared(process: int) -> int:
     return sum("memfd:unisono" in one for one in found)
 
 
+@pytest.mark.slow
 def test_a_worker_holds_no_shared_memory_of_earlier_generations(
     started: list[Training], tmp_path: Path, long_serial: Trained
 ) -> None:

@@ -20,10 +20,9 @@ from unisono.job import Job
 from unisono.membership.environment import Environment, RendezvousAddress
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.plan.split import Split
-from unisono.reduce.admission import present
+from unisono.reduce.admission import address_of, calling, listen, present
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.host_memory import Segment, created
-from unisono.reduce.rpc_message import address_of, calling, listen
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.connect import connect

@@ -11,7 +11,9 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(120), pytest.mark.usefixtur
 SCRIPT = Path(__file__).parent / "scripts" / "own_loop.py"
 
 
-@pytest.mark.parametrize("options", [("-n", "3"), ("-n", "3", "--max-restarts", "1")])
+@pytest.mark.parametrize(
+    "options", [("-n", "3"), pytest.param(("-n", "3", "--max-restarts", "1"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("how", "words"), [("prepare", "SGD.step() is called by the script"), ("", "this run ends without run.prepare")]
 )
@@ -23,6 +25,7 @@ def test_several_workers_that_each_train_alone_are_told_of_once(
     assert "each of the 3 workers" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_one_worker_may_train_as_it_likes(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "-n", "1", script=SCRIPT, arguments=("prepare",))
     assert (done.returncode, "UnisonoWarning" in done.stdout + done.stderr) == (0, False)

@@ -254,6 +254,7 @@ CONTRASTS = """() => [...Array(8).keys()].map((hue) => {
 DASHES = "plot => [...plot.querySelectorAll('.legend line')].map((one) => one.getAttribute('stroke-dasharray'))"
 
 
+@pytest.mark.slow
 def test_every_plot_is_drawn_and_fits_each_screen_in_light_and_dark(link: str, look: Look) -> None:
     viewer = look(link)
     viewer.until("count => document.querySelectorAll('.plot canvas').length === count", len(PLOTS))
@@ -289,6 +290,7 @@ def check_drawing(viewer: Viewer) -> None:
     assert viewer.page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0
 
 
+@pytest.mark.slow
 def test_all_is_reached_by_keyboard_and_a_link_opens_once(link: str, look: Look) -> None:
     viewer = look(link)
     viewer.until("() => document.querySelector('#ribbon .mark.kind-decision')")

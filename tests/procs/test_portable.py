@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from training import Trained, control_of, whole_lines
-from unisono.host.processor_paths import numerics_variables
+from unisono.host.machine import numerics_variables
 from unisono.launch.elastic.address import WHERE
 
 QEMU = "qemu-x86_64"
@@ -39,7 +39,7 @@ MATRIX = (
 BITS = """
 import json, sys, torch
 from unisono.train.config.bits import bits_of
-from unisono.train.config.portable import KERNELS, require_portable
+from unisono.train.config.bits import KERNELS, require_portable
 torch.set_num_threads(int(sys.argv[1]))
 require_portable(torch.device("cpu"))
 KERNELS.put(True)

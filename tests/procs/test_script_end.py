@@ -10,7 +10,7 @@ pytestmark = pytest.mark.procs
 
 BEGIN = """
 import atexit, sys
-from unisono.host.script_end import OF_THIS_PROCESS as END
+from unisono.host.process import OF_THIS_PROCESS as END
 END.then(lambda: print("done"))
 atexit.register(print, "exits")
 """

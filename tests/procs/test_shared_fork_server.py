@@ -20,8 +20,8 @@ from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, launcher_and_forks, s
 from forks.client import SHARED_FORK_SERVERS, NotForked, asked
 from forks.commands import start, warm_jobs
 from leaks import ALLOWED_VARIABLES
-from unisono.launch.forkserver.warm_start import FORK_SERVER, WarmStart
 from unisono.launch.tuning import Tuning
+from unisono.launch.worker_start import FORK_SERVER, WarmStart
 
 pytestmark = [
     pytest.mark.procs,
@@ -226,7 +226,7 @@ def test_when_the_shared_fork_server_is_gone_its_jobs_go_on_and_the_next_one_loa
 ASKS = """
 import os
 from forks.client import NotForked, asked, code_in, pid_in
-from unisono.launch.forkserver.warm_start import FORK_SERVER
+from unisono.launch.worker_start import FORK_SERVER
 
 try:
     nothing = os.open(os.devnull, os.O_RDWR)

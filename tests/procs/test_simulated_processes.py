@@ -30,7 +30,7 @@ workers = 1
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGKILL"])
 def test_a_search_that_is_ended_leaves_no_process_and_no_traceback(tmp_path: Path, name: str) -> None:
     (tmp_path / "job.toml").write_text(ENDLESS)
     words = [
@@ -58,7 +58,7 @@ def test_a_search_that_is_ended_leaves_no_process_and_no_traceback(tmp_path: Pat
             found = [
                 one
                 for one in psutil.Process(process.pid).children(recursive=True)
-                if "simulation.seeds" in str(one.cmdline())
+                if "simulation.simulated_run" in str(one.cmdline())
             ]
         os.killpg(process.pid, signal.Signals[name])  # as a terminal does
         code = process.wait(PATIENCE_S)

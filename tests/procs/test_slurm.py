@@ -14,8 +14,7 @@ from slurm_cluster import NODES, Cluster
 from slurm_jobs import HOSTILE, Queued
 from unisono.errors import JobError
 from unisono.launch.settings import Script
-from unisono.launch.slurm.batch_job import Allocation, BatchJob
-from unisono.launch.slurm.batch_script import text_of
+from unisono.launch.slurm_job import Allocation, BatchJob, text_of
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 

@@ -238,6 +238,7 @@ def test_the_exit_code_and_the_lines_of_a_script_come_home_from_another_host(job
 AFTER_FINISH = SCRIPT.with_name("after_finish.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("kill", 137)])
 def test_a_script_that_fails_on_another_host_after_finish_fails_the_job(job: Job, how: str, code: int) -> None:
     job.run("--hosts", "hostb", "--no-warm-start", script=AFTER_FINISH, arguments=("0", how))

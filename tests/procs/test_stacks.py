@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.host.stacks import ask_for_stacks
+from unisono.host.process import ask_for_stacks
 
 pytestmark = pytest.mark.procs
 

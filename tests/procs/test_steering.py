@@ -29,6 +29,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_topology_and_batch_change_twenty_times_and_the_bits_stay(
     serial: tuple[str, list[Any]], tmp_path: Path
 ) -> None:

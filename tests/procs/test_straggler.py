@@ -19,6 +19,7 @@ def undisturbed(serial_runs: SerialRuns) -> tuple[str, list[Any]]:
     return outcome_in(serial_runs(SCRIPT).run_dir)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_gets_fewer_shards_and_then_is_replaced_and_the_bits_stay(
     undisturbed: tuple[str, list[Any]], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from forks.commands import start
-from unisono.host.cgroup import usable_cores
+from unisono.host.machine import usable_cores
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -158,6 +158,7 @@ def test_other_options_in_the_same_folder_are_refused(resumed: dict[str, Any]) -
     assert "steps: 21 here, 20 there" in study.said
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_measured(tmp_path: Path, warm: None) -> None:
     study = Study(tmp_path, "--workers", "2,3", "--repeats", 1, "--epochs", 3, "--", "--fails-with", 3)
     try:
@@ -172,6 +173,7 @@ def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_measured(tmp_
     assert row["samples"] == "224"  # three epochs of 4 steps, without the first 5 steps
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_ends_at_once_with_its_processes(tmp_path: Path, warm: None) -> None:
     study = Study(tmp_path, "--workers", "2,3", "--repeats", 1)
     try:
@@ -180,5 +182,5 @@ def test_an_interrupted_study_ends_at_once_with_its_processes(tmp_path: Path, wa
         assert study.end() == 130
     finally:
         study.close()
-    assert "ended by SIGINT: start it again to go on with what is missing" in study.said
+    assert "ended by SIGINT: start it again to make the missing measurements" in study.said
     assert not list((tmp_path / "study" / "cells").glob(".*"))

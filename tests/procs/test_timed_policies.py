@@ -48,6 +48,7 @@ def test_scaling_stays_with_the_number_of_workers_that_pays(serial_with: SerialW
     assert digest == serial_with(decided)
 
 
+@pytest.mark.slow
 def test_goodput_goes_to_more_workers_and_larger_batches(serial_with: SerialWith, tmp_path: Path) -> None:
     digest, decided = decided_by("goodput", tmp_path / "run", "-n", "1:4")
     assert 4 in values(decided, "resize")
@@ -57,6 +58,7 @@ def test_goodput_goes_to_more_workers_and_larger_batches(serial_with: SerialWith
     assert digest == serial_with(decided)
 
 
+@pytest.mark.slow
 def test_a_notice_leaves_a_checkpoint_and_brings_a_worker_that_goes_when_it_is_not_needed_any_more(
     serial_with: SerialWith, tmp_path: Path
 ) -> None:

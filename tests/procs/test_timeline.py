@@ -16,7 +16,7 @@ from commands import completed
 from outcomes import train
 from training import whole_lines
 from unisono.spans import Kind
-from unisono_lab.timeline.recorded import StepTimelines, read
+from unisono_lab.recorded.worker_spans import StepTimelines, read
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
@@ -64,6 +64,7 @@ def require_whole(folder: Path, timelines: StepTimelines, workers: int) -> None:
     assert sum(len(step.all("forward")) for step in timelines.by_step[3].values()) == 7
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_named_and_the_trace_agrees_with_the_metrics(tmp_path: Path) -> None:
     folder, faults = tmp_path / "run", tmp_path / "faults.toml"
     faults.write_text("[[fault]]\nkind = 'slow'\nrank = 1\nat_step = 1\nfactor = 3\n")
@@ -114,6 +115,7 @@ def test_the_timeline_is_whole_with_any_number_of_workers(workers: int, tmp_path
     assert "the median of 39" in told
 
 
+@pytest.mark.slow
 def test_torchs_own_events_stand_in_the_same_trace(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 

@@ -28,6 +28,7 @@ for name in ("websockets", "websockets.client", "websockets.server", "uvicorn", 
 """What Python runs before anything else, in the launcher, the coordinator, the agent and the workers."""
 
 
+@pytest.mark.slow
 def test_no_file_of_a_job_holds_its_token(tmp_path: Path) -> None:
     site, run, output = tmp_path / "site", tmp_path / "run", tmp_path / "output.txt"
     site.mkdir()

@@ -79,6 +79,7 @@ def test_a_sane_script_is_identical_on_one_worker_and_on_three(tmp_path: Path) -
     assert done.progress.splitlines() == ["run 1 of 2: 1 worker", "run 2 of 2: 3 workers"]
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     done = verify(tmp_path, "--workers 1,2 --steps 1", ("Adam(model.parameters())", "Adam(model.parameters(), lr=0.0)"))
 
@@ -86,6 +87,7 @@ def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     assert "But nothing was trained: after the last step all parameters are what they were" in done.words
 
 
+@pytest.mark.slow
 def test_a_loss_that_depends_on_the_rank_is_found_with_step_shard_and_line(tmp_path: Path) -> None:
     done = verify(tmp_path, "--workers 1,2 --steps 2", ("batch[1])", "batch[1]) * (1 + run.rank)"))
 
@@ -146,6 +148,7 @@ def test_weights_changed_on_the_main_worker_only_are_found_although_the_script_f
     assert "JobMismatch" in done.words
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_ends_verify_with_its_code_and_its_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

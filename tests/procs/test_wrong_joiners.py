@@ -74,6 +74,7 @@ def joining(training: Training, tmp_path: Path) -> Iterator[Joining]:
     found.close()
 
 
+@pytest.mark.slow
 def test_wrong_joiners_end_with_their_error_and_the_job_with_the_bits_of_the_serial_run(
     long: Trained, training: Training, joining: Joining, tmp_path: Path
 ) -> None:

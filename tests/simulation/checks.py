@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from simulation.settings import SHARDS
 from unisono.jsonl import read_lines
 from unisono.membership import state as machine
-from unisono.membership.state.rows import Phase
+from unisono.membership.state.state import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING
 from simulation.link import Link
 from simulation.process import Process
 from simulation.settings import PROBING_S
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probe, Probed, Start, WorkerEnded, to_agent
 from unisono.membership.coordinator import AgentSession
-from unisono.membership.messages import JobOver, Unreached
+from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
+    End,
+    JobOver,
+    Probe,
+    Probed,
+    Start,
+    Unreached,
+    WorkerEnded,
+    to_agent,
+)
 
 if TYPE_CHECKING:
     from simulation.world import World

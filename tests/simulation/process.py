@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from simulation.link import Link
 from simulation.settings import FAULTS_END_S, SHARDS
 from simulation.training import Training
-from unisono.membership.client import ANSWER_S
-from unisono.membership.connection import Conversation
+from unisono.membership.client import ANSWER_S, Conversation
 from unisono.membership.coordinator import WorkerSession
 from unisono.membership.messages import (
     FromWorker,
@@ -136,7 +135,7 @@ class Process:
 
     def _stored(self, request: StoreRequest, reply: StoreReply) -> None:
         self._asks = False
-        if self.backlog.answered(request, reply):
+        if self.backlog.take_reply(request, reply):
             self._work_off()
         else:
             self.world.later(AGAIN_S, self._work_off)

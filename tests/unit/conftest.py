@@ -12,7 +12,7 @@ import torch
 
 import unisono
 from struck_run import JOB
-from unisono.data.streams import generators_kept
+from unisono.data.generators import generators_kept
 from unisono.train.config.numerics import apply_numerics
 
 Start = Callable[..., unisono.Run]

@@ -25,7 +25,9 @@ def serial(cluster: Cluster) -> Done:
     return cluster(SCRIPT, 1, shards=8)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_weights_and_lines_are_the_same_on_any_number_of_workers(cluster: Cluster, serial: Done, workers: int) -> None:
     done = cluster(SCRIPT, workers, shards=8)
     assert len(serial.said) == 6
@@ -33,7 +35,9 @@ def test_weights_and_lines_are_the_same_on_any_number_of_workers(cluster: Cluste
     assert done.outcome == serial.outcome
 
 
-@pytest.mark.parametrize("points", [0, 6, 13])
+@pytest.mark.parametrize(
+    "points", [pytest.param(0, marks=pytest.mark.slow), 6, pytest.param(13, marks=pytest.mark.slow)]
+)
 def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
     kills = [Kill(2, 1, points), Kill(5, 0, points), Kill(8, 2, points), Kill(11, 0, points), Kill(15, 1, points)]
     done = cluster(SCRIPT, 3, shards=8, kills=kills)
@@ -43,7 +47,9 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(("step", "moment"), [(3, "step_begins"), (7, "step_ends"), (19, "step_ends")])
+@pytest.mark.parametrize(
+    ("step", "moment"), [(3, "step_begins"), pytest.param(7, "step_ends", marks=pytest.mark.slow), (19, "step_ends")]
+)
 def test_a_fault_of_the_memory_sets_back_all_that_a_training_counts(
     cluster: Cluster, serial: Done, workers: int, step: int, moment: Any
 ) -> None:
@@ -53,7 +59,7 @@ def test_a_fault_of_the_memory_sets_back_all_that_a_training_counts(
     assert done.outcome == serial.outcome
 
 
-@pytest.mark.parametrize("stop", [6, 12])
+@pytest.mark.parametrize("stop", [pytest.param(6, marks=pytest.mark.slow), 12])
 def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
     cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
     done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)

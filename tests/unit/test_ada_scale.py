@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.adapt.ada_scale import AdaScale
+from unisono.adapt.batch_policies import AdaScale
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.view import View
 from unisono.errors import JobError

@@ -10,14 +10,15 @@ from typing import Any, cast
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
+from unisono.launch.command import RendezvousSocket, WorkerCommand
 from unisono.launch.elastic.agent import ElasticAgent
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.host_workers import HostWorkers, Starter, _Worker, cause_of
-from unisono.launch.ending.failure import Failure
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Range
+from unisono.launch.failure import Failure
+from unisono.launch.host_workers import Ended, HostWorkers, WorkerGroup, cause_of
+from unisono.launch.outcome import WorkerExit
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import Terminal
-from unisono.launch.worker_group import Ended, WorkerGroup
-from unisono.membership.agent_messages import WorkerEnded
+from unisono.launch.terminal import Terminal, WorkerName
+from unisono.launch.worker_start import WorkerStart
 from unisono.membership.token import make_token
 
 pytestmark = pytest.mark.unit
@@ -27,28 +28,25 @@ def test_a_job_that_goes_on_in_its_folder_has_another_token(tmp_path: Path) -> N
     asyncio.run(_starts(tmp_path))
 
 
-def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> None:
+def agent_in(folder: Path) -> ElasticAgent:
     nothing: Any = None
-    told: list[WorkerEnded] = []
-    workers = HostWorkers(WorkerGroup(RunFolder(tmp_path), nothing), nothing)
-    workers._tell = told.append
-    workers._workers["w1"] = worker = _Worker("w1", 0)
+    return ElasticAgent(ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 2)), RunFolder(folder), nothing)
+
+
+def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> None:
+    agent = agent_in(tmp_path)
     failure = Failure("w1", "h", 1, "ValueError", "no \udcff.txt" + "x" * 5000, "", False, 0.0)
-    workers._note(worker, Ended(1, 0.0, failure))
-    assert told[0].error.startswith("ValueError: no \\udcff.txt")
-    assert len(told[0].error) == 4096
+    agent._worker_ended(WorkerExit("w1", 1, 0.0, failure), Ended(1, 0.0, failure))
+    assert agent._ended[0].error.startswith("ValueError: no \\udcff.txt")
+    assert len(agent._ended[0].error) == 4096
 
 
 def test_a_code_that_the_script_chose_is_told_as_its_word_and_no_other(tmp_path: Path) -> None:
-    nothing: Any = None
-    told: list[WorkerEnded] = []
-    workers = HostWorkers(WorkerGroup(RunFolder(tmp_path), nothing), nothing)
-    workers._tell = told.append
+    agent = agent_in(tmp_path)
     lost = Failure("w1", "h", 1, "WorkerLost", "w2 is gone", "", True, 0.0)
     for end in (Ended(5, 0.0, None, is_scripts=True), Ended(5, 0.0, None), Ended(1, 0.0, lost, is_scripts=True)):
-        workers._workers["w1"] = worker = _Worker("w1", 0)
-        workers._note(worker, end)
-    assert [each.error for each in told] == ["its script called sys.exit", "", ""]
+        agent._worker_ended(WorkerExit("w1", end.code, 0.0, end.failure), end)
+    assert [each.error for each in agent._ended] == ["its script called sys.exit", "", ""]
 
 
 def test_a_worker_ends_for_the_reason_of_the_device_that_has_one() -> None:
@@ -72,14 +70,25 @@ def test_a_device_that_ends_takes_the_others_of_its_worker_with_it(tmp_path: Pat
 
 async def _ends(folder: Path, devices: Sequence[str]) -> int:
     """The exit code of a worker whose devices run these commands."""
-    told: asyncio.Queue[WorkerEnded] = asyncio.Queue()
+    told: asyncio.Queue[WorkerExit] = asyncio.Queue()
     run_folder = RunFolder(folder)
     run_folder.logs.mkdir(exist_ok=True)
     group = WorkerGroup(run_folder, Terminal(sys.stdout, sys.stderr))
-    workers = HostWorkers(group, lambda bug: None)
+
+    def command_of(name: WorkerName, place: int, device: int, meeting: RendezvousSocket | None) -> WorkerCommand:
+        assert meeting is not None
+        return WorkerCommand((devices[device],), {})
+
+    workers = HostWorkers(
+        group,
+        cast("WorkerStart", Shell()),
+        command_of,
+        lambda worker_exit, end: told.put_nowait(worker_exit),
+        lambda bug: None,
+        len(devices),
+    )
     with group.opened(lambda number: None):
-        await workers.open(cast("Starter", Shell(devices)), told.put_nowait)
-        workers.begin(["w1"], 0.0)
+        workers.begin("w1")
         async with asyncio.timeout(30):
             ended = await told.get()
         await workers.close()
@@ -90,11 +99,7 @@ async def _ends(folder: Path, devices: Sequence[str]) -> int:
 class Shell:
     """Starts a shell's command as each device."""
 
-    def __init__(self, commands: Sequence[str]) -> None:
-        self._commands = commands
-        self.devices = len(commands)
-
-    async def open(self) -> None:
+    async def loaded(self, unwanted: asyncio.Event) -> None:
         """Nothing is loaded."""
 
     async def close(self) -> None:
@@ -103,12 +108,11 @@ class Shell:
     def wake(self) -> None:
         """Nobody sleeps."""
 
-    async def start(self, worker: str, place: int, output: Any, device: int = 0, meeting: Any = None) -> Any:
-        assert meeting is not None
+    async def start(self, command: WorkerCommand, output: Any) -> Any:
         return await asyncio.create_subprocess_exec(
             "sh",
             "-c",
-            self._commands[device],
+            *command.script,
             stdout=output.out.writing,
             stderr=output.err.writing,
             start_new_session=True,
@@ -116,11 +120,10 @@ class Shell:
 
 
 async def _starts(tmp_path: Path) -> None:
-    settings = ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 2))
     nothing: Any = None
     tokens = [make_token(tmp_path)]
     for _ in range(2):
-        agent = ElasticAgent(settings, RunFolder(tmp_path), nothing)
+        agent = agent_in(tmp_path)
         agent._group.guard = nothing
         async with AsyncExitStack() as opened:
             tokens.append(agent._address_of_own(opened).token)

@@ -16,12 +16,12 @@ import unisono
 from said import PATHS, grouped
 from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
-from unisono.integrations.run_of_script import run_for
+from unisono.integrations.kit import run_for
 from unisono.received import short
-from unisono.settings.reading import OF_SCRIPTS, TABLE, require_none_gone
-from unisono.settings.rows import settings_of
+from unisono.settings.groups import settings_of
+from unisono.settings.reading import OF_SCRIPTS, TABLE, require_none_removed
 from unisono.settings.table import Settings
-from unisono.train.config.configure import KINDS
+from unisono.train.config.run_config import KINDS
 from unisono.train.step.step import Clip
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]
@@ -71,6 +71,17 @@ def test_an_argument_of_another_type_is_refused_with_its_name_and_value_and_what
         assert str(refused.value).startswith(f"{PATHS[name]}={short(value)}: needs ")
 
 
+def test_a_number_that_is_too_large_is_refused_with_the_largest_also_where_nobody_thinks_of_it() -> None:
+    wrong: list[dict[str, Any]] = [{"batch_size": 2**70}, {"seed": 2**70, "batch_size": 32}]
+    for said in wrong:
+        with pytest.raises(JobError, match=f"needs a whole number of .*at most {2**63 - 1}$"):
+            unisono.init(**said)
+    with pytest.raises(JobError, match=f"needs a whole number of at least -{2**63}$"):
+        unisono.init(seed=-(2**70))
+    with pytest.raises(JobError, match="batch_size=0: needs a whole number of at least 1$"):
+        unisono.init(batch_size=0)
+
+
 def test_every_argument_of_init_is_tried() -> None:
     assert {PATHS[name] for name in WRONG} == {
         path for path, setting in TABLE.items() if path.partition(".")[0] in (*OF_SCRIPTS, setting.name)
@@ -109,7 +120,7 @@ def test_numbers_of_numpy_and_names_that_are_none_are_refused_by_name() -> None:
 def test_a_trainer_on_a_run_takes_no_settings_of_another_one(start: Callable[..., unisono.Run]) -> None:
     model, run = nn.Linear(1, 1), start()
     for said in ({"checkpoints": {"every": 1}}, {"batch_size": 48}):
-        with pytest.raises(JobError, match="the run that is given has its settings"):
+        with pytest.raises(JobError, match="the settings come from the run"):
             unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), run=run, **said)
 
 
@@ -120,7 +131,7 @@ def test_the_default_of_buckets_can_be_said(start: Callable[..., unisono.Run]) -
 def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said() -> None:
     model = nn.Linear(1, 1)
     said: dict[str, Any] = {"batch_size": 32, "checkpoint_every": 5}
-    words = re.escape("Say checkpoints={'every': 5}, or checkpoints=unisono.Checkpoints(every=5)")
+    words = re.escape("Write checkpoints={'every': 5}, or checkpoints=unisono.Checkpoints(every=5)")
     for call in (
         lambda: unisono.init(**said),
         lambda: unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **said),
@@ -128,9 +139,9 @@ def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said(
     ):
         with pytest.raises(JobError, match=words):
             call()
-    require_none_gone({"timeline": "a variable of somebody else"})
+    require_none_removed({"timeline": "a variable of somebody else"})
     for name in ("threads", "numerics", "precision", "failure_timeout_s", "loggers", "audit", "devices_per_worker"):
-        with pytest.raises(JobError, match=f"{name}=1: it stands in a group now"):
+        with pytest.raises(JobError, match=f"{name}=1: the setting is in a group now"):
             unisono.init(batch_size=32, **{name: 1})  # type: ignore[arg-type]
 
 
@@ -176,9 +187,9 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_do_however_it_is_said() 
         lambda: unisono.init(**said),
         lambda: unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **said),
         lambda: run_for("Guest", None, said),
-        lambda: require_none_gone({"UNISONO_SHARD_OPTIMIZER": "1"}),
+        lambda: require_none_removed({"UNISONO_SHARD_OPTIMIZER": "1"}),
     ):
-        with pytest.raises(JobError, match="(?i)shard_optimizer is gone: every worker makes the whole update"):
+        with pytest.raises(JobError, match="(?i)shard_optimizer was removed: every worker makes the whole update"):
             call()
 
 

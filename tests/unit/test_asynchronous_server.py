@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, NoProgress, WorkerLost
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.rpc_message import RpcMessage
-from unisono.sync.strategy import Strategy
+from unisono.sync import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import hyperparameters_of, set_hyperparameters
@@ -27,8 +26,9 @@ from unisono.train.strategies.replica import set_states, states_of
 from unisono.train.strategies.synchroniser import SyncContext
 from unisono_lab import PairAveraging
 from unisono_lab.strategies.asynchronous_server import AsynchronousServer, CentralWeights
-from unisono_lab.strategies.pairs import Pairs
 from unisono_lab.strategies.parameter_server import ParameterServer
+from unisono_lab.strategies.replicas import Pairs
+from unisono_lab.strategies.rpc_message import RpcMessage
 
 pytestmark = pytest.mark.unit
 
@@ -103,7 +103,7 @@ def test_delay_compensation_adds_what_the_gradient_squared_says_of_the_way_since
         [(0, "pull"), (1, "pull"), (1, "push"), (1, "pull"), (2, "pull"), (1, "push"), (0, "push"), (2, "push")]
     ):
         if does == "pull":
-            versions[worker] = central.pull(worker).said["version"]
+            versions[worker] = central.pull(worker).values["version"]
             read[worker] = [weight.clone() for weight in expected]
             continue
         found = gradients(number, expected)
@@ -604,7 +604,7 @@ def test_many_threads_at_one_server_lose_no_update() -> None:
     def work(worker: int) -> None:
         begin.wait(PATIENCE_S)
         for _ in range(50):
-            version = central.pull(worker).said["version"]
+            version = central.pull(worker).values["version"]
             about = {"optimizers": [(0, [{"lr": 0.5}])], "version": version, "used": [True] * len(before)}
             central.push(worker, RpcMessage(about, ones))
 

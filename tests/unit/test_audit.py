@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from side_by_side import side_by_side
-from unisono.data.streams import generators_kept
+from unisono.data.generators import generators_kept
 from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.plan.audits import AuditResult, audited, auditors, judged
@@ -21,9 +21,11 @@ from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
+from unisono.train.recovery.audits import Audits
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call, Clip
-from unisono_lab.faults.flip import flip
+from unisono_lab.faults.injector import flip
 
 pytestmark = pytest.mark.unit
 
@@ -103,8 +105,9 @@ def trained(
     shards = workers.transport.split.shards
     found: list[list[AuditResult]] = []
 
-    def note(finding: AuditResult) -> None:
-        found[-1].append(finding)
+    class Found(Audits):
+        def report(self, result: AuditResult) -> None:
+            found[-1].append(result)
 
     engine = StepEngine(
         Job.create(batch_size=SAMPLES, shards=shards),
@@ -112,7 +115,7 @@ def trained(
         prepared,
         torch.device("cpu"),
         Execution(audit=audit),
-        found=note,
+        [Found(0, audit)] if audit else [],
     )
     if wrong == workers.rank and hook is not None:
         model.first.weight.register_hook(hook)
@@ -127,9 +130,10 @@ def trained(
                 step, 0, batch, [cut[one] for one in mine], loss_fn, prepared.optimizers, Clip(), load=cut.__getitem__
             )
             found.append([])
-            update = engine.update.work_out(call, engine.attempt(call))
-            assert update is not None
-            update()
+            attempt = engine.attempt(call)
+            assert isinstance(attempt, Attempt)
+            engine.work_out(attempt)
+            engine.make(attempt)
         return digest(model), found
     finally:
         engine.close()
@@ -183,7 +187,7 @@ def test_a_processor_that_computes_wrongly_is_named_by_all_three(wrong: int) -> 
 
 
 def test_two_that_differ_every_time_cannot_be_told_apart_and_the_error_names_both() -> None:
-    with pytest.raises(MemoryFault, match=r"(?s)rank 0 on host .*rank 1 on host .* do not say who is right"):
+    with pytest.raises(MemoryFault, match=r"(?s)rank 0 on host .*rank 1 on host .* cannot be decided which is right"):
         everybody(2, 1.0, 1, wrongly)
 
 

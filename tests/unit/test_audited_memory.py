@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ from unisono.plan.audits import audited
 from unisono.plan.split import Split
 from unisono.train.config.run_config import Execution
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.known_states import AgreedState, StateCopies
+from unisono.train.recovery.known_states import AgreedState, KnownStates, StateCopies
 from unisono.train.run import Run
+from unisono.train.state.registry import Attribute
 from unisono_lab.faults.faults import WrongResult
-from unisono_lab.faults.flip import flip_in
-from unisono_lab.faults.inject import inject
+from unisono_lab.faults.injector import flip_in, inject
 
 pytestmark = [
     pytest.mark.unit,
@@ -169,9 +169,9 @@ def test_a_worker_that_joins_knows_which_state_audits_have_confirmed(start: Star
     first, joiner = (Integrity(run.inside.trained, StateCopies(run.inside.trained), 2, audits=True) for _ in range(2))
     digests = run.inside.trained.capture().digests()
     first.know(0, digests)
-    joiner.take(first.known.tree())
+    Attribute(joiner, "known", KnownStates).load_state_dict(asdict(first.known))
     for one in (first, joiner):
         one.know(2, digests)
-    assert joiner.known.tree() == first.known.tree()
+    assert joiner.known == first.known
     assert first.known.right == AgreedState(0, digests)
     assert first.known.waits == AgreedState(2, digests)

@@ -10,16 +10,15 @@ from torch.optim import Optimizer
 
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import WorkerLost
-from unisono.reduce.averaging import Averaging
-from unisono.sync.averaging import DiLoCo, LocalSGD
-from unisono.sync.strategy import Strategy
+from unisono.reduce.reducer import Averaging
+from unisono.sync import DiLoCo, LocalSGD, Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
 from unisono.train.strategies.averaging import LocalUpdates, OuterUpdates
 from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 from unisono_lab import ModelAveraging
-from unisono_lab.strategies.central_averaging import CentralAveraging
+from unisono_lab.strategies.replicas import CentralAveraging
 
 pytestmark = pytest.mark.unit
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.batch_scan import Scan
 from unisono.errors import JobError
-from unisono_lab.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
-from unisono_lab.measure.batch_search import RESOLUTION, BatchSearch, failing_trial, finished_trial, searched
+from unisono_lab.study.batch_search import RESOLUTION, BatchSearch, failing_trial, finished_trial, searched
+from unisono_lab.study.results import BatchCurve, Tried, read_batch_curve
 
 pytestmark = pytest.mark.unit
 
@@ -165,7 +165,7 @@ def test_what_needed_a_little_more_than_the_limit_is_told_to_have_needed_more(ru
     [
         ({"workers": 0}, "--workers 0"),
         ({"first": 0}, "--from 0"),
-        ({"most": 8}, "--most 8: less than --from 16"),
+        ({"most": 8}, "--most 8: needs at least --from 16"),
         ({"margin": 1.0}, "--margin 1"),
         ({"margin": -0.1}, "--margin -0.1"),
     ],

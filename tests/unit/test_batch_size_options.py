@@ -7,11 +7,12 @@ import pytest
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
-from unisono.launch.ending.failure import Failure
-from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono_lab.analysis.batch_curve import BatchCurve, Tried
+from unisono.launch.failure import Failure
+from unisono.launch.outcome import Outcome, WorkerExit
+from unisono.launch.trial import Trial
 from unisono_lab.commands.batch_size import LEAST_STEPS, answer, batch_size, file_of, read_mib
-from unisono_lab.measure.batch_search import failure_words
+from unisono_lab.study.batch_search import failure_message
+from unisono_lab.study.results import BatchCurve, Tried
 
 pytestmark = pytest.mark.unit
 
@@ -47,9 +48,9 @@ def test_who_begins_with_more_than_the_data_set_has_is_told_where_to_begin(tmp_p
     words = "drop_last leaves nothing of 100 samples"
     failure = Failure(0, "a", 7, "unisono.errors.DataError", words, "", False, 1.0)
     outcome = Outcome((WorkerExit(0, 1, 1.0, failure),), 1, "a", 1.0)
-    text = failure_words(outcome, 200, 1, RunFolder(tmp_path))
-    assert text.startswith("with a batch of 200 the script fails, and not for its memory: rank 0 on host a")
-    assert f"{words}; the search may begin with less: --from (log: {tmp_path}/logs/rank-0.log)" in text
+    text = failure_message(Trial(outcome, RunFolder(tmp_path)), 200, 1)
+    assert text.startswith("with a batch of 200 the script fails for another reason than its memory: rank 0 on host a")
+    assert f"{words}; begin with a smaller batch: --from (log: {tmp_path}/logs/rank-0.log)" in text
 
 
 def test_a_file_that_cannot_be_written_is_said_before_the_search(tmp_path: Path) -> None:
@@ -75,7 +76,10 @@ def said(*trials: Tried, workers: int = 1, **found: Any) -> str:
 def test_the_answer_names_the_batch_to_write_into_the_script() -> None:
     trials = Tried(64, True, 1234.0), Tried(90, True, 1200.0), Tried(100, True)
     text = said(*trials, workers=2, largest=100, with_margin=90, best=64)
-    assert "largest batch that fits: 100 per worker, 200 in all; more do not fit into memory (limit: 500 MiB" in text
+    assert (
+        "largest batch that fits: 100 per worker, 200 in all; larger batches do not fit into memory (limit: 500 MiB"
+        in text
+    )
     assert "with a margin of 10\u00a0%: 90 per worker, 180 in all" in text
     assert "best throughput: 64 per worker, 128 in all, 1234 samples/s" in text
     assert "unisono.init(batch_size=128) with 2 workers" in text

@@ -40,14 +40,16 @@ def test_batches_are_those_of_the_stream_and_all_of_them_are_used(serial: Done) 
     assert means == [pytest.approx(39.5)]  # both times
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_weights_and_figures_are_the_same_on_any_number_of_workers(
     cluster: Cluster, serial: Done, workers: int
 ) -> None:
     same(cluster(SCRIPT, workers, shards=8), serial)
 
 
-@pytest.mark.parametrize("points", [0, 5])
+@pytest.mark.parametrize("points", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
     kills = [Kill(2, 1, points), Kill(7, 0, points), Kill(13, 2, points), Kill(17, 0, points), Kill(23, 1, points)]
     done = cluster(SCRIPT, 3, shards=8, kills=kills)
@@ -55,7 +57,7 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     assert done.outcome == serial.outcome
 
 
-@pytest.mark.parametrize("stop", [4, 6, 20])
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_run_resumes_in_the_middle_of_an_epoch_and_at_its_beginning(
     cluster: Cluster, serial: Done, stop: int, tmp_path: Path
 ) -> None:

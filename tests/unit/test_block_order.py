@@ -19,12 +19,11 @@ import unisono
 from benchmarks import shuffles
 from benchmarks.thread_crew import Trade, train
 from unisono.data.content import PLACES
-from unisono.data.feed import Asked, Feed
-from unisono.data.order import BlockwiseOrder
-from unisono.data.sampler_order import LoopKey
+from unisono.data.feed import Feed, Options
+from unisono.data.sample_order import KeyedOrder, LoopKey
 from unisono.errors import JobError, JobMismatch
 from unisono.job import Job
-from unisono.plan.block_order import BlockedOrder, BlockShuffle
+from unisono.plan.order import BlockedOrder, BlockShuffle
 
 unit, cluster = pytest.mark.unit, pytest.mark.cluster
 
@@ -61,7 +60,7 @@ def test_epochs_and_seeds_have_different_orders_and_the_first_one_never_changes(
 
 @unit
 def test_a_large_data_set_costs_eight_bytes_a_block() -> None:
-    order = BlockwiseOrder(10**9, 0, True, False, BlockShuffle(10_000))
+    order = KeyedOrder(10**9, 0, True, False, BlockShuffle(10_000))
     found = order.samples_at(3, range(10**9 - 256, 10**9))
     assert len({*found.tolist()}) == 256
     assert len({*(found // 10_000).tolist()}) <= 16
@@ -116,7 +115,9 @@ def test_weights_are_the_same_on_any_number_of_workers_and_in_a_run_that_resumes
 
 @unit
 def test_blocks_may_be_those_that_the_data_set_names() -> None:
-    named, said = (Feed.of(Blocks(), Asked(shuffle=how), LoopKey(0, 0, 0), 1.0) for how in ("blocks", BlockShuffle(16)))
+    named, said = (
+        Feed.of(Blocks(), Options(shuffle=how), LoopKey(0, 0, 0), 1.0) for how in ("blocks", BlockShuffle(16))
+    )
     assert named.order == said.order
     assert named.same()["order of the sampler"] == "blocks of 16, 16 at a time"
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from same_trees import same
 from unisono.checkpoint.codec import DEEPEST, flatten, unflatten
-from unisono.checkpoint.tensors import copies, pieces
+from unisono.checkpoint.tensor_bytes import copies, pieces
 from unisono.errors import CheckpointError
 
 pytestmark = pytest.mark.unit

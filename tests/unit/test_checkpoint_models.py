@@ -9,11 +9,13 @@ import torch
 from torch import nn, optim
 
 import unisono
+from kept_states import captured
 from same_trees import same
-from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.checkpoint.checkpoint_store import CheckpointStore
+from unisono.checkpoint.snapshot import Snapshot
 from unisono.errors import CheckpointError
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.state import RunProgress, capture, restore_models
+from unisono.train.state.model_state import restore_models
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +33,7 @@ def prepared(model: Any) -> Prepared:
 
 
 def kept(store: CheckpointStore, model: Any) -> Snapshot:
-    store.save(capture(prepared(model), RunProgress(), {}, {}))
+    store.save(captured(prepared(model)))
     found = store.newest()
     assert found is not None
     return found

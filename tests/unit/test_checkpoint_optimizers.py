@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
+from kept_states import captured
 from same_trees import same
-from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.errors import CheckpointError
 from unisono.train.model.prepared import Prepared
-from unisono.train.state.state import RunProgress, capture, restore_models, restore_optimizers
+from unisono.train.state.model_state import restore_models, restore_optimizers
 
 pytestmark = pytest.mark.unit
 
@@ -104,7 +105,7 @@ def test_an_optimizer_goes_on_to_the_same_bits(store: CheckpointStore, name: str
     model, again = net(dtype, layout), net(dtype, layout)
     optimizer, later = make(list(model.parameters())), make(list(again.parameters()))
     train(model, optimizer, batches[:3])
-    store.save(capture(Prepared.of(model, [optimizer]), RunProgress(), {}, {}))
+    store.save(captured(Prepared.of(model, [optimizer])))
     train(model, optimizer, batches[3:])
 
     found, prepared = store.newest(), Prepared.of(again, [later])
@@ -123,7 +124,7 @@ def test_the_state_of_an_optimizer_of_another_class_is_refused(theirs: type[Any]
     model = nn.Linear(2, 2)
     optimizer, other = theirs(model.parameters(), lr=0.1), ours(model.parameters(), lr=0.1)
     train(model, optimizer, [torch.ones(1, 2)])
-    found = capture(Prepared.of(model, [optimizer]), RunProgress(), {}, {})
+    found = captured(Prepared.of(model, [optimizer]))
 
     with pytest.raises(CheckpointError, match=rf"the state of {theirs.__name__}, the script has {ours.__name__}:"):
         restore_optimizers(Prepared.of(model, [other]), found)
@@ -196,7 +197,7 @@ def scheduled(make: Callable[[Optimizer], Any]) -> tuple[Prepared, Optimizer, An
 def test_a_schedule_goes_on_to_the_same_rates(store: CheckpointStore, make: Callable[[Optimizer], Any]) -> None:
     prepared, optimizer, schedule = scheduled(make)
     advance(schedule, optimizer, 3)
-    store.save(capture(prepared, RunProgress(), {"schedule": schedule}, {}))
+    store.save(captured(prepared, schedule=schedule))
     undisturbed = advance(schedule, optimizer, 8)
 
     again, later, resumed = scheduled(make)
@@ -225,7 +226,7 @@ def test_an_average_of_the_weights_goes_on_to_the_same_bits(store: CheckpointSto
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     for _ in range(3):
         average.update_parameters(model)
-    store.save(capture(prepared, RunProgress(), {"average": average}, {}))
+    store.save(captured(prepared, average=average))
     found = store.newest()
     assert found is not None
     assert same(found.state["registered"]["average"], average.state_dict())

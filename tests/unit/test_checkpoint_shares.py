@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from forged import forge, safetensors_of, state_json
 from same_trees import same
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.checkpoint.snapshot import Snapshot, read_model, read_snapshot, read_some
-from unisono.checkpoint.store import CheckpointStore
-from unisono.checkpoint.tensors import Share, copied, read_tensors, require_each_once
+from unisono.checkpoint.tensor_bytes import Share, copied, mapped_tensors, read_tensors, require_each_once
 from unisono.errors import CheckpointError, UnisonoWarning, WorkerLost
 
 pytestmark = pytest.mark.unit
@@ -134,10 +135,9 @@ def test_a_checkpoint_that_a_running_job_removes_while_it_is_read_is_passed_over
 
     def read(folder: Path) -> Snapshot:
         def removed(path: Path) -> dict[str, torch.Tensor]:
-            found = read_tensors(path)
             if path.name == "state.safetensors" and folder.name.endswith("6"):  # the last of its files
                 shutil.rmtree(folder)
-            return found
+            return read_tensors(path)
 
         return read_snapshot(folder, removed)
 
@@ -260,3 +260,12 @@ def test_files_of_other_names_are_let_alone(name: str, tmp_path: Path) -> None:
     data = safetensors_of({"a": torch.ones(2)})
     with pytest.raises(CheckpointError, match="there is no tensor 'a'"):
         read_snapshot(forge(tmp_path / "forged", {name: data, "state.json": text}))
+
+
+def test_tensors_of_a_file_are_mapped_so_that_no_memory_is_charged_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"weight": torch.arange(4.0)}, path)
+    tensors = mapped_tensors(path)
+    (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    assert line.split()[1] == "r--s"  # a private mapping could not be larger than the machine's memory
+    assert tensors["weight"].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from same_trees import same
-from unisono.checkpoint.snapshot import FrozenSnapshot
-from unisono.checkpoint.store import CheckpointStore, Snapshot, load_weights
+from unisono.checkpoint.checkpoint_store import CheckpointStore, load_weights
+from unisono.checkpoint.snapshot import FrozenSnapshot, Snapshot
 from unisono.checkpoint.writer import Writer, WriterOrder, mark_of, origin
 from unisono.errors import CheckpointError, UnisonoWarning
 
@@ -72,6 +72,19 @@ def test_a_copy_that_is_not_what_all_workers_held_gets_no_name(tmp_path: Path) -
     with pytest.warns(UnisonoWarning, match="checkpoint of step 2 could not be written: .* a bit has flipped"):
         store.close()
     assert store.steps() == [1]
+
+
+def test_an_interrupt_in_the_last_checkpoint_of_a_process_that_exits_keeps_nobody_waiting(tmp_path: Path) -> None:
+    def interrupt(event: str, **fields: object) -> None:
+        if fields["step"] == 2:
+            raise KeyboardInterrupt
+
+    store = CheckpointStore(tmp_path, on_event=interrupt)
+    saved(store, 1)
+    store._writer.shutdown()  # type: ignore[union-attr]  # as Python does when it exits
+    with pytest.raises(KeyboardInterrupt):
+        store.save(snapshot(2))
+    store.close()
 
 
 def test_a_checkpoint_whose_contents_are_not_what_all_workers_held_is_passed_over(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from same_trees import same
-from unisono.checkpoint.tensors import copies, pieces, read_tensors
+from unisono.checkpoint.tensor_bytes import copies, pieces, read_tensors
 from unisono.errors import CheckpointError
 
 pytestmark = pytest.mark.unit

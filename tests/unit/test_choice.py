@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from unisono.reduce.buckets import ENOUGH_S, REPETITIONS, Bucket, Choice
+from unisono.reduce.buckets import Bucket
+from unisono.reduce.exchange import ENOUGH_S, REPETITIONS, Choice
 
 pytestmark = pytest.mark.unit
 

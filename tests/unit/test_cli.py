@@ -41,6 +41,12 @@ def test_the_command_line_tells_of_all_commands_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_commands_for_a_job_under_way_and_workers_begin_without_what_launchers_need() -> None:
+    for module in ("unisono.cli.jobs", "unisono.launch.worker"):
+        program = f"import sys, {module}; sys.exit(bool({{'asyncio', 'psutil', 'torch'}} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, module
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono("--version") == 0
     assert capsys.readouterr().out == f"unisono {sys.modules['unisono'].__version__}\n"
@@ -60,7 +66,7 @@ def test_a_command_is_found_when_it_alone_is_loaded(command: str, capsys: pytest
 
 def test_a_command_does_not_load_the_others() -> None:
     program = "import sys; from unisono.cli.app import application; application(['status'])\n"
-    program += "sys.exit('unisono.cli.run' in sys.modules or 'unisono_lab.commands.study' in sys.modules)"
+    program += "sys.exit('unisono.cli.run_command' in sys.modules or 'unisono_lab.commands.study' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -73,7 +79,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     [
         (["nope.py"], "there is no script nope.py"),
         (["-n", "0", "train.py"], "--workers 0: at least 1"),
-        (["-n", "3", "--shards", "2", "train.py"], "set --shards 3"),
+        (["-n", "3", "--shards", "2", "train.py"], "set --shards 4, or start at most 2 workers"),
         (["--threads", "0", "train.py"], "--threads 0"),
         (["-m", "nope"], "there is no module nope"),
         (["--run-dir", "train.py", "train.py"], "run folder train.py cannot be used"),

@@ -50,7 +50,7 @@ class FakeRecovery(Recovers):
         self.given += 1
         return self.weights
 
-    def gives_alone(self) -> None:
+    def suspect_only_copy(self) -> None:
         self.alone += 1
 
     def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
@@ -85,7 +85,7 @@ class FakeMembership(Membership):
     is_due: bool = False
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> Workers:  # type: ignore[override]
         return cast("Workers", self.here)
 
     def leave(self) -> bool:
@@ -107,7 +107,7 @@ class FakeMembership(Membership):
         self.joins = False
         self.seconds.append(seconds)
 
-    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
+    def report_progress(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
         pass
 
     def replace(self, generation: int, rank: int) -> None: ...
@@ -193,7 +193,7 @@ def test_a_call_that_another_device_of_this_worker_could_not_work_out_is_not_set
 def test_a_call_that_no_generation_gets_through_ends_though_nobody_is_lost() -> None:
     membership = FakeMembership(coming=[together_again(0, 0)] * MOST_FRUITLESS)
     acts, act = CollectiveCalls(membership), Act(losses=2 * MOST_FRUITLESS)
-    with pytest.raises(WorkerLost, match=f"{MOST_FRUITLESS} generations in a row .* The last time: "):
+    with pytest.raises(WorkerLost, match=f"{MOST_FRUITLESS} generations in a row .* The last error: "):
         acts.together(act)
     assert len(membership.progress_told) == MOST_FRUITLESS
 

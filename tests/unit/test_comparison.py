@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from unisono.launch.settings import Size
-from unisono.launch.verify.cause import Case, equal_until_then, explain, repeated_text, weights_text, where
-from unisono.launch.verify.comparison import (
+from unisono.launch.comparison import (
     Difference,
     Finding,
     Parting,
@@ -19,7 +17,9 @@ from unisono.launch.verify.comparison import (
     find_parting,
     read_moments,
 )
-from unisono.launch.verify.hints import Topic
+from unisono.launch.hints import Topic
+from unisono.launch.settings import Size
+from unisono.launch.verify_runs import Case, equal_until_then, explain, repeated_text, weights_text, where
 from unisono.plan.split import Split
 
 pytestmark = pytest.mark.unit

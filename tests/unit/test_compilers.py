@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.train.config.numerics import MOST_SHAPES, Compilers, apply_numerics
-from unisono.train.step.loss import explained
+from unisono.train.step.loss import explain
 
 pytestmark = pytest.mark.unit
 
@@ -133,8 +133,10 @@ def test_beyond_the_limit_of_shapes_nothing_falls_back_to_computing_without_comp
     for size in (1, 2):
         compiled(torch.ones(size))
 
-    with pytest.raises(JobError, match=r"torch.compile has come to the limit .*recompile_limit \(now 2\)"), explained():
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as refused:
         compiled(torch.ones(3))
+    with pytest.raises(JobError, match=r"torch.compile has come to the limit .*recompile_limit \(now 2\)"):
+        explain(refused.value)
 
 
 def test_the_limit_of_shapes_is_raised_and_a_scripts_own_higher_one_stays() -> None:

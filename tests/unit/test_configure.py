@@ -14,16 +14,13 @@ import torch
 
 import unisono
 from said import grouped
-from unisono.adapt.ada_scale import EdgeOfStability
-from unisono.adapt.batch_size_policies import BatchSizeSchedule
+from unisono.adapt.batch_policies import BatchSizeSchedule, EdgeOfStability
 from unisono.adapt.norms import Monitoring
 from unisono.adapt.view import Policy
 from unisono.errors import JobError
 from unisono.received import short
-from unisono.sync.averaging import DiLoCo, LocalSGD
-from unisono.sync.strategy import AllReduce
-from unisono.train.config.configure import configure
-from unisono.train.config.run_config import SHARED_FROM, CoordinatorAccess, RunConfig
+from unisono.sync import AllReduce, DiLoCo, LocalSGD
+from unisono.train.config.run_config import SHARED_FROM, CoordinatorAccess, RunConfig, configure
 from unisono.train.start import HOST_PROCESS, HostProcess
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
@@ -93,7 +90,7 @@ def test_what_is_configured_does_not_change() -> None:
 
 def test_a_batch_from_outside_goes_before_the_scripts_which_is_kept_for_the_journal() -> None:
     config = configured({"UNISONO_BATCH_SIZE": "64"})
-    assert (config.job.batch_size, config.job.shards, config.asked_batch_size) == (64, 4, 32)
+    assert (config.job.batch_size, config.job.shards, config.script_batch_size) == (64, 4, 32)
     assert (config.batch_set_by, configured().batch_set_by) == ("UNISONO_BATCH_SIZE", None)
 
 
@@ -101,7 +98,7 @@ def test_a_job_without_a_batch_size_has_eight_shards_and_the_batch_from_outside(
     job = configured(batch_size=None).job
     assert (job.batch_size, job.shards) == (None, 8)
     told = configured({"UNISONO_BATCH_SIZE": "64"}, batch_size=None)
-    assert (told.job.batch_size, told.job.shards, told.asked_batch_size) == (64, 4, None)
+    assert (told.job.batch_size, told.job.shards, told.script_batch_size) == (64, 4, None)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +264,11 @@ class Often(Policy):
         ({"UNISONO_STOP_AFTER": "-1"}, {}, "UNISONO_STOP_AFTER='-1' in the environment: needs a whole number of at "),
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
-        ({"UNISONO_SHARD_OPTIMIZER": "0"}, {}, "UNISONO_SHARD_OPTIMIZER is gone: every worker makes the whole update"),
+        (
+            {"UNISONO_SHARD_OPTIMIZER": "0"},
+            {},
+            "UNISONO_SHARD_OPTIMIZER was removed: every worker",
+        ),
         ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number"),
         ({"UNISONO_AUDIT": "2"}, {}, "UNISONO_AUDIT='2' in the environment: needs a number of at least 0 and at most"),
         ({"UNISONO_CHECKS": "few"}, {}, "UNISONO_CHECKS='few' in the environment: use some, all, none"),

@@ -57,7 +57,7 @@ def test_a_topology_and_shared_memory_exclude_each_other() -> None:
 
 
 def test_a_native_reduction_has_no_topology_to_choose() -> None:
-    assert "reduction='native' goes the backend's own" in refusal(topology="tree", reduction="native")
+    assert "reduction='native' uses the backend's all-reduce" in refusal(topology="tree", reduction="native")
 
 
 def test_nccl_goes_the_direct_way_only() -> None:

@@ -6,7 +6,7 @@ import random
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
-from unisono.membership.connection import MOST_UNSENT, Conversation, call
+from unisono.membership.client import MOST_UNSENT, Conversation, call
 from unisono.membership.messages import (
     Arrived,
     Formed,

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.cli import app as cli
-from unisono.cli.join import once_it_answers
-from unisono.cli.status import line, table
+from unisono.cli.jobs import line, once_it_answers, table
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Address, Control, address_of, find_run
 from unisono.membership.token import make_token

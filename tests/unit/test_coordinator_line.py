@@ -8,8 +8,8 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from unisono.errors import LaunchError
 from unisono.launch.elastic.address import Address
-from unisono.launch.elastic.coordinator_line import CoordinatorLine
-from unisono.membership.agent_messages import FromAgent
+from unisono.launch.elastic.coordinator_process import CoordinatorLine
+from unisono.membership.messages import FromAgent
 
 pytestmark = pytest.mark.unit
 

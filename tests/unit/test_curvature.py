@@ -17,16 +17,15 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from benchmarks.thread_crew import Trade, train
-from unisono.adapt.ada_scale import EdgeOfStability
-from unisono.adapt.curvature import Curvature, critical_step, largest_eigenvalue, trace_of
-from unisono.adapt.curvature_question import CurvatureQuestion
-from unisono.adapt.norms import GradientNorms, Monitoring
+from unisono.adapt.batch_policies import EdgeOfStability
+from unisono.adapt.norms import CurvatureQuestion, GradientNorms, Monitoring
 from unisono.adapt.view import View
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone, Weighted
+from unisono_lab.second_order.curvature_probe import Curvature, critical_step, largest_eigenvalue, trace_of
 from waves import waved
 
 pytestmark = [
@@ -196,9 +195,10 @@ def test_figures_agree_with_those_of_curvlinops(tmp_path: Path) -> None:
         ours = network()
         run.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
         for _ in run.steps(data(), epochs=1, shuffle=False):
-            return run.curvature(
+            found: Curvature = run.curvature(
                 lambda m, b: F.cross_entropy(m(b[0]), b[1]), iterations=40, vectors=300, critical=False
             )
+            return found
         raise AssertionError
 
     for found in on(2, tmp_path / "run", script):
@@ -225,7 +225,8 @@ def test_the_critical_sharpness_of_a_parabola_is_its_curvature(rate: float, star
         model = Bowl()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
         for _ in run.steps(data(), epochs=1):
-            return run.curvature(lambda model, batch: model(batch[0]).mean(), start=start)
+            found: Curvature = run.curvature(lambda model, batch: model(batch[0]).mean(), start=start)
+            return found
         raise AssertionError
 
     (found,) = on(1, tmp_path / "run", script)

@@ -30,9 +30,9 @@ def test_the_newest_checkpoint_is_measured_unless_another_is_named(run: Path) ->
     ("options", "words"),
     [
         ({"step": 7}, "no checkpoint of step 7: it has 5, 10"),
-        ({"samples": 1}, "--samples 1: at least 2"),
-        ({"iterations": 0}, "--iterations 0: at least 1"),
-        ({"batches": 0}, "--batches 0: at least 1"),
+        ({"samples": 1}, "--samples 1: needs a number of at least 2"),
+        ({"iterations": 0}, "--iterations 0: needs a number of at least 1"),
+        ({"batches": 0}, "--batches 0: needs a number of at least 1"),
         ({"batches": 2}, "names no batch size"),
         ({"workers": 5}, "4"),
     ],

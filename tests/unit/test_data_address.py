@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from rpc_endpoints import OVER_IPV6
 from unisono.errors import LaunchError
-from unisono.membership.data_address import data_address
+from unisono.membership.probe import data_address
 from unisono.membership.rendezvous import Generation, form_group, own_address
 from unisono.plan.split import Split
-from unisono.reduce.rpc_message import is_host
+from unisono.reduce.admission import is_host
 
 pytestmark = pytest.mark.unit
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from network_keys import private
 from unisono.errors import JobError, LaunchError, NoProgress, WorkerLost
-from unisono.reduce.admission import MOST_STRANGERS, Impostor, identify, receive
+from unisono.reduce.admission import MOST_STRANGERS, Address, Impostor, address_of, calling, identify, listen, receive
 from unisono.reduce.data_network import NetworkKeys, connect_all, keys_from, write_keys
-from unisono.reduce.rpc_message import Address, address_of, calling, listen
 from unisono.reduce.wire import Broken, SocketGroup, SocketWork, Wire
 
 pytestmark = pytest.mark.unit

@@ -10,7 +10,7 @@ import pytest
 from unisono.errors import LaunchError, WorkerLost
 from unisono.membership.messages import JobOver, Lost, Ready, RegroupDue, StoreReply, StoreRequest, Welcome
 from unisono.train.group.device_line import GONE, DeviceLine, FirstLine
-from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
+from unisono.train.group.device_messages import Agreed, ToDevice, Watched, WorkedOut
 
 pytestmark = pytest.mark.unit
 
@@ -104,8 +104,8 @@ def test_what_the_coordinator_says_all_devices_hear_in_its_order(group: Group) -
     said: list[ToDevice] = [Welcome(joins=False), RegroupDue(generation=1), Lost(generation=1)]
     for each in said:
         group.outside.hear(each)
-    said.append(Known(name="a", value="b"))
-    group.first.tell(said[-1])
+    said.append(Watched(name="a", value="b"))
+    group.first.deliver(said[-1])
     assert [[group.hears(device) for _ in said] for device in range(3)] == 3 * [said]
 
 
@@ -155,5 +155,5 @@ def test_a_first_device_waits_for_the_others_no_longer_than_it_may() -> None:
 def test_a_door_that_is_none_is_refused() -> None:
     board = Board()
     board.post("device line", b"/tmp/somewhere")
-    with pytest.raises(WorkerLost, match="where no device is"):
+    with pytest.raises(WorkerLost, match="posted address .* is not valid"):
         DeviceLine(1, board, "", cast("Any", None), PATIENCE_S)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from unisono.errors import Dismissed, WorkerLost
-from unisono.launch.ending.failure import dismissal_in
+from unisono.launch.failure import dismissal_in
 from unisono.membership.messages import (
     Arrived,
     JobOver,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from unisono.host.cgroup import CgroupLimits, read_limits
-from unisono.launch.doctor import doctor
-from unisono.launch.doctor.doctor import FAILED, Diagnosis
+from unisono.host.machine import CgroupLimits, read_limits
+from unisono.launch import doctor
+from unisono.launch.doctor import FAILED, Diagnosis
 
 pytestmark = pytest.mark.unit
 

@@ -31,7 +31,7 @@ from unisono.membership.messages import (
 from unisono.membership.rendezvous import Generation
 from unisono.reduce.transport import Solo
 from unisono.train.group.elastic import Elastic
-from unisono.train.group.liveness import Probing, Tell
+from unisono.train.group.liveness import Probing, Report
 from unisono.train.group.membership import MemberProgress, StateTransfer
 from unisono.train.group.publisher import Publisher
 from unisono.train.group.rendezvous import Rendezvous
@@ -98,7 +98,7 @@ class Host:
             self.forms(rendezvous)
             return Workers(generation, Solo(4))
 
-        def probe(targets: Sequence[Target], tell: Tell) -> Probing:
+        def probe(targets: Sequence[Target], tell: Report) -> Probing:
             return Probing(targets, "t" * 43, self.patience_s, tell)
 
         hello = WorkerHello(worker="w1", host="h", pid=1, shards=4)

@@ -8,7 +8,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
 from unisono.launch.elastic.coordinator_process import Listening, server_command
-from unisono.launch.elastic.elastic import (
+from unisono.launch.elastic.elastic_settings import (
     AgentEnd,
     ElasticSettings,
     Range,
@@ -17,11 +17,10 @@ from unisono.launch.elastic.elastic import (
     lines_about,
     telling,
 )
-from unisono.launch.ending.failure import Failure, end_of, note_end
-from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.ending.result import JobEnd, open_folder, report, with_faults
+from unisono.launch.failure import Failure, end_of, note_end
+from unisono.launch.outcome import JobEnd, Outcome, WorkerExit, open_folder, report, with_faults
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import called, label, number
+from unisono.launch.terminal import called, label, number
 from unisono.membership import server
 from unisono.membership.messages import JobOver
 
@@ -123,7 +122,7 @@ def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
     options = server._arguments(words)
     assert (options.run_dir, options.fd, options.fresh, options.restart_on_error) == (tmp_path, 9, True, True)
     assert (options.smallest, options.largest, options.wanted, options.max_restarts) == (2, 8, 3, 5)
-    assert options.failure_timeout == 7.5
+    assert options.failure_timeout_s == 7.5
     _, *words = server_command(ElasticSettings(launch, Range(2, 8)), tmp_path, Listening(9), fresh=False)
     later = server._arguments(words)
     assert (later.fresh, later.restart_on_error, later.wanted) == (False, False, None)

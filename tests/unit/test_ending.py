@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.host.again import again
+from unisono.host.process import again
 from unisono.train.state.ending import LeaveRequest
 
 pytestmark = pytest.mark.unit
@@ -108,7 +108,7 @@ def test_ctrl_c_ends_a_script_at_once_until_its_first_step_begins() -> None:
 
 def test_ctrl_c_in_a_loop_asks_to_leave_and_python_has_it_again_afterwards() -> None:
     run = LeaveRequest()
-    run.hear_interrupts()
+    run.catch_interrupts()
     interrupt()
     interrupt()  # the same one, by way of a launcher
     assert run.requested
@@ -119,7 +119,7 @@ def test_ctrl_c_in_a_loop_asks_to_leave_and_python_has_it_again_afterwards() -> 
 
 def test_ctrl_c_once_more_ends_the_script_at_once() -> None:
     run = LeaveRequest()
-    run.hear_interrupts()
+    run.catch_interrupts()
 
     def ends() -> bool:
         interrupt()
@@ -132,7 +132,7 @@ def test_ctrl_c_once_more_ends_the_script_at_once() -> None:
 
 def test_ctrl_c_that_comes_too_late_to_leave_ends_the_script_when_the_run_is_closed() -> None:
     run = LeaveRequest()
-    run.hear_interrupts()
+    run.catch_interrupts()
     interrupt()
     with pytest.raises(KeyboardInterrupt):
         run.close()
@@ -142,8 +142,8 @@ def test_ctrl_c_that_comes_too_late_to_leave_ends_the_script_when_the_run_is_clo
 def test_ctrl_c_reaches_the_run_that_trains_also_where_another_one_is_open() -> None:
     first, second = LeaveRequest(), LeaveRequest()
     for run in (first, second):
-        run.hear_interrupts()
-        run.hear_interrupts()
+        run.catch_interrupts()
+        run.catch_interrupts()
     interrupt()
     assert (first.requested, second.requested) == (False, True)
     for run in (first, second):
@@ -152,12 +152,25 @@ def test_ctrl_c_reaches_the_run_that_trains_also_where_another_one_is_open() -> 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+def test_runs_whose_steps_take_turns_close_and_python_has_ctrl_c_again(order: tuple[int, ...]) -> None:
+    runs = [LeaveRequest(), LeaveRequest()]
+    for number in (0, 1, 0, 1, 0):
+        runs[number].catch_interrupts()
+    interrupt()
+    assert [run.requested for run in runs] == [True, False]
+    for number in order:
+        runs[number].heed()
+        runs[number].close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_handler_of_the_scripts_own_has_ctrl_c() -> None:
     own: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: own.append(number))
     try:
         run = LeaveRequest()
-        run.hear_interrupts()
+        run.catch_interrupts()
         interrupt()
         run.close()
         assert (own, run.requested) == ([signal.SIGINT], False)
@@ -166,8 +179,8 @@ def test_a_handler_of_the_scripts_own_has_ctrl_c() -> None:
 
 
 def test_who_has_no_launcher_of_ours_is_told_what_was_heard(capfd: pytest.CaptureFixture[str]) -> None:
-    run = LeaveRequest(says=True)
-    run.hear_interrupts()
+    run = LeaveRequest(prints=True)
+    run.catch_interrupts()
     interrupt()
     run.heed()
     run.close()

@@ -21,7 +21,7 @@ from struck_run import loss, momentum, network
 from unisono.adapt.view import Policy
 from unisono.errors import JobError, JobMismatch
 from unisono.job import Job
-from unisono.train.loop.loop import LoopPlace
+from unisono.train.step_loop import LoopPlace
 
 Start = Callable[..., unisono.Run]
 
@@ -279,7 +279,7 @@ def test_a_run_goes_on_with_the_batch_size_of_its_loop_and_with_no_other(tmp_pat
 def test_a_batch_size_that_cannot_be_is_refused_in_clear_words(start: Start) -> None:
     with pytest.raises(JobError, match=r"batch_size=0\): needs a number of samples from 1 on"):
         of_sizes(start(batch_size=8, shards=4), 0)
-    with pytest.raises(JobError, match=r"batch_size=16\): policies go by the batch of the job, which has 8"):
+    with pytest.raises(JobError, match=r"batch_size=16\): policies need the job's batch size .* which is 8"):
         of_sizes(start(batch_size=8, shards=4, policies=[Policy()]), 16)
 
 
@@ -318,7 +318,7 @@ def test_a_loop_begins_behind_the_steps_that_a_checkpoint_of_somebody_elses_has(
 def test_the_steps_behind_which_a_loop_begins_are_a_number(start: Start) -> None:
     run, model = start(batch_size=8, shards=4), network()
     run.prepare(model, momentum(model.parameters()))
-    with pytest.raises(JobError, match=r"run.steps\(begin=-1\): needs a number of steps, from 0 on"):
+    with pytest.raises(JobError, match=r"run.steps\(begin=-1\): needs a number from 0 on"):
         run.steps(TensorDataset(torch.zeros(8, 4)), begin=-1)
 
 

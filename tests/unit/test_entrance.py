@@ -21,10 +21,9 @@ from unisono.errors import JobError
 from unisono.host.certificate import Certificate
 from unisono.launch.elastic.address import Address, Whereabouts, address_of, distrusted
 from unisono.launch.elastic.coordinator_process import Listening, invitation, server_command
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.elastic.entrance import Entrance, certificate_file, make_certificate
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Entrance, Range, certificate_file, make_certificate
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.membership import listener, server
+from unisono.membership import reception, server
 from unisono.membership.messages import Neighbour, NewGeneration, Ranks
 from unisono.membership.token import context_for, is_private, make_token, read_token, token_file
 from unisono.reduce.data_network import NetworkKeys
@@ -142,9 +141,9 @@ def test_an_address_of_another_host_is_refused() -> None:
 def test_clients_are_told_the_name_that_the_person_said_and_it_is_let_in() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        where = listener.ListenAddress(names=("Node1",))
-        assert listener.url(listening, where, tls=True) == f"https://Node1:{port}"
-        assert f"node1:{port}" in listener.hosts(listening, where)
+        where = reception.ListenAddress(names=("Node1",))
+        assert reception.url(listening, where, tls=True) == f"https://Node1:{port}"
+        assert f"node1:{port}" in reception.hosts(listening, where)
     assert Listening(3, "::1", Certificate(Path("c"), Path("k"))).url(1) == "https://[::1]:1"
 
 
@@ -397,7 +396,7 @@ def test_a_worker_is_told_what_to_trust(tmp_path: Path) -> None:
 # --- how a coordinator ends
 
 
-class EndsNow(listener.WebSocketProtocol):
+class EndsNow(reception.WebSocketProtocol):
     """Its server ends as soon as the other side hangs up, before the connection is gone."""
 
     ended = False

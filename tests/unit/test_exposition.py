@@ -13,9 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from unisono.membership import state as machine
-from unisono.membership.agent_messages import AgentHello
 from unisono.membership.exposition import exposition, newest_line
-from unisono.membership.messages import Formed, Progress, Pulse, Ready, WorkerHello
+from unisono.membership.messages import AgentHello, Formed, Progress, Pulse, Ready, WorkerHello
 from unisono.membership.state import AgentHeard, ElasticConfig, Heard
 
 pytestmark = pytest.mark.unit

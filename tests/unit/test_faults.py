@@ -16,14 +16,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.checkpoint.store import CheckpointStore
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
-from unisono.train.record.callbacks import Event, load_plugins
-from unisono_lab.chaos import why_again
+from unisono.train.record.plugins import Event, load_plugins
+from unisono_lab.commands.chaos import restart_reason
 from unisono_lab.faults.faults import KINDS, RECOVERY, SHARES, Fault, Faults, RandomFaults, Slow, listening
-from unisono_lab.faults.flip import flip_in
-from unisono_lab.faults.injector import PLUGIN, FaultInjector, is_in_recovery
+from unisono_lab.faults.injector import PLUGIN, FaultInjector, flip_in, is_in_recovery
 
 pytestmark = pytest.mark.unit
 
@@ -84,7 +83,7 @@ def test_a_script_does_not_change() -> None:
         ('kind = "kill"\nat_step = 2', r"fault 2 \(kill\): rank is missing: write rank = …"),
         ('kind = "kill"\nrank = 1\nat_step = 2\nfor_s = 1', r"fault 2 \(kill\): for_s is unknown: kill has "),
         ('kind = "kill"\nrnk = 1\nat_step = 2', r"fault 2 \(kill\): rnk is unknown: kill has .*rank"),
-        ('kind = "bite"\nrank = 1', r"fault 2: kind 'bite' is unknown: choose of kill, stop, "),
+        ('kind = "bite"\nrank = 1', r"fault 2: kind 'bite' is unknown: use one of kill, stop, "),
         ("rank = 1", r"fault 2: kind None is unknown"),
         ('kind = ["kill"]', r"fault 2: kind \['kill'\] is unknown"),
         ("kind = {a = 1}", r"fault 2: kind \{'a': 1\} is unknown"),
@@ -97,7 +96,7 @@ def test_a_script_does_not_change() -> None:
         ('kind = "resize"\nworkers = 0\nat_step = 1', r"fault 2 \(resize\): workers = 0: needs to be greater than or"),
         (
             'kind = "kill"\nrank = 0\nat_step = 1\npoint = "state taken"',
-            r"fault 2 \(kill\): point = 'state taken' is of a recovery: write during = \"recovery\", too",
+            r"fault 2 \(kill\): point = 'state taken' belongs to a recovery: also write during = \"recovery\"",
         ),
         ('kind = "kill"\nrank = 0\nat_step = 1\nduring = "lunch"', r"fault 2 \(kill\): during = 'lunch': needs to be"),
         ('kind = "slow"\nrank = 0\nfactor = 2\nat_step = 1\nduring = "recovery"', r"\(slow\): during is unknown: "),
@@ -115,7 +114,7 @@ def test_a_fault_that_makes_no_sense_is_refused_with_its_number_and_field(table:
         ("[[fault]\n", "is no TOML"),
         (f"a = {'[' * 3000}", "is no TOML: it is nested too deep"),
         (f"a = {'9' * 5000}", "is no TOML: "),
-        ("[[faults]]\nrank = 1", "'faults' is unknown there"),
+        ("[[faults]]\nrank = 1", "'faults' is unknown: write"),
         ("fault = 3", "'fault' is unk"),
     ],
 )
@@ -301,7 +300,7 @@ def test_fault_injection_without_a_plan_says_how_to_name_one(
 ) -> None:
     monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
     monkeypatch.delenv("UNISONO_FAULTS", raising=False)
-    with pytest.raises(JobError, match=r"UNISONO_FAULTS names no script: use unisono run --faults"):
+    with pytest.raises(JobError, match=r"UNISONO_FAULTS names no fault plan: use unisono run --faults"):
         unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
 
 
@@ -382,4 +381,4 @@ CUT = {"weights_sha256": None, "exit_code": 137}
 def test_a_job_that_a_fault_has_ended_is_started_again_and_one_that_failed_is_not(
     code: int, result: dict[str, Any], why: str
 ) -> None:
-    assert why_again(code, result) == why
+    assert restart_reason(code, result) == why

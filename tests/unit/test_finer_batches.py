@@ -39,7 +39,9 @@ def test_alone_the_batches_have_the_shapes_that_were_decided_and_every_sample_is
     assert problems(Samples.read(serial.folder), len(seen), SHARDS) == []
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_weights_metrics_and_decisions_are_the_same_on_any_number_of_workers(
     workers: int, serial: Done, tmp_path: Path
 ) -> None:

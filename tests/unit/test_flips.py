@@ -27,6 +27,7 @@ def test_flips_at_any_time_strike_one_worker_once(torch_settings_restored: None)
     assert not [one for one in results if one.verdict == "missed"]
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_ends_in_other_weights(torch_settings_restored: None, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     results = campaign(drawn(SEED, COUNT))

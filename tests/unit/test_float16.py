@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import unisono
 import unisono_lab
 from script_cluster import Cluster, Done, Kill
 from unisono.errors import JobError, LossError, ModelError, NonFiniteLoss, Unreadable
-from unisono.train.state.loss_scale import FIRST, GROWTH_STEPS, LEAST, LossScale
+from unisono.train.state.registry import kept_value
+from unisono.train.state.trained import FIRST, GROWTH_STEPS, LEAST, LossScale
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "float16.py"
 STEPS = 24
@@ -40,7 +42,9 @@ def scales(done: Done) -> list[tuple[bool, float]]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("way", ["plain", "clipped", "own", "compressed"])
+@pytest.mark.parametrize(
+    "way", ["plain", *(pytest.param(way, marks=pytest.mark.slow) for way in ("clipped", "own", "compressed"))]
+)
 def test_any_number_of_workers_skips_the_same_steps_and_ends_in_the_same_bits(way: str, tmp_path: Path) -> None:
     serial, *others = (train(tmp_path / str(workers), workers, way) for workers in (1, 2, 3, 5))
     seen = scales(serial)
@@ -82,7 +86,9 @@ def test_with_one_shard_the_gradient_is_divided_by_the_scale_too(tmp_path: Path)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("points", [0, 4, 9])
+@pytest.mark.parametrize(
+    "points", [pytest.param(0, marks=pytest.mark.slow), 4, pytest.param(9, marks=pytest.mark.slow)]
+)
 def test_whoever_is_killed_and_whoever_resumes_has_the_scale_of_the_others(points: int, tmp_path: Path) -> None:
     serial = train(tmp_path / "serial", 1, "plain")
     kills = [Kill(1, 1, points), Kill(4, 0, points), Kill(10, 2, points)]
@@ -104,9 +110,8 @@ def test_the_scale_grows_when_nothing_has_overflowed_for_long() -> None:
     scale.overflowed()
     scale.updated()
     assert (scale.value, scale.steps) == (FIRST, 1)
-    other = LossScale()
-    other.load_state_dict(scale.state_dict())
-    assert other.state_dict() == scale.state_dict()
+    other = kept_value(LossScale, asdict(scale), "loss_scale")
+    assert asdict(other) == asdict(scale)
 
 
 @pytest.mark.unit
@@ -122,7 +127,7 @@ def test_the_scale_grows_when_nothing_has_overflowed_for_long() -> None:
 )
 def test_a_forged_scale_is_refused(state: dict[str, float]) -> None:
     with pytest.raises(Unreadable):
-        LossScale().load_state_dict(state)
+        kept_value(LossScale, state, "loss_scale")
 
 
 @pytest.mark.unit

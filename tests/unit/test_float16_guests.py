@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterw
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "float16_guests.py"
 GUESTS = ["keras", "lightning", "transformers", "accelerate"]
+ONE = ["lightning", *(pytest.param(guest, marks=pytest.mark.slow) for guest in GUESTS if guest != "lightning")]
 STEPS = 12
 
 
@@ -29,7 +30,7 @@ def steps(done: Done) -> list[tuple[int, bool, float, float, float]]:
     return [(int(step), changed == "True", *map(float, rest)) for step, changed, *rest in found]
 
 
-@pytest.mark.parametrize("guest", GUESTS)
+@pytest.mark.parametrize("guest", ONE)
 def test_any_number_of_workers_skips_the_same_steps(guest: str, tmp_path: Path) -> None:
     serial, *others = (train(tmp_path / str(workers), workers, guest) for workers in (1, 2, 3, 5))
     numbers, made, scales, rates, norms = zip(*steps(serial), strict=True)
@@ -47,7 +48,7 @@ def test_any_number_of_workers_skips_the_same_steps(guest: str, tmp_path: Path) 
         assert other.said == serial.said
 
 
-@pytest.mark.parametrize("guest", GUESTS)
+@pytest.mark.parametrize("guest", ONE)
 def test_whoever_is_killed_and_whoever_resumes_has_the_scale_of_the_others(guest: str, tmp_path: Path) -> None:
     serial = train(tmp_path / "serial", 1, guest)
     kills = [Kill(1, 1), Kill(5, 0, 4), Kill(8, 2, 9)]

@@ -6,7 +6,7 @@ import pytest
 
 from unisono.plan.split import Split
 from unisono.plan.topology import TOPOLOGIES, plan
-from unisono_lab.simulation.training import Forecast, forecast
+from unisono_lab.simulation.simulated_training import Forecast, forecast
 
 pytestmark = pytest.mark.unit
 

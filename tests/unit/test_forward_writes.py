@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -154,26 +155,27 @@ def test_an_update_in_the_backward_pass_is_refused(tmp_path: Path) -> None:
 
 
 def called(found: ForwardWrites, change: Callable[[], object]) -> None:
-    found.begin()
+    attempt = cast("Any", SimpleNamespace(call=SimpleNamespace(step=0)))
+    found.attempt(attempt)
     change()
-    found.require_none()
+    found.computed(attempt)
 
 
 def test_a_write_of_the_same_bits_is_none() -> None:
     weight = torch.ones(5)
-    found = ForwardWrites({"weight": weight})
+    found = ForwardWrites({"weight": weight}, 0)
     for _ in range(FIRST + 2):
         called(found, lambda: weight.clamp_(-2, 2))
 
 
 def test_a_flipped_bit_is_left_to_those_who_look_for_it() -> None:
     weight = torch.ones(5)
-    called(ForwardWrites({"weight": weight}), lambda: weight.data.view(torch.int32)[3].bitwise_xor_(1 << 20))
+    called(ForwardWrites({"weight": weight}, 0), lambda: weight.data.view(torch.int32)[3].bitwise_xor_(1 << 20))
 
 
 def test_a_counted_write_after_the_first_calls_is_found_in_the_call_after_it() -> None:
     weight = torch.ones(5)
-    found = ForwardWrites({"weight": weight})
+    found = ForwardWrites({"weight": weight}, 0)
     for _ in range(FIRST + 1):
         called(found, lambda: None)
     called(found, lambda: weight.mul_(1.1))
@@ -183,7 +185,7 @@ def test_a_counted_write_after_the_first_calls_is_found_in_the_call_after_it() -
 
 def test_an_uncounted_write_that_begins_late_is_found_after_a_while() -> None:
     weight = torch.ones(5)
-    found = ForwardWrites({"weight": weight})
+    found = ForwardWrites({"weight": weight}, 0)
     for _ in range(FIRST):
         called(found, lambda: None)
     with pytest.raises(ModelError, match="changed weight"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import JobError
-from unisono.integrations.packages import OLDEST, installed, require
+from unisono.integrations.kit import OLDEST, installed, require
 
 pytestmark = pytest.mark.unit
 

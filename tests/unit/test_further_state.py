@@ -186,8 +186,8 @@ def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
         ({"a": (torch.zeros(2), "cat")}, r"'a' is to grow .*give \(object, \{attribute: 'cat'\}\)"),
         ({"a": (Metric(), {"scores": "sum"})}, "'a.scores' is a list of tensors, to which shards append: its rule can"),
         ({"a": (Metric(), {"none": "sum"})}, "a Metric, has no attribute none that holds a tensor"),
-        ({"a": (Metric(), {"rows": "cat"}), "a.rows": torch.zeros(2)}, "two have one name"),
-        ({"a": INPUTS, "b": INPUTS}, "state a and state b are one tensor"),
+        ({"a": (Metric(), {"rows": "cat"}), "a.rows": torch.zeros(2)}, "two entries have the same name"),
+        ({"a": INPUTS, "b": INPUTS}, "state a and state b are the same tensor"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_in_clear_words(start: Start, state: Any, said: str) -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from simulated_training import SimulatedTraining
 from unisono.adapt.layout_policies import GoodputPolicy
-from unisono.adapt.layout_trials import AGAIN_STEPS, Layout
+from unisono.adapt.layouts import AGAIN_STEPS, Bounds, Layout, StepTime, goodput
 from unisono.adapt.norms import Noise
-from unisono.adapt.step_time import Bounds, StepTime, goodput
 from unisono.errors import JobError
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from unisono.launch.verify.hints import Hint, Topic, find_hints, read_hints
+from unisono.launch.hints import Hint, Topic, find_hints, read_hints
 
 pytestmark = pytest.mark.unit
 

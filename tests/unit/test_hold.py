@@ -17,7 +17,7 @@ import unisono
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.writer import Hold, Writer, WriterOrder
 from unisono.errors import JobError
-from unisono.launch.ending.result import open_folder
+from unisono.launch.outcome import open_folder
 
 pytestmark = pytest.mark.unit
 

@@ -4,18 +4,19 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.cli.hosts import HostOptions
+from unisono.cli.run_command import HostOptions
 from unisono.errors import JobError
-from unisono.launch.elastic.host_order import HostOrder
-from unisono.launch.hosts.hostfile import HostPlan, HostSlots, parse_hostfile, read_hosts
-from unisono.launch.hosts.order import HostHello, handed_on, version
-from unisono.launch.hosts.ssh import Ssh, explained, is_here
+from unisono.launch.elastic.address import HostHello, HostOrder, version
+from unisono.launch.elastic.host_agents import handed_on
+from unisono.launch.engine import Engine, Ssh, engine_named, explanation, reach
+from unisono.launch.hostfile import HostPlan, HostSlots, is_here, parse_hostfile, read_hosts
 
 pytestmark = pytest.mark.unit
 
@@ -103,7 +104,7 @@ def test_no_text_becomes_an_option_of_ssh(text: str) -> None:
 
 def test_workers_go_to_the_first_hosts_and_to_the_launchers_own_before_all_others() -> None:
     hosts = [HostSlots("a", 2), HostSlots("here", 3), HostSlots("b", 4)]
-    placement = HostPlan.of(hosts, lambda name: name == "here")
+    placement = HostPlan.of(hosts, lambda name: name == "here", Ssh())
     assert placement == HostPlan(3, (HostSlots("a", 2), HostSlots("b", 4)))
     assert placement.room == 9
     assert placement.first(4) == HostPlan(3, (HostSlots("a", 1),))
@@ -121,7 +122,7 @@ def test_this_host_is_known_by_its_names_and_addresses() -> None:
 
 
 def test_the_words_of_ssh_have_the_persons_options_first_and_nothing_of_the_job() -> None:
-    words = Ssh.read("ssh -p 2222 -i 'a key'", "/usr/bin/python3").words("me@a", 30)
+    words = Ssh("ssh -p 2222 -i 'a key'", "/usr/bin/python3").command("me@a", 30)
     assert words[:5] == ["ssh", "-p", "2222", "-i", "a key"]
     assert words[-3:] == ["-T", "me@a", "exec /usr/bin/python3 -P -m unisono.cli.over_ssh"]
     assert "ServerAliveInterval=10" in words
@@ -130,7 +131,7 @@ def test_the_words_of_ssh_have_the_persons_options_first_and_nothing_of_the_job(
 @pytest.mark.parametrize(("command", "python"), [("", "python"), ("ssh 'a", "python"), ("ssh", "-c"), ("ssh", "")])
 def test_a_command_that_cannot_be_is_refused(command: str, python: str) -> None:
     with pytest.raises(JobError, match="--ssh|--python"):
-        Ssh.read(command, python)
+        Ssh(command, python)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_command_that_cannot_be_is_refused(command: str, python: str) -> None:
     ],
 )  # fmt: skip
 def test_what_ssh_says_becomes_what_to_do(code: int, said: str, words: str) -> None:
-    assert words in explained(Ssh(python="python9"), "me@a", code, [said] if said else [])
+    assert words in Ssh(python="python9").explain("me@a", code, [said] if said else [])
 
 
 # --- what is told
@@ -236,12 +237,12 @@ STARTS_MANY = """
 import resource, sys
 from pathlib import Path
 from unisono.checkpoint.folder import RunFolder
-from unisono.cli.hosts import HostOptions
+from unisono.cli.run_command import HostOptions
 from unisono.errors import JobError
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.hosts.hostfile import HostPlan, HostSlots
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Range
+from unisono.launch.hostfile import HostPlan, HostSlots
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.terminal import Terminal
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1])))
 settings = ElasticSettings(LaunchSettings(Script("train.py")), Range(1, 1000))
 hosts = HostPlan(0, tuple(HostSlots(f"h{number}") for number in range(1000)))
@@ -266,3 +267,47 @@ def test_a_launcher_of_many_hosts_may_open_files_enough_or_says_so_before_it_sta
     command = [sys.executable, "-c", STARTS_MANY, str(hard)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(said)
+
+
+class Broken(Engine):
+    """An engine of somebody's, with mistakes."""
+
+    def command(self, host: str, silence_s: float) -> list[str]:
+        if host == "nothing":
+            return []
+        raise KeyError(host)
+
+    def address(self, host: str) -> str:
+        raise KeyError(host)
+
+    def explain(self, host: str, code: int, lines: Sequence[str]) -> str:
+        raise KeyError(host)
+
+
+class Bare:
+    """No engine."""
+
+
+def test_an_engine_that_fails_is_named_with_its_method_and_the_host() -> None:
+    engine = engine_named(f"{__name__}:Broken", "ssh", "python")
+    with pytest.raises(JobError, match=r"the engine fails: Broken.command\('a', 3\): KeyError"):
+        reach(engine, "a", 3)
+    with pytest.raises(JobError, match=r"Broken.command\('nothing'\) has returned \[\]: return a list of words"):
+        reach(engine, "nothing", 3)
+    with pytest.raises(JobError, match=r"the engine fails: Broken.address\('a'\): KeyError"):
+        _ = HostPlan(0, (HostSlots("a", 1),), engine).towards
+    assert "the engine fails: Broken.explain('a', 1, []): KeyError" in explanation(engine, "a", 1, [])
+    with pytest.raises(JobError, match="Engine is no whole engine: it has no method command"):
+        reach(Engine(), "a", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ssh", "words"),
+    [
+        (f"{__name__}:Bare", "ssh", "is no subclass of unisono.Engine"),
+        (f"{__name__}:Broken", "ssh -p 2", "--ssh with --on .*: the engine reaches the hosts instead of ssh"),
+    ],
+)
+def test_what_cannot_reach_hosts_is_refused(name: str, ssh: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        engine_named(name, ssh, "python")

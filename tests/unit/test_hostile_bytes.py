@@ -18,9 +18,8 @@ from torch import Tensor
 import hostile
 from forged import forge, state_json
 from unisono.checkpoint.codec import DEEPEST, flatten, unflatten
-from unisono.checkpoint.layout import KEPT, is_kept
 from unisono.checkpoint.snapshot import read_snapshot
-from unisono.checkpoint.tensors import tensors_of
+from unisono.checkpoint.tensor_bytes import KEPT, is_kept, tensors_of
 from unisono.errors import CheckpointError, JobError, JobMismatch, Unreadable
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split

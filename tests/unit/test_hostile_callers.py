@@ -15,10 +15,10 @@ import pytest
 from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import Unreadable, WorkerLost
 from unisono.received import is_same_user
-from unisono.reduce.admission import MOST_STRANGERS, Admission, present
-from unisono.reduce.rpc_message import RpcConnection, RpcMessage, listen
+from unisono.reduce.admission import MOST_STRANGERS, Admission, listen, present
 from unisono.reduce.transport import Traffic
-from unisono_lab.strategies.rpc import RpcEndpoint
+from unisono_lab.strategies.queued_work import RpcEndpoint
+from unisono_lab.strategies.rpc_message import RpcConnection, RpcMessage
 
 pytestmark = pytest.mark.unit
 
@@ -88,8 +88,8 @@ def test_a_thousand_strangers_take_few_descriptors_and_no_thread_and_workers_are
             assert threading.active_count() == threads
             assert descriptors() - before - open_ones(strangers) <= MOST_STRANGERS + 1
             list(pool.map(lambda endpoint: endpoint.meet(table.gather(endpoint._rank)), endpoints))
-            assert endpoints[1].ask({0: RpcMessage({"n": 1})})[0].said == {"n": 1, "to": 1}
-            assert endpoints[0].ask({2: RpcMessage({"n": 2})})[2].said == {"n": 2, "to": 0}
+            assert endpoints[1].ask({0: RpcMessage({"n": 1})})[0].values == {"n": 1, "to": 1}
+            assert endpoints[0].ask({2: RpcMessage({"n": 2})})[2].values == {"n": 2, "to": 0}
 
 
 def test_a_worker_that_is_dropped_among_strangers_calls_again() -> None:
@@ -112,7 +112,7 @@ def test_a_worker_that_is_dropped_among_strangers_calls_again() -> None:
             flooding = pool.submit(flood)
             try:
                 list(pool.map(lambda endpoint: endpoint.meet(table.gather(endpoint._rank)), endpoints))
-                assert endpoints[1].ask({0: RpcMessage({"n": 1})})[0].said == {"n": 1, "to": 1}
+                assert endpoints[1].ask({0: RpcMessage({"n": 1})})[0].values == {"n": 1, "to": 1}
             finally:
                 goes_on.set()
             assert flooding.result(PATIENCE_S) > 0
@@ -174,7 +174,7 @@ def test_who_calls_twice_as_one_worker_is_heard_once() -> None:
     with Endpoints(2) as (first, second), called(second) as again:
         present(again, 0, second._secret)
         assert again.recv(1) == b""
-        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
 
 
 TELLS = [
@@ -194,7 +194,7 @@ TELLS = [
 def test_an_address_that_no_worker_has_is_not_called(told: object) -> None:
     with (
         closing(RpcEndpoint(0, "", echo, Traffic(), PATIENCE_S)) as endpoint,
-        pytest.raises(Unreadable, match="rank 1: it says that it can be called at"),
+        pytest.raises(Unreadable, match="rank 1: it announces"),
     ):
         endpoint.meet(lambda value: [value, told])
 
@@ -205,7 +205,7 @@ def test_an_address_that_no_worker_has_is_not_called(told: object) -> None:
 def test_neither_is_one_of_another_host_that_is_none(told: object) -> None:
     with (
         closing(RpcEndpoint(0, "127.0.0.1", echo, Traffic(), PATIENCE_S)) as endpoint,
-        pytest.raises(Unreadable, match="rank 1: it says that it can be called at"),
+        pytest.raises(Unreadable, match="rank 1: it announces"),
     ):
         endpoint.meet(lambda value: [value, told])
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,35 +15,33 @@ import torch
 import hostile
 import unisono
 from forks.request import ForkRequest
-from unisono.adapt.ada_scale import AdaScale, LinearScaling
-from unisono.adapt.batch_size_policies import NoiseScalePolicy
+from unisono.adapt.batch_policies import AdaScale, LinearScaling, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
 from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
 from unisono.adapt.norms import GradientNorms
 from unisono.adapt.view import Policy, Setting, Timings, View
 from unisono.checkpoint.folder import MetricsFile, RunFolder
-from unisono.checkpoint.store import Snapshot
-from unisono.checkpoint.writer import newest_term, who_holds
+from unisono.checkpoint.snapshot import Snapshot
+from unisono.checkpoint.writer import describe_holder, newest_term
 from unisono.errors import CheckpointError, JobError, UnisonoError, UnisonoWarning, Unreadable
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import WHERE, address_of
-from unisono.launch.ending.failure import Failure, end_of
-from unisono.launch.ending.outcome import WorkerExit
-from unisono.launch.ending.result import with_faults
-from unisono.launch.forkserver.request import WorkerRequest
+from unisono.launch.failure import Failure, end_of
+from unisono.launch.outcome import WorkerExit, with_faults
+from unisono.launch.worker_start import WorkerRequest
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.keyvalue import KeyValue
-from unisono.membership.state.elastic_config import ElasticConfig
+from unisono.membership.state.state import ElasticConfig
 from unisono.membership.state_log import StateLog
 from unisono.plan.batches import Position
 from unisono.received import LARGEST_JSON, memory, parse_json, read_object
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_like
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.known_states import StateCopies
+from unisono.train.recovery.known_states import KnownStates, StateCopies
 from unisono.train.state.policy_state import PolicyState
-from unisono.train.state.state import RunProgress
-from unisono.train.state.trained import Doubt, Trained
+from unisono.train.state.registry import Attribute, kept_value
+from unisono.train.state.trained import Doubt, RunProgress, Trained
 
 pytestmark = pytest.mark.unit
 
@@ -56,7 +55,7 @@ FILES: list[tuple[str, Any, Callable[[Path], Any]]] = [
     (WHERE, {"url": "http://127.0.0.1:1", "pid": 1}, address_of),
     ("metrics.jsonl", {"step": 3, "loss": 0.5}, lambda folder: MetricsFile(folder / "metrics.jsonl").truncate_after(2)),
     ("journal.jsonl", {"time": "x", "event": "checkpoint"}, lambda folder: read_lines(folder / "journal.jsonl")),
-    ("lock", {"pid": 1, "host": "h", "term": 3}, lambda folder: (newest_term(folder), who_holds(folder))),
+    ("lock", {"pid": 1, "host": "h", "term": 3}, lambda folder: (newest_term(folder), describe_holder(folder))),
     (
         "logs/rank-0.error.json",
         {
@@ -161,7 +160,7 @@ def test_a_hostile_wish_or_request_becomes_one_or_an_error(seed: int) -> None:
         assert read(found.to_json()) == found
 
 
-PLACE = RunProgress().as_tree()
+PLACE = asdict(RunProgress())
 
 
 @pytest.mark.parametrize("seed", SEEDS[:10])
@@ -169,7 +168,7 @@ def test_where_a_run_stands_is_numbers_or_an_error(seed: int) -> None:
     for number in range(CASES["requests"]):
         chance = Random(f"progress {seed} {number}")
         try:
-            found = RunProgress.from_tree(hostile.changed(chance, PLACE))
+            found = kept_value(RunProgress, hostile.changed(chance, PLACE), "progress")
         except UnisonoError:
             continue
         assert found.position.step >= 0
@@ -196,7 +195,7 @@ def a_run() -> Trained:
     optimizer.step()
     trained = Trained({"fingerprint": {"a": 1}}, PolicyState((AdaScale(),), 8, 8))
     trained.prepared = Prepared.of(model, [optimizer])
-    trained.registered.add("counter", Counter())
+    trained.registry.add("counter", Counter())
     trained.monitors.see(1, GradientNorms((2.0, 3.0), (1, 1), 1.5), [0.5, 0.25])
     trained.monitors.time(Setting(), [Timings(0.1, 0.2)])
     trained.doubt = Doubt(1, 0, "a bit")
@@ -224,7 +223,7 @@ def test_a_part_of_a_snapshot_that_cannot_be_restored_is_named(part: str, seed: 
 
 def small_parts(trained: Trained) -> str:
     """All that a run knows besides its weights and optimizers."""
-    known = [trained.monitors.state_dict(), trained.policy_state.state_dict(), trained.progress.as_tree()]
+    known = [asdict(trained.monitors), trained.policy_state.state_dict(), asdict(trained.progress)]
     return repr([*known, trained.strategy, trained.doubt, [vars(one) for one in trained.policy_state.policies]])
 
 
@@ -357,14 +356,15 @@ def test_what_another_worker_knows_of_older_states_is_taken_whole_or_not_at_all(
     for number in range(5 * CASES["requests"]):
         trained = a_run()
         integrity = Integrity(trained, StateCopies(trained), 10)
-        integrity.take(KNOWN)
-        assert integrity.known.tree() == KNOWN
+        known = Attribute(integrity, "known", KnownStates)
+        known.load_state_dict(KNOWN)
+        assert known.state_dict() == KNOWN
         try:
-            integrity.take(hostile.changed(Random(f"known {number}"), KNOWN))
+            known.load_state_dict(hostile.changed(Random(f"known {number}"), KNOWN))
         except Unreadable:
-            assert integrity.known.tree() == KNOWN
+            assert known.state_dict() == KNOWN
         else:
-            integrity.known.tree()
+            known.state_dict()
 
 
 POLICIES: list[Callable[[], Policy]] = [

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.checkpoint.quick_digest import flipped_bits
 from unisono.errors import JobMismatch, NonFiniteLoss, UnisonoWarning
 from unisono.plan.audits import AuditResult
-from unisono.train.group.control import Flags
+from unisono.train.recovery.integrity import HeldStates
 from unisono.train.recovery.known_states import BOUNDARY
+from unisono.word_sums import flipped_bits
 from unisono_lab.faults.faults import FlippedPlace
-from unisono_lab.faults.flip import flip_in
+from unisono_lab.faults.injector import flip_in
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 
@@ -133,7 +134,7 @@ def test_a_flipped_bit_that_nobody_looks_for_names_memory_beside_the_rate_when_l
             step.run(cross_entropy)
 
     with pytest.raises(
-        NonFiniteLoss, match=r"Lower the learning rate.* a bit has flipped, and the memory of the hosts"
+        NonFiniteLoss, match=r"Lower the learning rate.* a bit has flipped: test the memory of the hosts"
     ):
         loop()
 
@@ -331,10 +332,10 @@ def test_workers_that_differed_have_to_end_in_what_one_of_them_held_when_steps_a
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     integrity = run.inside.integrity
     integrity.know(0, run.inside.trained.capture().digests())
-    integrity.judge((1, 0), [Flags(digest=1), Flags(digest=2)])[1]()
-    integrity.judge((1, 0), [Flags(digest=2), Flags(digest=2)])
+    integrity.judge((1, 0), HeldStates([1, 2], [False] * 2, [0, 0]))[1]()
+    integrity.judge((1, 0), HeldStates([2, 2], [False] * 2, [0, 0]))
     with pytest.raises(JobMismatch, match="with other weights"):
-        integrity.judge((1, 0), [Flags(digest=3), Flags(digest=3)])
+        integrity.judge((1, 0), HeldStates([3, 3], [False] * 2, [0, 0]))
     integrity.go_back_from((2, 0), "they differ", (2, BOUNDARY), [1, 2, 3, 4])()
     integrity.require_held(2, [3, 4])
     with pytest.raises(JobMismatch, match="step 1 was computed again, after a fault, with another state"):
@@ -349,7 +350,7 @@ def test_a_scheduler_is_found_beside_another_one_that_the_script_has_registered(
     run.register("scheduler", schedulers[0])
     schedulers[1].state_dict()  # from now on its attributes lie in a dictionary of their own
     next(iter(run.steps(data())))
-    registered = run.inside.trained.registered
+    registered = run.inside.trained.registry.objects
     assert sorted(registered) == ["scheduler", "unisono StepLR of optimizer 1"]
     assert list(registered.values()) == schedulers
 
@@ -407,7 +408,7 @@ def test_a_new_generation_does_not_forget_that_an_update_was_made_from_a_wrong_g
     def lose(run: unisono.Run, moment: str, step: int) -> None:
         if (moment, step) == ("after", 4) and not lost:
             lost.append(step)
-            run.inside.exact.require_engine().update.has_lost = True
+            run.inside.exact.memory.has_lost = True
             flip_in(run, "weights", EXPONENT)
             run.inside.recovery.renew()  # another worker was lost
 
@@ -424,18 +425,18 @@ def test_what_is_decided_in_a_call_is_set_in_its_change_and_not_before(start: St
     integrity.know(0, trained.capture().digests())
     finding = AuditResult(0, frozenset({0}), 1)
     decisions: list[Callable[[], Callable[[], None]]] = [
-        lambda: integrity.judge((1, 0), [Flags(lost=True)])[1],
-        lambda: integrity.judge((1, 0), [Flags(digest=1), Flags(digest=2)])[1],
-        lambda: integrity.judge((1, 0), [Flags(digest=1, flipped=True)])[1],
-        lambda: integrity.judge((1, 0), [Flags(digest=1)])[1],
+        lambda: integrity.judge((1, 0), HeldStates([0], [False], [0]), lost=[True])[1],
+        lambda: integrity.judge((1, 0), HeldStates([1, 2], [False] * 2, [0, 0]))[1],
+        lambda: integrity.judge((1, 0), HeldStates([1], [True], [0]))[1],
+        lambda: integrity.judge((1, 0), HeldStates([1], [False], [0]))[1],
         lambda: integrity.audited([finding], [0, 1], "a worker computes wrongly"),
     ]
     for decide in decisions:
-        before = integrity.known.tree(), trained.doubt
+        before = asdict(integrity.known), trained.doubt
         note = decide()
-        assert (integrity.known.tree(), trained.doubt) == before
+        assert (asdict(integrity.known), trained.doubt) == before
         note()
-        assert (integrity.known.tree(), trained.doubt) != before
+        assert (asdict(integrity.known), trained.doubt) != before
         trained.doubt, integrity.known.returns = None, 0
 
 
@@ -443,7 +444,7 @@ def test_a_bit_that_flips_twice_is_not_the_scripts_if_workers_hold_different_wei
     run = start()
     model = net()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    integrity, flags = run.inside.integrity, [Flags(digest=1, flipped=True), Flags(digest=2)]
-    integrity.judge((1, 0), flags)[1]()
+    integrity, held = run.inside.integrity, HeldStates([1, 2], [True, False], [0, 0])
+    integrity.judge((1, 0), held)[1]()
     with pytest.raises(JobMismatch, match="and did so again"), pytest.warns(UnisonoWarning, match="by itself"):
-        integrity.judge((1, 0), flags)
+        integrity.judge((1, 0), held)

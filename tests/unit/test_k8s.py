@@ -21,13 +21,19 @@ from pods_played import expanded
 from said import options
 from unisono.cli import app as cli
 from unisono.errors import JobError
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.k8s.cluster_job import SPOT, ClusterJob, Pods
-from unisono.launch.k8s.job_set import escaped, job_set
-from unisono.launch.k8s.manifests import text_of, write
-from unisono.launch.k8s.secret import new_secret
-from unisono.launch.k8s.training_runtime import train_job, training_runtime
-from unisono.launch.k8s.words import Toleration, label_of, read_quantity, read_selector, read_variables, require_memory
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Range
+from unisono.launch.k8s_job import (
+    SPOT,
+    ClusterJob,
+    Pods,
+    label_of,
+    read_quantity,
+    read_selector,
+    read_toleration,
+    read_variables,
+    require_memory,
+)
+from unisono.launch.k8s_manifests import escaped, for_kubeflow, job_set, new_secret, text_of, write
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.membership.token import read_token
 
@@ -45,7 +51,7 @@ FULL = replace(
         ),
         Range(1, 3),
     ),
-    pods=Pods(4, None, "3500m", "64Gi", "8Gi", {"disk": "fast"}, (Toleration("a", "b", "NoExecute"),)).on_spot("gke"),
+    pods=Pods(4, None, "3500m", "64Gi", "8Gi", {"disk": "fast"}, (read_toleration("a=b:NoExecute"),)).on_spot("gke"),
     namespace="ml",
     claim="runs",
     user=1000,
@@ -104,7 +110,7 @@ def test_a_namespace_may_begin_with_a_digit() -> None:
 
 @pytest.mark.parametrize("job", [JOB, FULL])
 def test_the_published_models_know_all_that_is_written(job: ClusterJob) -> None:
-    for model, manifest in zip(MODELS, (job_set(job), training_runtime(job), train_job(job)), strict=True):
+    for model, manifest in zip(MODELS, (job_set(job), *for_kubeflow(job)), strict=True):
         text = yaml.safe_load(text_of([manifest], "unisono k8s"))
         assert model.from_dict(text).to_dict() == text, "a field that the API does not know, or of another type"
 
@@ -205,7 +211,7 @@ def test_gpus_and_spot_nodes_are_asked_for_by_workers_alone() -> None:
 
 
 def test_a_runtime_gets_its_name_from_a_label_and_has_what_kubeflow_looks_for() -> None:
-    spec = training_runtime(FULL)["spec"]["template"]["spec"]
+    spec = for_kubeflow(FULL)[0]["spec"]["template"]["spec"]
     node = next(job for job in spec["replicatedJobs"] if job["name"] == "node")
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     container = node["template"]["spec"]["template"]["spec"]["containers"][0]
@@ -258,7 +264,7 @@ def test_kubectl_reads_what_was_written_as_it_was_meant(tmp_path: Path) -> None:
         "a\nb",
     )
     job = replace(FULL, variables={f"V{number}": text for number, text in enumerate(odd)})
-    for manifest in (job_set(job), training_runtime(job), new_secret("keys", "ml")):
+    for manifest in (job_set(job), for_kubeflow(job)[0], new_secret("keys", "ml")):
         (tmp_path / "file.yaml").write_text(text_of([manifest], ""))
         command = [
             "kubectl",
@@ -328,13 +334,13 @@ def test_a_memory_with_a_missing_or_wrong_unit_is_refused(text: str) -> None:
     ],
 )
 def test_a_toleration_is_read_as_taints_are_written(text: str, manifest: dict[str, str]) -> None:
-    assert Toleration.read(text).manifest == manifest
+    assert read_toleration(text) == manifest
 
 
 @pytest.mark.parametrize("text", ["", "=b", "a=b c", "a:Never", "a:", "a/b/c", "-a"])
 def test_what_is_no_toleration_is_refused(text: str) -> None:
     with pytest.raises(JobError, match="--toleration .*write KEY"):
-        Toleration.read(text)
+        read_toleration(text)
 
 
 @pytest.mark.parametrize("text", ["", "a", "=b", "a=b c", "a..b/c=d", "a.-b/c=d", f"{'a' * 254}/c=d", "A/c=d"])

@@ -129,7 +129,7 @@ def test_models_that_train_by_turns_give_the_same_on_any_number_of_workers(
     assert (done.outcome, said(done)) == (of_models.outcome, said(of_models))
 
 
-@pytest.mark.parametrize("points", [slow(0), 5])
+@pytest.mark.parametrize("points", [slow(0), slow(5)])
 def test_models_that_train_by_turns_are_all_given_to_workers_that_come_later(
     cluster: Cluster, of_models: Done, points: int
 ) -> None:
@@ -155,7 +155,7 @@ def from_batches(cluster: Cluster) -> Done:
     return cluster(BATCHES, 1, shards=8)
 
 
-@pytest.mark.parametrize("workers", [slow(2), 3, slow(5)])
+@pytest.mark.parametrize("workers", [slow(2), slow(3), slow(5)])
 def test_a_data_set_of_batches_gives_the_same_on_any_number_of_workers(
     cluster: Cluster, from_batches: Done, workers: int
 ) -> None:
@@ -163,7 +163,7 @@ def test_a_data_set_of_batches_gives_the_same_on_any_number_of_workers(
     assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
 
 
-@pytest.mark.parametrize("points", [slow(0), 5])
+@pytest.mark.parametrize("points", [slow(0), slow(5)])
 def test_a_data_set_that_changes_does_so_on_workers_that_come_later(
     cluster: Cluster, from_batches: Done, points: int
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_data_set_that_changes_does_so_on_workers_that_come_later(
     assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
 
 
-@pytest.mark.parametrize("stop", [slow(7), 20])
+@pytest.mark.parametrize("stop", [slow(7), slow(20)])
 def test_a_data_set_that_changes_goes_on_where_it_was(
     cluster: Cluster, from_batches: Done, stop: int, tmp_path: Path
 ) -> None:
@@ -181,7 +181,7 @@ def test_a_data_set_that_changes_goes_on_where_it_was(
     assert (done.outcome, said(done)) == (from_batches.outcome, said(from_batches))
 
 
-@pytest.mark.parametrize("stop", [slow(5), 10, slow(11), slow(14)])
+@pytest.mark.parametrize("stop", [slow(5), slow(10), slow(11), slow(14)])
 def test_what_was_predicted_between_trainings_is_there_when_a_run_resumes(
     cluster: Cluster, stop: int, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
 from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
-from unisono.integrations.keras.callbacks import Saving
+from unisono.integrations.keras.fitting import Saving
 
 Start = Callable[..., unisono.Run]
 

@@ -282,7 +282,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_refused_with_the_cure() -> None:
     with pytest.raises(ModelError, match=r"embed.weight and head.weight are one tensor .* KFAC\(skip=\['head'\]\)"):
         unisono_lab.KFAC(Tied())
-    with pytest.raises(ModelError, match=r"no trained nn.Linear"):
+    with pytest.raises(ModelError, match=r"trains no nn.Linear"):
         unisono_lab.KFAC(Tied(), skip=["head"])
 
 
@@ -295,7 +295,7 @@ def test_tied_weights_are_refused_with_the_cure() -> None:
         ({"lr": math.inf}, r"KFAC\(lr=inf\)"),
         ({"damping": math.inf}, r"KFAC\(damping=inf\)"),
         ({"kl_clip": math.nan}, r"KFAC\(kl_clip=nan\)"),
-        ({"fallback": lambda parameters: None}, r"fallback=…\): it has made None"),
+        ({"fallback": lambda parameters: None}, r"fallback=…\): the function returned None"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -356,7 +356,7 @@ def test_the_optimizer_itself_is_neither_copied_nor_pickled(act: Callable[[Any],
 
 
 def test_it_takes_the_model_and_not_its_parameters() -> None:
-    with pytest.raises(ModelError, match=r"KFAC\(<generator .*: give it the model, whose layers it has to know"):
+    with pytest.raises(ModelError, match=r"KFAC\(<generator .*: pass the model, an nn.Module, whose layers KFAC reads"):
         unisono_lab.KFAC(Net().parameters())  # type: ignore[arg-type]
 
 
@@ -379,7 +379,7 @@ def test_curvature_is_measured_beside_it_but_for_the_critical_step(tmp_path: Pat
                 found = run.curvature(loss_fn, critical=False, vectors=1)
                 assert found.products == 1
                 assert found.loss > 0
-                with pytest.raises(ModelError, match="KFAC goes by more than the gradient"):
+                with pytest.raises(ModelError, match="KFAC depends on more than the gradient"):
                     run.curvature(loss_fn)
             step.run(loss_fn)
         return run.finish(), state_of(optimizer)

@@ -183,7 +183,7 @@ def test_a_scaler_of_gradients_is_refused_before_anything_changes() -> None:
         scaler.scale(loss_fn(model, samples(6)[:])).backward()
         if unscaled:
             scaler.unscale_(optimizer)
-        with pytest.raises(ModelError, match=r"a GradScaler changes before .* torch\.bfloat16 needs none"):
+        with pytest.raises(ModelError, match=r"a GradScaler changes first: .* torch\.bfloat16 needs none"):
             scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad()
@@ -195,7 +195,7 @@ def test_layers_that_are_unfrozen_later_are_refused() -> None:
     model = Net()
     model.first.requires_grad_(requires_grad=False)
     optimizer = kfac(model)
-    with pytest.raises(ModelError, match="after unfreezing layers, make another one"):
+    with pytest.raises(ModelError, match="after unfreezing layers, make another optimizer"):
         optimizer.add_param_group({"params": list(model.first.parameters())})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from said import options
 from unisono.errors import JobError
-from unisono.host.processor_paths import PORTABLE, numerics_variables
+from unisono.host.machine import PORTABLE, numerics_variables
 from unisono.launch.command import RendezvousSocket, WorkerCommand, dry_run, worker_command
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.tuning import Tuning
@@ -146,7 +146,7 @@ def test_good_settings_pass(script: Script) -> None:
         ({"threads": -1}, "--threads -1"),
         ({"grace_s": -1.0}, "--grace-s -1"),
         ({"grace_s": float("nan")}, "--grace-s nan"),
-        ({"workers": 5, "shards": 4}, "--workers 5 with --shards 4.*set --shards 5"),
+        ({"workers": 5, "shards": 4}, "--workers 5 with --shards 4.*set --shards 8"),
     ],
 )
 def test_numbers_out_of_range_are_named(script: Script, settings: dict[str, int], words: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import CheckpointError, JobError, JobMismatch, LaunchError, LossError, UnisonoError, WorkerLost
 from unisono.job import Job
-from unisono.launch.ending.failure import Failure
+from unisono.launch.failure import Failure
 
 pytestmark = pytest.mark.unit
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launch.terminal.output import LineSplitter
+from unisono.launch.terminal import LineSplitter
 
 pytestmark = pytest.mark.unit
 

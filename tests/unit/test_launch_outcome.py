@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.ending.failure import Failure
-from unisono.launch.ending.outcome import Blame, JobConclusion, Outcome, WorkerExit, describe, find_cause
+from unisono.launch.failure import Failure
+from unisono.launch.outcome import Blame, JobConclusion, Outcome, WorkerExit, describe, find_cause
 
 pytestmark = pytest.mark.unit
 
@@ -105,7 +105,16 @@ def test_one_that_was_done_does_not_hide_that_the_others_left() -> None:
 def test_one_that_left_alone_makes_the_others_fail_and_the_report_says_so() -> None:
     result = outcome([WorkerExit(0, 0, 1.0), raised(1, 1.5, consequence=True)])
     assert result.exit_code == 1
-    assert "no error came from the worker that was missed: rank 0 left with exit code 0" in result.summary()
+    assert "no error came from the worker that was missed: rank 0 left with exit code 0, and its" in result.summary()
+
+
+def test_a_worker_whose_script_had_ended_is_not_said_to_be_ended_by_the_launcher() -> None:
+    lost = raised(0, 1.5, consequence=True)
+    had_ended = outcome([lost, WorkerExit(1, 0, 1.0, told_at=1.6)])
+    assert "rank 1 left with exit code 0, and its script had ended without run.finish, which every" in had_ended.note
+    elastic = replace(had_ended, exits=tuple(replace(end, rank=f"w{end.rank}") for end in had_ended.exits))
+    assert "worker w1 left with exit code 0)" in elastic.note  # it may have been asked to
+    assert "rank 1 was ended by the launcher" in outcome([lost, WorkerExit(1, -15, 2.0, told_at=1.6)]).note
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

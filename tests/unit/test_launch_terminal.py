@@ -10,10 +10,10 @@ import pytest
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
 from unisono.host.status_line import as_line, without_status
-from unisono.launch.ending.failure import Failure
-from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono.launch.ending.result import JobEnd, in_a_line, open_folder, report
-from unisono.launch.terminal.terminal import SilentTerminal, Terminal
+from unisono.launch.failure import Failure
+from unisono.launch.outcome import JobEnd, Outcome, WorkerExit, open_folder, report
+from unisono.launch.terminal import SilentTerminal, Terminal
+from unisono.launch.trial import Trial
 
 pytestmark = pytest.mark.unit
 
@@ -142,9 +142,9 @@ def test_the_report_of_a_death_without_words_shows_the_end_of_the_log(tmp_path: 
 def test_what_went_wrong_fits_into_a_line_with_a_place_to_look(tmp_path: Path) -> None:
     folder = open_folder(tmp_path, "train")
     folder.log_of(0).write_text("one\ntwo\n")
-    words, log = in_a_line(outcome(WorkerExit(0, 1, 1.0)), folder)
-    assert words.endswith("exit code 1; two")
-    assert log == tmp_path / "logs" / "rank-0.log"
+    trial = Trial(outcome(WorkerExit(0, 1, 1.0)), folder)
+    assert trial.error.endswith("exit code 1; two")
+    assert trial.log == tmp_path / "logs" / "rank-0.log"
 
 
 def test_the_report_of_an_interruption_is_one_line(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_house_keeps_the_rule(rule: Rule, package: House) -> None:
 
 def test_every_module_of_the_packages_is_read() -> None:
     assert {"unisono", "unisono.errors", "unisono.job"} <= House.read(SRC / "unisono").sources.keys()
-    assert {"unisono_lab", "unisono_lab.chaos", "unisono_lab.page.hub"} <= House.read(
+    assert {"unisono_lab", "unisono_lab.commands.chaos", "unisono_lab.page.hub"} <= House.read(
         SRC / "unisono_lab"
     ).sources.keys()
 
@@ -315,8 +315,8 @@ def test_nothing_is_a_manager(house: Build) -> None:
 def test_a_class_name_of_two_files_is_found_wherever_the_class_stands(house: Build) -> None:
     inside = "def f():\n    class Slot: ..."
 
-    assert found(house_rules.one_meaning, house(**{"data.slot": "class Slot: ...", "reduce.bucket": inside})) == [
-        "reduce/bucket.py:2: one meaning: Slot is a class of unisono.data.slot, too: a name has one meaning"
+    assert found(house_rules.one_meaning, house(**{"data.slots": "class Slot: ...", "reduce.bucket": inside})) == [
+        "reduce/bucket.py:2: one meaning: Slot is a class of unisono.data.slots, too: a name has one meaning"
     ]
 
 

@@ -589,7 +589,7 @@ def test_a_batch_that_overflows_takes_those_along_that_it_is_accumulated_with(st
     assert noting.changed == [False, False, False, False, True, False, True, False, False, True]
 
 
-@pytest.mark.parametrize("precision", ["float32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_a_training_goes_on_from_lightnings_checkpoints_as_if_it_had_not_been_stopped(
     start: Start, tmp_path: Path, precision: str
 ) -> None:

@@ -57,7 +57,9 @@ def test_alone_batches_are_those_of_the_loader(serial: dict[str, Done]) -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_weights_and_metrics_are_the_same_on_any_number_of_workers(
     sampler: str, workers: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:
@@ -90,6 +92,7 @@ def test_a_run_on_three_workers_goes_on_with_two(
     assert [line["step"] for line in again.journal("resumed")] == [steps]
 
 
+@pytest.mark.slow
 def test_loader_processes_decide_no_bit(serial: dict[str, Done], tmp_path: Path) -> None:
     assert found(train(Cluster(tmp_path), "buckets", 2, LOADERS="2")) == found(serial["buckets"])
 

@@ -15,8 +15,7 @@ from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import WorkerLost
 from unisono.job import Job
 from unisono.plan.batches import Batches, Position
-from unisono.sync.averaging import DiLoCo, LocalSGD
-from unisono.sync.strategy import Strategy
+from unisono.sync import DiLoCo, LocalSGD, Strategy
 from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
@@ -26,6 +25,7 @@ from unisono.train.step.listeners import Listeners
 from unisono.train.step.step import Call, Clip, Step
 from unisono.train.strategies.local_rounds import LocalRounds, RoundProgress, begin_local_rounds
 from unisono.train.strategies.local_training import LocalTraining
+from unisono_lab.faults.injector import flip
 
 pytestmark = pytest.mark.unit
 
@@ -56,6 +56,37 @@ def test_what_a_strategy_keeps_is_forgotten_in_steps_of_all_reduce(start: Start)
     assert run.inside.trained.strategy == ("", {})
 
 
+@pytest.mark.parametrize("struck", [0, 1, 2])
+def test_a_bit_that_flips_in_a_partial_sum_of_one_worker_leaves_no_trace_in_its_weights(struck: int) -> None:
+    def work(workers: Workers) -> list[list[float]]:
+        torch.manual_seed(0)
+        trained, seen = trained_under(LocalSGD(every=4)), list[Tensor]()
+        rounds = begin_local_rounds(CONFIG, trained, workers, None)
+
+        def strike(what: str, values: Tensor) -> None:
+            seen.append(values)
+            if len(seen) == 1 + struck:
+                flip(values, 1, 20)
+
+        for number in range(3):
+            rounds.begin()
+            batch = Batches.even(8, 8, 4).at(Position(step=number))
+            shards = [torch.ones(len(batch.shard(shard)), 3) * (1 + shard + number) for shard in range(4)]
+            call = Call(number, 0, batch, shards, loss_of, trained.require_prepared().optimizers, Clip())
+            rounds._engine_for(4).witness = strike if number == 1 and struck >= 0 and is_struck[0] else None
+            rounds.train(call)
+        rounds.close()
+        return [each.tolist() for each in trained.require_prepared().parameters.values()]
+
+    def loss_of(model: Any, batch: Tensor) -> Tensor:
+        return F.mse_loss(model(batch), torch.zeros(len(batch), 3))
+
+    is_struck = [False]
+    expected = side_by_side(1, work, shards=4)
+    is_struck[0] = True
+    assert side_by_side(1, work, shards=4) == expected
+
+
 def test_whoever_watches_a_worker_sees_it_get_on_with_each_shard_that_it_computes_by_itself() -> None:
     def work(workers: Workers) -> list[tuple[bool, int]]:
         def loss_fn(model: Any, batch: Tensor) -> Tensor:
@@ -81,7 +112,7 @@ class Recorded:
     def __init__(self, losses: int) -> None:
         self.losses, self.is_open, self.steps = losses, False, list[int]()
         self.strategy = LocalSGD()
-        self.goes_on = True
+        self.is_resumed = True
 
     def begin(self) -> None:
         self._lose()
@@ -140,7 +171,7 @@ def test_whoever_had_not_begun_the_round_comes_along_with_those_who_had(
         return LocalRounds(CONFIG, TRAINED, workers, Mock(), before[workers.rank])
 
     for rank, mine in enumerate(side_by_side(2, work)):
-        assert (mine.goes_on, mine.is_open) == (any(is_open), any(is_open))
+        assert (mine.is_resumed, mine.is_open) == (any(is_open), any(is_open))
         synchroniser: Any = mine.synchroniser
         assert synchroniser.follow.call_args_list == ([call(before[rank].synchroniser)] if any(is_open) else [])
         assert synchroniser.synchronise.called == any(is_open)
@@ -162,7 +193,9 @@ def test_a_step_in_whose_body_all_came_together_exchanges_nothing_more() -> None
 
 def test_rounds_of_another_strategy_are_not_gone_on_with() -> None:
     begin = Mock(
-        side_effect=lambda config, trained, workers, before: Mock(strategy=trained.policy_state.strategy, goes_on=True)
+        side_effect=lambda config, trained, workers, before: Mock(
+            strategy=trained.policy_state.strategy, is_resumed=True
+        )
     )
     trained, membership = trained_under(LocalSGD()), Mock(is_elastic=True)
     steps = LocalTraining(CONFIG, trained, membership, Listeners([]), begin)

@@ -14,9 +14,8 @@ import pytest
 from unisono.checkpoint.folder import RunFolder
 from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import UnisonoWarning
-from unisono.loggers.csv_file import CSVLogger
+from unisono.loggers.by_name import CSVLogger, newest_step
 from unisono.loggers.logger import LoggedRun, Logger
-from unisono.loggers.wandb import newest_step
 from unisono.train.record.log_follower import LogFollower
 
 pytestmark = pytest.mark.unit
@@ -155,6 +154,7 @@ def test_figures_that_are_no_numbers_and_names_that_are_no_text_end_no_logger(
     with (folder.path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 1, "epoch": 0, "loss": 1.0, "nan": NaN, "endless": -Infinity, "half \\ud800": 1.0}\n')
         file.write(b'\xff\xfe\n{"step": "2", "loss": 1.0}\n[2]\n{"step": 2, "loss": ')
+    folder.metrics.close()  # another worker begins where that one was killed
     write(folder, range(2, 3), 1.0)
     for _ in range(2):  # the second goes on in the file of the first
         follow(strict, CSVLogger()).close()

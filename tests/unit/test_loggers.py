@@ -10,13 +10,13 @@ import pytest
 from logged import require_same
 from script_cluster import Cluster, Done, Kill
 from unisono.errors import JobError
+from unisono.loggers.by_name import loggers_of
 from unisono.loggers.logger import LoggedRun, Logger
-from unisono.loggers.named import loggers_of
 
 pytestmark = pytest.mark.cluster
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "logged.py"
-LOGGERS = ["csv", "tensorboard"]
+LOGGERS = ["csv", pytest.param("tensorboard", marks=pytest.mark.slow)]
 """MLflow and Weights & Biases have processes of their own, and so have their tests: see ``tests/procs``."""
 
 NOW: Any = {"UNISONO_LOG_EVERY_S": "0.001"}

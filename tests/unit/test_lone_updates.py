@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+from torch.utils.data import TensorDataset
 
+import unisono
 from unisono.errors import UnisonoWarning
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import may_change_gradients
@@ -94,12 +98,14 @@ def test_an_update_without_gradients_is_none(watch: Watch) -> None:
     watched.close()
 
 
-def test_nothing_is_watched_once_a_loop_has_begun(watch: Watch) -> None:
+def test_nothing_is_watched_once_a_loops_first_step_has_ended(watch: Watch) -> None:
     before = len(hooks)
     watched, (model, optimizer) = watch(), model_and_optimizer()
     watched.prepared(Prepared.of(model, [optimizer]), 0)
     assert len(hooks) == before + 1
     begin_a_loop(watched)
+    nothing: Any = None
+    watched.step_ends(nothing, 1)
     assert len(hooks) == before
     update(model, optimizer)
     watched.close()
@@ -112,3 +118,27 @@ def test_whoever_watches_changes_no_gradient(watch: Watch) -> None:
     handle = optimizer.register_step_pre_hook(lambda *_: None)
     assert may_change_gradients(optimizer)
     handle.remove()
+
+
+def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("is_by_hand", [True, False])
+def test_an_update_by_hand_behind_that_of_step_run_is_told_at_the_scripts_line(
+    tmp_path: Path, is_by_hand: bool
+) -> None:
+    model, optimizer = model_and_optimizer()
+    with warnings.catch_warnings(record=True) as seen, closing(unisono.init(batch_size=4, run_dir=tmp_path)) as run:
+        warnings.simplefilter("always")
+        run.prepare(model, optimizer)
+        for step in run.steps(TensorDataset(torch.ones(12, 2)), epochs=2):
+            step.run(loss_of, update=optimizer.step if step.number % 2 else None)
+            if is_by_hand:
+                optimizer.step()
+        assert not hooks
+    told = [(each.filename, str(each.message)) for each in seen if "SGD.step() is called" in str(each.message)]
+    assert [name for name, _ in told] == [__file__] * is_by_hand
+    assert all("step.run has made the optimizer's update already: leave it out" in words for _, words in told)

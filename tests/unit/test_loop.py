@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,9 +12,9 @@ from unisono.data.shards import ShardsRequest
 from unisono.errors import JobMismatch
 from unisono.plan.batches import Batches, Position
 from unisono.train.loop.course import CutCourse
-from unisono.train.loop.loop import Loop
-from unisono.train.state.state import Reading, RunProgress
+from unisono.train.state.trained import Reading, RunProgress
 from unisono.train.step.step import Step
+from unisono.train.step_loop import Loop
 
 pytestmark = pytest.mark.unit
 
@@ -65,7 +65,7 @@ class Run:
 
     def steps(self, loop: Loop) -> Generator[Step, None, None]:
         assert isinstance(loop.course, CutCourse)
-        return replace(loop, course=replace(loop.course, load=self._load)).steps(self.progress, self)
+        return replace(loop, course=replace(loop.course, load=self._load)).steps(self.progress, cast("Any", self))
 
     def _load(self, requests: Iterator[ShardsRequest]) -> Requested:
         self.loaded = Requested(requests)

@@ -10,7 +10,7 @@ import torch
 
 import unisono
 from unisono.errors import Unreadable
-from unisono.integrations.loss_scaler import RunScaler
+from unisono.integrations.kit import RunScaler
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

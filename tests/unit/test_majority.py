@@ -1,8 +1,8 @@
 import pytest
 
-from unisono.train.group.control import Flags
-from unisono.train.group.majority import Verdict, healing, judged, trusted, verdict
+from unisono.train.group.majority import Verdict, healing, trusted, verdict
 from unisono.train.group.membership import StateTransfer
+from unisono.train.recovery.integrity import HeldStates, judged
 
 pytestmark = pytest.mark.unit
 
@@ -23,9 +23,9 @@ def test_without_a_majority_nobody_can_say_which_state_is_right(held: list[int])
 
 
 def test_a_worker_that_finds_a_flipped_bit_by_itself_outweighs_equal_digests() -> None:
-    assert judged([Flags(digest=5), Flags(digest=5)]) is Verdict.RIGHT
-    assert judged([Flags(digest=5), Flags(digest=5, flipped=True)]) is Verdict.WRONG
-    assert judged([Flags(digest=5), Flags(digest=5), Flags(digest=6)]) is Verdict.HEALING
+    assert judged(HeldStates([5, 5], [False, False], [0, 0])) is Verdict.RIGHT
+    assert judged(HeldStates([5, 5], [False, True], [0, 0])) is Verdict.WRONG
+    assert judged(HeldStates([5, 5, 6], [False] * 3, [0] * 3)) is Verdict.HEALING
 
 
 def test_of_those_who_have_come_furthest_one_of_most_gives_its_state() -> None:

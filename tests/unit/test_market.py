@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from examples.simulation.generate_trace import arguments, main
-from unisono.adapt.step_time import StepTime
+from unisono.adapt.layouts import StepTime
 from unisono.errors import JobError
 from unisono_lab.simulation.market import HostPrices, MarketTrace, Supply, supply
-from unisono_lab.simulation.scenario import Durations, HostKind, How, Scenario, Workload
+from unisono_lab.simulation.scenario import Durations, HostKind, JobSpec, Scenario, Workload
 from unisono_lab.simulation.simulated_run import simulate
 
 pytestmark = pytest.mark.unit
@@ -30,20 +30,20 @@ def read(folder: Path, text: str) -> MarketTrace:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("begin,end,available\n", "line 1, column 1: 'begin' is none of a trace"),
-        ("start,end,available,price_per_second\n", "line 1, column 4: 'price_per_second' is none"),
-        ("start,end,available,end\n", "line 1, column 4: 'end' is there twice"),
+        ("begin,end,available\n", "line 1, column 1: 'begin' belongs to no trace"),
+        ("start,end,available,price_per_second\n", "line 1, column 4: 'price_per_second' belongs to no trace"),
+        ("start,end,available,end\n", "line 1, column 4: 'end' occurs twice"),
         ("start;end;available\n", "line 1, column 1: 'start;end;available' .* with commas"),
         ("start,end\n", "line 1: a column is missing: available"),
         ("", "line 1: a column is missing: start, end, available"),
         (HEAD, "has no rows"),
-        (HEAD + "0,60,2,1.0\n", "line 2: it has not as many fields as the first line"),
-        (HEAD + "0,60,2,1.0,a,b\n", "line 2: it has not as many fields as the first line"),
+        (HEAD + "0,60,2,1.0\n", "line 2: it has more or fewer fields than the first line"),
+        (HEAD + "0,60,2,1.0,a,b\n", "line 2: it has more or fewer fields than the first line"),
         (HEAD + "0,60,2,-1.0,a\n", "line 2, column price_per_hour: '-1.0': it is no price"),
         (HEAD + "0,60,2,nan,a\n", "line 2, column price_per_hour"),
         (HEAD + "0,60,2,$1.0,a\n", "line 2, column price_per_hour: '.1.0': .* without a currency"),
         (HEAD + "0,60,2,1_0,a\n", "line 2, column price_per_hour: '1_0'"),
-        (HEAD + "0,60,2,1.0,a\n60,70,2,,a\n", "line 3, column price_per_hour: it is no price, and others have one"),
+        (HEAD + "0,60,2,1.0,a\n60,70,2,,a\n", "line 3, column price_per_hour: it is empty, but others have a price"),
         (HEAD + "0,60,2.5,1.0,a\n", "line 2, column available"),
         (HEAD + "0,60,1_0,1.0,a\n", "line 2, column available: '1_0'"),
         (HEAD + "0,60,\u0662,1.0,a\n", "line 2, column available"),
@@ -61,7 +61,7 @@ def read(folder: Path, text: str) -> MarketTrace:
         (HEAD + "\u0661\u0660,90,2,1.0,a\n", "line 2, column start"),
         (HEAD + "inf,90,2,1.0,a\n", "line 2, column start"),
         (HEAD + "-1e308,1e308,2,1.0,a\n", "line 2, column start"),
-        (HEAD + f"0,60,2,1.0,{'z' * 200_000}\n", "line 3: it has not as many fields as the first line"),
+        (HEAD + f"0,60,2,1.0,{'z' * 200_000}\n", "line 3: it has more or fewer fields than the first line"),
         (HEAD + "".join(f"0,60,2,1.0,z{zone}\n" for zone in range(1001)), "has 1001 zones: 1000 are the most"),
         (HEAD + '0,60,2,1.0,"a\n60,90,2,1.0,a\n', "cannot be read behind line 0: unexpected end"),
         (HEAD + "0,1e-300,2,1.0,a\n", "covers 1e-300 s"),  # which would be read again for ever
@@ -113,7 +113,7 @@ def test_a_host_costs_the_price_of_its_own_zone(tmp_path: Path) -> None:
     assert costs == pytest.approx([50 * 1.0 + 50 * 4.0, 100 * 2.0])
     kind = HostKind(name="spot", count=2, workers=1, boot_s=0, trace=tmp_path / "trace.csv", trace_from_s=0)
     work, took = Workload(samples=99_000, batch_size=100, shards=2), Durations(jitter=0)
-    scenario = Scenario(work, StepTime(0.1, 0.0, 0.0, 0.0, 1.0), took, [kind], How())
+    scenario = Scenario(work, StepTime(0.1, 0.0, 0.0, 0.0, 1.0), took, [kind], JobSpec())
     outcome = simulate(scenario, 0, 1e6, {"spot": trace})
     assert outcome.seconds > 100
     here = trace.supply(kind, 0.0, 1e6).prices
@@ -187,7 +187,9 @@ def test_the_price_over_time_follows_the_market_also_while_the_workers_stay_the_
     trace = read(tmp_path, HEAD + "0,50,1,1.0,a\n50,9000,1,4.0,a\n0,70,9,2.0,b\n70,9000,9,3.0,b\n")
     kind = HostKind(name="spot", count=1, workers=2, boot_s=0, trace=tmp_path / "trace.csv", trace_from_s=0)
     work, took = Workload(samples=10_000, batch_size=100, shards=2), Durations(start_s=0, form_s=0.5, jitter=0)
-    outcome = simulate(Scenario(work, StepTime(1.0, 0.0, 0.0, 0.0, 1.0), took, [kind], How()), 0, 1e6, {"spot": trace})
+    outcome = simulate(
+        Scenario(work, StepTime(1.0, 0.0, 0.0, 0.0, 1.0), took, [kind], JobSpec()), 0, 1e6, {"spot": trace}
+    )
     assert [(mark.seconds, mark.workers, mark.price) for mark in outcome.marks] == [
         (0.5, 2, 0.5),
         (50.0, 2, 2.0),
@@ -199,7 +201,7 @@ def test_a_job_is_done_in_a_market_that_changes_each_second_as_if_it_were_drawn_
     trace = read(tmp_path, "start,end,available,price_per_hour\n0,1,2,1.0\n1,2,2,2.0\n")
     kind = HostKind(name="spot", count=2, workers=1, trace=tmp_path / "trace.csv", trace_from_s=0)
     work = Workload(samples=99_000, batch_size=100, shards=2)
-    job = Scenario(work, StepTime(0.1, 0.0, 0.0, 0.0, 1.0), Durations(jitter=0), [kind], How())
+    job = Scenario(work, StepTime(0.1, 0.0, 0.0, 0.0, 1.0), Durations(jitter=0), [kind], JobSpec())
     near, far = (simulate(job, 0, until_s, {"spot": trace}) for until_s in (1e3, 1e12))
     assert near == far
     assert near.cost == pytest.approx(2 * 1.5 * near.seconds / 3600, rel=0.01)

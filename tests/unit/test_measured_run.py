@@ -8,7 +8,7 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono_lab.measure.measured_run import measured_run, plain_run, step_times, timed_part
+from unisono_lab.study.measured_run import measured_run, plain_run, step_times, timed_part
 
 pytestmark = pytest.mark.unit
 

@@ -10,9 +10,8 @@ import pytest
 
 from measured import line, write
 from unisono.errors import JobError
-from unisono_lab.analysis.study_folder import Kind, PlannedCell, StudyFolder
-from unisono_lab.measure.measured_run import MeasuredRun
-from unisono_lab.measure.measuring import (
+from unisono_lab.study.measured_run import MeasuredRun
+from unisono_lab.study.measuring import (
     Interrupted,
     Measured,
     Measurement,
@@ -22,6 +21,7 @@ from unisono_lab.measure.measuring import (
     notes,
     rows,
 )
+from unisono_lab.study.study_folder import Kind, PlannedCell, StudyFolder
 
 pytestmark = pytest.mark.unit
 
@@ -173,7 +173,7 @@ def test_an_interrupted_study_keeps_what_it_has_and_drops_the_run_that_was_under
 def test_a_folder_with_figures_of_another_study_is_refused_and_told_apart(tmp_path: Path) -> None:
     study(tmp_path / "s", Launcher())
     with (
-        pytest.raises(JobError, match=r"steps: 9 here, 3 there\. Measure anew with another --out"),
+        pytest.raises(JobError, match=r"steps: 9 here, 3 there\. Use another --out"),
         StudyFolder(tmp_path / "s").opened(SETTINGS | {"steps": 9}),
     ):
         pass

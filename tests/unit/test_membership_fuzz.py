@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from unisono.errors import Unreadable
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, WorkerEnded, from_agent
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.messages import (
+    DEEPEST,
+    LONGEST_MESSAGE,
+    MOST_PARTS,
+    AgentHello,
+    AgentLeaving,
     Arrived,
     Finished,
     Formed,
@@ -26,10 +30,12 @@ from unisono.membership.messages import (
     Ready,
     ResizeRequest,
     StoreRequest,
+    WorkerEnded,
     WorkerHello,
+    from_agent,
     from_worker,
+    parse,
 )
-from unisono.membership.parser import DEEPEST, LONGEST_MESSAGE, MOST_PARTS, parse
 from unisono.membership.state import CheckpointAsked, ElasticConfig, LeaveAsked, ReplaceAsked, Resized, State, StopAsked
 
 pytestmark = pytest.mark.unit

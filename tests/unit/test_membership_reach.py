@@ -5,8 +5,21 @@ from typing import Any, Self
 import pytest
 
 from membership_job import SHARDS, Job
-from unisono.membership.agent_messages import AgentHello, End, LeftOut, Probe, Probed, Start
-from unisono.membership.messages import Arrived, Formed, Progress, Ready, RegroupDue, Removed, Unreached
+from unisono.membership.messages import (
+    AgentHello,
+    Arrived,
+    End,
+    Formed,
+    LeftOut,
+    Probe,
+    Probed,
+    Progress,
+    Ready,
+    RegroupDue,
+    Removed,
+    Start,
+    Unreached,
+)
 from unisono.membership.state import Disconnected, LeaveAsked, Resized, Restarted, next_deadline, status
 from unisono.membership.state.reach import FRESH_S
 
@@ -271,14 +284,14 @@ def joined(*hosts: str) -> Network:
     return job
 
 
-def said_by(*others: str) -> Ready:
+def sized_by(*others: str) -> Ready:
     """What a joiner says that did not reach these."""
     return Ready(loop=0, generation=2, unreached=tuple(Unreached(agent=other, why="refused") for other in others))
 
 
 def test_joiners_probe_no_joiners_and_the_last_of_those_goes_that_do_not_reach_each_other() -> None:
     job = joined("b", "c")
-    job.stop("w1").hear("w2", said_by("c")).hear("w3", said_by("b"))
+    job.stop("w1").hear("w2", sized_by("c")).hear("w3", sized_by("b"))
     assert job.state.agents["c"].left_out == "host-b does not reach host-c at c:7: refused"
     assert [one.worker for one in job.state.excluded] == ["w3"]
     job.reaches("b", "a").work("w1").stop("w1", acts=7)
@@ -291,13 +304,13 @@ def test_joiners_probe_no_joiners_and_the_last_of_those_goes_that_do_not_reach_e
 
 def test_of_joiners_the_one_goes_that_most_gaps_name() -> None:
     job = joined("b", "c", "d")
-    job.stop("w1").hear("w2", said_by("c", "d")).hear("w3", said_by()).hear("w4", said_by())
+    job.stop("w1").hear("w2", sized_by("c", "d")).hear("w3", sized_by()).hear("w4", sized_by())
     assert [agent.id for agent in job.state.agents.values() if agent.left_out] == ["b"]
 
 
 def test_whoever_is_left_out_for_a_joiner_that_never_trains_is_tried_again() -> None:
     job = joined("b", "c")
-    job.stop("w1").hear("w2", said_by("c")).hear("w3", said_by("b"))
+    job.stop("w1").hear("w2", sized_by("c")).hear("w3", sized_by("b"))
     job.happen(Resized(1)).end("w2", code=0, agent="b").end("w3", code=0, agent="c").work("w1")
     assert job.state.agents["c"].left_out
     assert job.train(1.5 * TIMEOUT_S).probed() == {"c": ["a"]}

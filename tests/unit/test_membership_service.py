@@ -22,15 +22,14 @@ from websockets.sync.client import ClientConnection, connect
 from unisono.errors import JobError, LaunchError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import Address
-from unisono.membership import parser, service
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, Start, WorkerEnded, to_agent
-from unisono.membership.auth import Rate, RequestLimits
+from unisono.membership import messages, service
 from unisono.membership.client import Line
 from unisono.membership.coordinator import Coordinator, WorkerSession
 from unisono.membership.keyvalue import KeyValue
-from unisono.membership.listener import ListenAddress, hosts, listen, url
 from unisono.membership.messages import (
     PROTOCOL,
+    AgentHello,
+    AgentLeaving,
     Arrived,
     Finished,
     Formed,
@@ -42,19 +41,23 @@ from unisono.membership.messages import (
     Ready,
     Refused,
     ResizeRequest,
+    Start,
     StoreReply,
     StoreRequest,
     ToWorker,
     Welcome,
+    WorkerEnded,
     WorkerHello,
+    to_agent,
     to_worker,
 )
+from unisono.membership.reception import ListenAddress, Rate, RequestLimits, hosts, listen, url
 from unisono.membership.server import Server
 from unisono.membership.service import SendQueue
 from unisono.membership.state import AgentHeard, ElasticConfig, LeaveAsked
 from unisono.membership.state_log import Journal, StateLog
 from unisono.membership.token import make_token, new_token, read_token, token_file
-from unisono_lab.page.source import CoordinatorSource
+from unisono_lab.page.curves import CoordinatorSource
 
 pytestmark = pytest.mark.unit
 
@@ -391,7 +394,7 @@ def test_another_protocol_is_refused_by_name(shared: Running) -> None:
 
 def test_a_message_that_is_too_long_ends_the_connection(shared: Running) -> None:
     with shared.connect("/worker") as rude, pytest.raises(ConnectionClosed):
-        rude.send(" " * (parser.LONGEST_MESSAGE + 1))
+        rude.send(" " * (messages.LONGEST_MESSAGE + 1))
         rude.recv(timeout=PATIENCE_S)
 
 

@@ -7,16 +7,19 @@ from pydantic import TypeAdapter
 
 from membership_job import SHARDS, Job, training, with_joiner
 from unisono.errors import JobError
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, Start, TurnedAway, WorkerEnded
 from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
     Arrived,
     CheckpointDue,
+    End,
     Finished,
     Formed,
     JobOver,
     Leaving,
     Lost,
     NewGeneration,
+    Probed,
     Progress,
     Pulse,
     Ready,
@@ -25,8 +28,11 @@ from unisono.membership.messages import (
     Removed,
     Replace,
     ResizeRequest,
+    Start,
+    TurnedAway,
     Unreached,
     Welcome,
+    WorkerEnded,
     WorkerHello,
 )
 from unisono.membership.state import (

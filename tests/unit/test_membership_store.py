@@ -37,7 +37,7 @@ from unisono.membership.messages import (
     WorkerHello,
     from_worker,
 )
-from unisono.membership.store import CoordinatorStore
+from unisono.membership.rendezvous import CoordinatorStore
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 
 from unisono.membership.messages import Pulse
-from unisono.membership.state.rows import Phase, Signs, Worker
-from unisono.membership.state.tables import WorkerTable
+from unisono.membership.state.state import Phase, Signs, Worker, WorkerTable
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ import unisono
 from unisono.adapt.norms import GradientNorms, Monitoring
 from unisono.adapt.squared_norms import LARGE
 from unisono.errors import JobError
-from unisono.train.state.monitors import Monitors
+from unisono.train.state.trained import Monitors
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

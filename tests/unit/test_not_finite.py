@@ -13,7 +13,7 @@ from torch import nn
 import unisono
 from script_cluster import Cluster, Done
 from unisono.errors import UnisonoWarning
-from unisono.finite import SHORT, Finiteness, is_finite
+from unisono.words import SHORT, Finiteness, is_finite
 
 pytestmark = pytest.mark.cluster
 

@@ -11,8 +11,19 @@ import pytest
 
 import unisono
 from unisono.errors import JobError
-from unisono.launch.notebook.cell import LINES, Board, PlainDisplay, Tail, figures_of, in_a_line
-from unisono.launch.notebook.cell_script import MAGIC, free_names, require_all_there, script_of, source_in
+from unisono.launch.notebook import (
+    LINES,
+    MAGIC,
+    Board,
+    PlainDisplay,
+    Tail,
+    figures_of,
+    free_names,
+    in_a_line,
+    require_all_there,
+    script_of,
+    source_in,
+)
 
 pytestmark = pytest.mark.unit
 

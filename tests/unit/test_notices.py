@@ -9,9 +9,8 @@ import pytest
 
 from metadata_service import ACTION, MACHINE, PREEMPT, Metadata, metadata_service
 from unisono.errors import JobError
-from unisono.launch.notices.cloud import LARGEST, Notice, Query, ask
-from unisono.launch.notices.listener import listening_to_cloud
-from unisono.launch.notices.source import LINK_LOCAL, VARIABLES, Endpoint, NoticeSource
+from unisono.launch.cloud_notices import LARGEST, Notice, Query, ask, listening_to_cloud
+from unisono.launch.settings import LINK_LOCAL, VARIABLES, Endpoint, NoticeSource
 
 pytestmark = pytest.mark.unit
 

@@ -30,7 +30,9 @@ def test_workers_whose_samples_were_drawn_without_a_seed_are_refused_before_a_st
     assert not (tmp_path / "run-0" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("data", ["made", "processes", *STREAMED, "evaluated", "odd"])
+@pytest.mark.parametrize(
+    "data", ["made", pytest.param("processes", marks=pytest.mark.slow), *STREAMED, "evaluated", "odd"]
+)
 def test_data_drawn_with_a_seed_train_alike_on_any_number_of_workers(data: str, tmp_path: Path) -> None:
     alone, *others = [train(tmp_path, data, workers, "5").outcome for workers in (1, 2, 3)]
     assert others == [alone, alone]

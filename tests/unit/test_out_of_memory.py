@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.host.cgroup import CgroupLimits
-from unisono.host.memory import peak_mib, room_mib
-from unisono.launch.ending.failure import Failure
-from unisono.launch.ending.outcome import Outcome, WorkerExit
-from unisono_lab.measure.batch_search import ran_out_of_memory
+from unisono.host.machine import CgroupLimits, peak_mib, room_mib
+from unisono.launch.failure import Failure
+from unisono.launch.outcome import Outcome, WorkerExit
+from unisono_lab.study.batch_search import ran_out_of_memory
 
 pytestmark = pytest.mark.unit
 

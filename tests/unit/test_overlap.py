@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.host.cgroup import CgroupLimits, cores_within
+from unisono.host.machine import CgroupLimits, cores_within
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import Execution

@@ -22,10 +22,10 @@ from one_at_a_time import BLOWS, blows_on
 from struck_run import Play, act_out
 from unisono.errors import ModelError
 from unisono.job import Job
-from unisono.plan.owners import owners_of
+from unisono.plan.split import owners_of
 from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Devices
-from unisono.train.model import whole_matrix as registry
+from unisono.train.model import shared_work as registry
 from unisono.train.run import Run
 from unisono.train.step.owned_update import matrices_of
 from waves import waved
@@ -265,7 +265,7 @@ def test_only_classes_of_optimizers_can_be_named() -> None:
 def test_a_cost_that_is_no_number_is_refused_with_the_class_and_the_shape(cost: Any) -> None:
     unisono.whole_matrix(Shampoo, cost=lambda shape: cost)
     optimizers = [Shampoo([nn.Parameter(torch.ones(3, 2))])]
-    with pytest.raises(ModelError, match=r"Shampoo, cost=…\): a tensor of shape \(3, 2\) costs .*a number from 0 up"):
+    with pytest.raises(ModelError, match=r"Shampoo, cost=…\): a tensor of shape \(3, 2\) costs .*a number >= 0"):
         matrices_of(optimizers, 2, Devices())
 
 

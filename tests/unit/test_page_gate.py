@@ -12,9 +12,22 @@ import pytest
 from starlette.routing import Route
 
 from unisono.jsonl import to_json
-from unisono_lab.page.app import MOST_READING, MOST_VIEWERS, VERBS, Page, files, is_open, page_app
-from unisono_lab.page.gate import FRESH_S, HEADERS, LARGEST_BODY, MOST_SESSIONS, Gate, Keys
-from unisono_lab.page.source import FolderSource
+from unisono_lab.page.curves import FolderSource
+from unisono_lab.page.page_server import (
+    FRESH_S,
+    HEADERS,
+    LARGEST_BODY,
+    MOST_READING,
+    MOST_SESSIONS,
+    MOST_VIEWERS,
+    VERBS,
+    Gate,
+    Keys,
+    Page,
+    files,
+    is_open,
+    page_app,
+)
 
 pytestmark = pytest.mark.unit
 

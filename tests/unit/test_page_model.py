@@ -11,10 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.train.record.metrics_line import RESERVED
-from unisono_lab.page.curves import MOST, MOST_CURVES, OWN, PARTS, Curves, CurveTable, Entry, Mark, Stretches, Thinned
+from unisono_lab.page.curves import (
+    LONGEST_LINE,
+    MOST,
+    MOST_CURVES,
+    OWN,
+    PART,
+    PARTS,
+    Curves,
+    CurveTable,
+    Entry,
+    FolderSource,
+    Follower,
+    Mark,
+    NewLines,
+    Stretches,
+    Thinned,
+)
 from unisono_lab.page.hub import Hub
 from unisono_lab.page.run_model import KINDS, MOST_HOSTS, MOST_WORKERS, RunModel, Story, Viewed
-from unisono_lab.page.source import LONGEST_LINE, PART, FolderSource, Follower, NewLines
 
 pytestmark = pytest.mark.unit
 
@@ -69,6 +84,7 @@ def drawn(table: CurveTable) -> dict[str, list[list[float | None]]]:
     return points(table.since(Mark()))
 
 
+@pytest.mark.slow
 def test_a_million_steps_are_drawn_with_at_most_1024_points_and_no_peak_is_lost() -> None:
     table, sent, seen = CurveTable(), 0, Mark()
     for part in range(0, 1_000_000, 10_000):

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from side_by_side import PATIENCE_S, side_by_side
 from unisono.errors import ModelError, WorkerLost
-from unisono.reduce.rpc_message import RpcMessage
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.strategies.synchroniser import SyncContext
 from unisono_lab import PairAveraging
-from unisono_lab.strategies.pairs import Pairs
+from unisono_lab.strategies.replicas import Pairs
+from unisono_lab.strategies.rpc_message import RpcMessage
 
 pytestmark = pytest.mark.unit
 
@@ -255,10 +255,10 @@ class Scene:
     def _exchange_with_death(self, asking: Pairs) -> None:
         """Everything happens as it is written in :data:`MOMENTS`, and in this order."""
         answering = self.all[ANSWERS]
-        answered, ask_one = answering._answered, asking._ask_one
+        answered, ask_one = answering._answer_worker, asking._request_from
 
         def answer(rank: int, message: RpcMessage) -> RpcMessage:
-            said = message.said["ask"]
+            said = message.values["ask"]
             self._moment("asked" if said == "average" else "confirming", ANSWERS)
             found = answered(rank, message)
             if rank == ASKS:
@@ -266,11 +266,11 @@ class Scene:
             return found
 
         def ask(rank: int, message: RpcMessage) -> RpcMessage:
-            if message.said["ask"] == "averaged":
+            if message.values["ask"] == "averaged":
                 self._moment("answered", ASKS)
             return ask_one(rank, message)
 
-        answering._answered, asking._ask_one = answer, ask  # type: ignore[method-assign]
+        answering._answer_worker, asking._request_from = answer, ask  # type: ignore[method-assign]
         asking._exchange(ANSWERS)
 
     def _moment(self, name: str, rank: int) -> None:

@@ -9,8 +9,8 @@ from uuid import uuid4
 
 import pytest
 
-from unisono.host.cgroup import CORES, leave_too_few_cores, usable_cores
-from unisono.launch.pinning.pins import Machine, Pinning, Pins, Tenant, Topology, cpus_of, node_for
+from unisono.host.machine import CORES, leave_too_few_cores, usable_cores
+from unisono.launch.pins import Machine, Pinning, Pins, Tenant, Topology, cpus_of, node_for
 
 pytestmark = pytest.mark.unit
 

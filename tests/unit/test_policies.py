@@ -1,3 +1,4 @@
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.adapt.ada_scale import AdaScale, LinearScaling
-from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
+from unisono.adapt.batch_policies import AdaScale, BatchSizeSchedule, LinearScaling, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
 from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
-from unisono.adapt.named import NAMED, policies_named
 from unisono.adapt.norms import Noise
+from unisono.adapt.policy_names import NAMED, policies_named
 from unisono.adapt.view import BatchShape, Decision, Policy, Timings, View, decisions_digest, shards_for
 from unisono.errors import JobError, PolicyError
-from unisono.plan.links import Links
-from unisono.sync.averaging import LocalSGD
+from unisono.plan.topology import Links
+from unisono.received import short
+from unisono.sync import LocalSGD
 from unisono.train.config.run_config import StrategyConstraints
 from unisono.train.state.policy_state import PolicyState, observed
+from unisono.train.state.registry import Registry
 
 pytestmark = pytest.mark.unit
 
@@ -335,7 +337,10 @@ def test_state_comes_back_with_effects_policies_and_what_was_decided() -> None:
     at_work = policy_state(policy)
     decide(at_work)
     again = policy_state(back := Says())
-    again.load_state_dict(at_work.state_dict())
+    mine, theirs = Registry(), Registry()
+    at_work.register(theirs)
+    again.register(mine)
+    mine.restore(theirs.capture(1), "early")
     assert (again.batch_size, again.digest) == (128, at_work.digest)
     assert back.asked == ["after_step"]
 
@@ -392,6 +397,32 @@ def test_what_a_policy_observes_has_to_be_figures(seen: Any) -> None:
 def test_what_makes_no_sense_is_refused_and_the_policy_named(wish: tuple[str, Any]) -> None:
     with pytest.raises(PolicyError, match=f"the policy says wants {wish[0]}"):
         policy_state(Says(wish)).ask("after_step", VIEW)
+
+
+@pytest.mark.parametrize(
+    ("verb", "values", "words"),
+    [
+        ("resize", ("x", 0, True, 1.5, None), "a whole number of workers, at least 1"),
+        ("replace", ("x", -1, False), "the rank of a worker, a whole number from 0 on"),
+        ("set_learning_rate", (1e300, -1, "x", None, math.nan, math.inf, 0, True), "a rate, a number from 1e-30 to"),
+    ],
+)
+def test_a_number_that_a_verb_cannot_have_is_refused_with_the_verb_the_value_and_what_is_allowed(
+    verb: Any, values: tuple[Any, ...], words: str
+) -> None:
+    for value in values:
+        policy = Policy()
+        policy._decide(verb, value, {})
+        with pytest.raises(PolicyError, match=f"{verb}\\({re.escape(short(value))}\\): needs {words}"):
+            policy_state(policy).ask("after_step", VIEW)
+
+
+def test_steps_between_observations_that_are_no_number_of_steps_are_refused_as_the_run_begins() -> None:
+    for every in ("x", -1, 1.5, None, True):
+        policy = Policy()
+        policy.observe_every = every  # type: ignore[assignment]
+        with pytest.raises(JobError, match=re.escape(f"observe_every={short(every)}: needs a whole number of steps")):
+            policy_state(policy)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,22 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from unisono.adapt.ada_scale import AdaScale, EdgeOfStability, LinearScaling
-from unisono.adapt.batch_size_policies import BatchSizeSchedule, NoiseScalePolicy
+from unisono.adapt.batch_policies import AdaScale, BatchSizeSchedule, EdgeOfStability, LinearScaling, NoiseScalePolicy
 from unisono.adapt.communication_policies import StragglerPolicy, StrategyPolicy, TopologyPolicy
 from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy, SpotPolicy
-from unisono.adapt.named import NAMED
 from unisono.adapt.norms import GradientNorms, Noise
+from unisono.adapt.policy_names import NAMED
 from unisono.adapt.view import Policy, Timings, View
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.train.state.monitors import Monitors
+from unisono.checkpoint.snapshot import Snapshot
 from unisono.train.state.policy_state import PolicyState, observed
+from unisono.train.state.registry import Registry, kept_value
+from unisono.train.state.trained import Monitors
 
 pytestmark = pytest.mark.unit
 
@@ -100,6 +101,12 @@ def go_on(at_work: PolicyState, view: View) -> list[Any]:
     return [str(one) for one in decisions]
 
 
+def registry_of(policies: PolicyState) -> Registry:
+    found = Registry()
+    policies.register(found)
+    return found
+
+
 def learned(policy: Policy) -> dict[str, Any]:
     return {name: value for name, value in vars(policy).items() if name not in CACHES and not callable(value)}
 
@@ -107,19 +114,20 @@ def learned(policy: Policy) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_policy_that_goes_on_from_its_state_knows_and_decides_all_that_it_would_have(name: str) -> None:
     at_work = state(MAKERS[name]())
-    kept: list[tuple[int, Any]] = []
+    kept: list[tuple[int, Snapshot]] = []
     decided: list[list[str]] = []
     for number, view in enumerate(views(FEWER.get(name, STEPS))):
         decided.append(go_on(at_work, view))
-        kept.append((number + 1, at_work.state_dict()))  # no later step may reach it
+        found = registry_of(at_work).capture(number)
+        kept.append((number + 1, found))  # no later step may reach it
         again = state(MAKERS[name]())
-        again.load_state_dict(unflatten(*flatten(at_work.state_dict())))
+        registry_of(again).restore(replace(found, state=unflatten(*flatten(found.state))), "early")
         assert learned(again.policies[0]) == learned(at_work.policies[0]), f"after step {number + 1}"
-        assert again.state_dict() == at_work.state_dict()
+        assert registry_of(again).capture(number) == found
     assert any(decided)
     for begins, snapshot in kept[4::22]:
         again = state(MAKERS[name]())
-        again.load_state_dict(snapshot)
+        registry_of(again).restore(snapshot, "early")
         assert [go_on(again, view) for view in list(views(len(decided)))[begins:]] == decided[begins:]
 
 
@@ -137,7 +145,7 @@ def test_monitors_go_on_from_their_state_with_all_that_they_measured() -> None:
         monitors.see(view.step, view.norms, [1.0] * 8)
         monitors.critical_step = 1.0 / view.step
     again = Monitors()
-    again.load_state_dict(unflatten(*flatten(monitors.state_dict())))
+    vars(again).update(vars(kept_value(Monitors, unflatten(*flatten(asdict(monitors))), "monitors")))
     for name, value in vars(again).items():
         assert vars(Monitors())[name] != value or name == "links"
         assert value == vars(monitors)[name]

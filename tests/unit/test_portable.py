@@ -15,8 +15,8 @@ from torch import Tensor
 
 import unisono
 from unisono.errors import JobError
-from unisono.host.processor_paths import PORTABLE, missing_in, numerics_variables
-from unisono.train.config.portable import KERNELS, LEAST_PRODUCT, require_portable
+from unisono.host.machine import PORTABLE, missing_in, numerics_variables
+from unisono.train.config.bits import KERNELS, LEAST_PRODUCT, require_portable
 
 pytestmark = pytest.mark.unit
 
@@ -183,9 +183,9 @@ def test_variables_that_are_set_after_torch_was_loaded_are_noticed() -> None:
     program = """
 import torch, os
 torch.ones(64, 64) @ torch.ones(64, 64)
-from unisono.host.processor_paths import PORTABLE
+from unisono.host.machine import PORTABLE
 os.environ.update(PORTABLE)
-from unisono.train.config.portable import require_portable
+from unisono.train.config.bits import require_portable
 require_portable(torch.device("cpu"))
 """
     own = {name: value for name, value in os.environ.items() if name not in PORTABLE}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from unisono.data.loader_processes import Processes
-from unisono.data.order import KeyedOrder
+from unisono.data.loading import Processes
+from unisono.data.sample_order import KeyedOrder
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.errors import DataError
 from unisono.train.loop.prefetch import Prefetched, prefetch, to_device

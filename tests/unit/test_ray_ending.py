@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.launch.elastic.elastic import AgentEnd, ElasticSettings, Range
-from unisono.launch.elastic.host_order import HostOrder
-from unisono.launch.ray.coordinator_actor import after_the_coordinator
-from unisono.launch.ray.request import RayRequest
+from unisono.launch.elastic.address import HostOrder
+from unisono.launch.elastic.elastic_settings import AgentEnd, ElasticSettings, Range
+from unisono.launch.ray_actors import after_the_coordinator
+from unisono.launch.ray_request import RayRequest
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.terminal import Terminal
 
 pytestmark = pytest.mark.unit
 
@@ -87,7 +87,7 @@ def test_the_end_of_each_agent_is_noted_and_whoever_was_killed_or_does_not_end_i
     monkeypatch: pytest.MonkeyPatch, *, are_noticed: bool
 ) -> None:
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it itself
-    agents = pytest.importorskip("unisono.launch.ray.agents", reason="ray is not installed")
+    agents = pytest.importorskip("unisono.launch.ray_actors", reason="ray is not installed")
     from ray.exceptions import GetTimeoutError, RayActorError
 
     found: list[Any] = [None] * 5

@@ -8,10 +8,10 @@ import pytest
 
 from said import options
 from unisono.errors import JobError
-from unisono.launch.elastic.elastic import ElasticSettings, Range
-from unisono.launch.ray import driver
-from unisono.launch.ray.agents import shared_folder
-from unisono.launch.ray.request import RayRequest, read_resources
+from unisono.launch import ray as driver
+from unisono.launch.elastic.elastic_settings import ElasticSettings, Range
+from unisono.launch.ray_actors import shared_folder
+from unisono.launch.ray_request import RayRequest, read_resources
 from unisono.launch.settings import LaunchSettings, Script
 
 pytestmark = pytest.mark.unit

@@ -14,12 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
-from unisono.data.loader_processes import Processes
-from unisono.data.sampler_order import LoopKey
+from unisono.data.generators import generators_kept
+from unisono.data.loading import Processes
+from unisono.data.sample_order import LoopKey
 from unisono.data.stream_reader import ReaderState
-from unisono.data.stream_readers import OpenReaders, Readers, Wish
-from unisono.data.stream_source import ReadersAhead
-from unisono.data.streams import generators_kept
+from unisono.data.stream_readers import OpenReaders, Readers, ReadersAhead, Wish
 from unisono.errors import DataError
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]

@@ -5,8 +5,7 @@ import pytest
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.received import LONGEST_SHOWN, short
-from unisono.sync.averaging import LocalSGD
-from unisono.sync.named import strategy_of
+from unisono.sync import LocalSGD, strategy_of
 
 pytestmark = pytest.mark.unit
 

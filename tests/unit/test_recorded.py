@@ -13,10 +13,9 @@ import unisono
 from unisono.adapt.norms import Noise
 from unisono.adapt.view import Figure, Policy, View
 from unisono.errors import JobError
-from unisono.plan.links import Links
-from unisono_lab.replay.record import Record
-from unisono_lab.replay.replay import gaps, recorded_steps, replay
-from unisono_lab.replay.timeline import compared, decisions_that_hold
+from unisono.plan.topology import Links
+from unisono_lab.recorded.policy_replay import gaps, recorded_steps, replay
+from unisono_lab.recorded.record import Record, compared, valid_decisions
 
 pytestmark = pytest.mark.unit
 
@@ -90,15 +89,15 @@ def test_steps_that_nobody_wrote_down_are_known() -> None:
 
 
 def test_a_line_that_lacks_something_is_named_with_the_field() -> None:
-    with pytest.raises(JobError, match="step 0 too little for a policy: lr: Field required"):
+    with pytest.raises(JobError, match="step 0 that policies read: lr: Field required"):
         recorded_steps([{name: value for name, value in LINE.items() if name != "lr"}], 64, 8)
 
 
 def test_batch_and_rate_are_what_the_replays_own_decisions_made_of_them() -> None:
     (step,) = recorded_steps(lines({"learning_rate": 0.3, "lr_factor": 3.0}), 64, 8)
-    assert step.seen(64, 8, 3.0).learning_rate == 0.3
-    assert step.seen(256, 8, 1.0).learning_rate == pytest.approx(0.1)
-    assert step.seen(256, 8, 1.0).batch_size == 256
+    assert step.view_with(64, 8, 3.0).learning_rate == 0.3
+    assert step.view_with(256, 8, 1.0).learning_rate == pytest.approx(0.1)
+    assert step.view_with(256, 8, 1.0).batch_size == 256
 
 
 class Curious(Policy):
@@ -193,6 +192,6 @@ def test_a_run_that_went_on_from_a_checkpoint_is_replayed_as_one(tmp_path: Path,
     decided = [line["step"] for line in record.journal if line["event"] == "decided"]
     assert "resumed" in {line["event"] for line in record.journal}
     assert decided.count(9) == 2 * decided.count(3)  # it was taken again
-    pairs = compared(decisions_that_hold(record.journal), replay(record, [Curious(stops=False)]).decisions)
+    pairs = compared(valid_decisions(record.journal), replay(record, [Curious(stops=False)]).decisions)
     assert {pair.likeness for pair in pairs} == {"alike"}
     assert [pair.step for pair in pairs] == [0, 3, 3, 6, 6, 9, 9]

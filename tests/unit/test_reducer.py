@@ -9,8 +9,8 @@ from torch import Tensor
 
 from unisono.errors import WorkerLost
 from unisono.plan.split import Split
-from unisono.reduce.reducer import Reducer, exact
-from unisono.reduce.tally import Tally
+from unisono.reduce.partial_sums import UNTALLIED, Tally
+from unisono.reduce.reducer import Reducer
 from unisono.reduce.transport import Solo
 
 pytestmark = pytest.mark.unit
@@ -33,7 +33,7 @@ class Recorded(Solo):
         bucket: Hashable,
         partials: Sequence[Tensor],
         divisor: float | None = None,
-        tally: Tally | None = None,
+        tally: Tally = UNTALLIED,
     ) -> Tensor:
         self.reduced.append(bucket)
         self.threads.add(threading.current_thread().name)
@@ -50,7 +50,7 @@ class Recorded(Solo):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_buckets_are_reduced_in_the_order_of_the_plan_whatever_order_they_come_in(overlap: bool) -> None:
     transport = Recorded()
-    reducer = Reducer(transport, exact, overlap=overlap)
+    reducer = Reducer(transport, "exact", overlap=overlap)
     for _ in range(2):
         reducer.begin(["a", "b", "c"], lambda: 2.0)
         for bucket in (2, 0, 1):
@@ -64,7 +64,7 @@ def test_buckets_are_reduced_in_the_order_of_the_plan_whatever_order_they_come_i
 
 def test_a_bucket_is_reduced_before_the_next_one_is_ready() -> None:
     transport = Recorded()
-    reducer = Reducer(transport, exact, overlap=True)
+    reducer = Reducer(transport, "exact", overlap=True)
     reducer.begin(["a", "b"], lambda: None)
     reducer.ready(0, [torch.zeros(64)])
     assert transport.first.wait(timeout=30)
@@ -75,7 +75,7 @@ def test_a_bucket_is_reduced_before_the_next_one_is_ready() -> None:
 
 def test_without_overlap_nothing_is_reduced_before_it_is_asked_for() -> None:
     transport = Recorded()
-    reducer = Reducer(transport, exact, overlap=False)
+    reducer = Reducer(transport, "exact", overlap=False)
     reducer.begin(["a"], lambda: None)
     reducer.ready(0, [torch.zeros(64)])
     assert transport.reduced == []
@@ -88,7 +88,7 @@ def test_what_goes_wrong_in_the_background_is_raised_where_somebody_waits(overla
     def weigh() -> float:
         raise WorkerLost("rank 1 is gone")
 
-    reducer = Reducer(Recorded(), exact, overlap=overlap)
+    reducer = Reducer(Recorded(), "exact", overlap=overlap)
     reducer.begin(["a"], weigh)
     with pytest.raises(WorkerLost, match="rank 1 is gone"):
         reducer.totals()
@@ -102,7 +102,7 @@ def test_what_goes_wrong_in_the_background_is_raised_where_somebody_waits(overla
 def test_an_attempt_that_is_abandoned_hangs_up_on_the_others_and_leaves_no_thread(silent: str | None) -> None:
     transport = Recorded()
     transport.silent = silent
-    reducer = Reducer(transport, exact, overlap=True)
+    reducer = Reducer(transport, "exact", overlap=True)
     reducer.begin(["a", "b"], lambda: None)
     reducer.ready(0, [torch.zeros(64)])
     transport.first.wait(timeout=30)
@@ -113,7 +113,7 @@ def test_an_attempt_that_is_abandoned_hangs_up_on_the_others_and_leaves_no_threa
 
 
 def test_a_single_worker_needs_no_thread() -> None:
-    reducer = Reducer(Solo(2), exact, overlap=True)
+    reducer = Reducer(Solo(2), "exact", overlap=True)
     reducer.begin(["a"], lambda: 4.0)
     reducer.ready(0, [torch.full((64,), 2.0)])
     (total,), _ = reducer.totals()

@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 import pytest
 
 import unisono
-from unisono.data.refused import Refusals
-from unisono.data.refused import refused as of_data
-from unisono.integrations.refused import refused as of_guests
+from unisono.data.refusals import Refusals
+from unisono.data.refusals import refused as of_data
+from unisono.integrations.kit import refused as of_guests
 
 pytestmark = pytest.mark.unit
 

@@ -11,17 +11,16 @@ import webdataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
-from unisono.data.feed import Asked
-from unisono.data.loop_feeds import feed_of
-from unisono.data.sampler_order import LoopKey
-from unisono.data.stream_feed import gives_whole_batches
+from unisono.data.feed import Options
+from unisono.data.feeds import feed_of, gives_whole_batches
+from unisono.data.sample_order import LoopKey
 from unisono.errors import DataError
 
 pytestmark = pytest.mark.unit
 
 
 def feed(data: Any) -> Any:
-    return feed_of(data, Asked(), LoopKey(0, 0), 30)
+    return feed_of(data, Options(), LoopKey(0, 0), 30)
 
 
 def hugging_face() -> Any:

@@ -16,7 +16,7 @@ from benchmarks.thread_crew import Trade, train
 from unisono.job import Job
 from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
-from unisono_lab.faults.flip import flip
+from unisono_lab.faults.injector import flip
 
 pytestmark = [
     pytest.mark.unit,

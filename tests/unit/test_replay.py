@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from unisono.adapt.batch_size_policies import NoiseScalePolicy
+from unisono.adapt.batch_policies import NoiseScalePolicy
 from unisono.adapt.view import Decision, Policy, View
 from unisono.cli import app as cli
 from unisono.errors import JobError, PolicyError
 from unisono.job import Job
 from unisono.jsonl import damaged_lines
 from unisono_lab.commands.replay import comparison_table, timeline_table
-from unisono_lab.replay.record import Record
-from unisono_lab.replay.replay import replay
-from unisono_lab.replay.timeline import compared, decisions_that_hold, figure, folded, timeline
+from unisono_lab.recorded.policy_replay import replay
+from unisono_lab.recorded.record import Record, compared, figure, folded, timeline, valid_decisions
 
 pytestmark = pytest.mark.unit
 
@@ -93,9 +92,9 @@ def test_decisions_behind_a_checkpoint_are_those_of_the_run_that_went_on_from_it
         event("decided", 5, **again),
         event("decided", 6, **again),  # by the main worker that took over
     ]
-    assert [(step, one.value) for step, one in decisions_that_hold(journal)] == [(1, 128), (4, 128)]
+    assert [(step, one.value) for step, one in valid_decisions(journal)] == [(1, 128), (4, 128)]
     anew = [*journal, event("started", 7), event("decided", 8, **early)]
-    assert [(step, one.value) for step, one in decisions_that_hold(anew)] == [(1, 128)]
+    assert [(step, one.value) for step, one in valid_decisions(anew)] == [(1, 128)]
 
 
 def test_only_what_is_alike_at_steps_in_a_row_is_folded() -> None:
@@ -138,7 +137,7 @@ def test_every_number_of_the_table_is_the_journals(unfolded: bool) -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_fit_and_lose_nothing(width: int, folder: Path) -> None:
     record = Record.read(folder)
-    pairs = compared(decisions_that_hold(record.journal), replay(record, [NoiseScalePolicy(512, every=2)]).decisions)
+    pairs = compared(valid_decisions(record.journal), replay(record, [NoiseScalePolicy(512, every=2)]).decisions)
     for table in (timeline_table(timeline(JOURNAL), unfolded=False), comparison_table(pairs, unfolded=False)):
         text = shown(table, width)
         assert max(map(len, text.splitlines())) <= width
@@ -193,7 +192,7 @@ def test_batch_and_rate_follow_the_replays_own_decisions(folder: Path) -> None:
 
 
 def test_decisions_are_compared_by_step_policy_and_verb(folder: Path) -> None:
-    run = decisions_that_hold(JOURNAL)
+    run = valid_decisions(JOURNAL)
     other = [(4, run[0][1]), (5, Decision("noise-scale", "set_learning_rate", 0.16)), (7, Decision("grow", "stop"))]
     found = [(pair.step, pair.policy, pair.verb, pair.likeness) for pair in compared(run, other)]
     assert found == [
@@ -208,10 +207,10 @@ def test_decisions_are_compared_by_step_policy_and_verb(folder: Path) -> None:
 def test_what_is_not_recorded_is_said_with_how_to_record_it(folder: Path) -> None:
     policy = NoiseScalePolicy(largest=512)
     write(folder / "metrics.jsonl", metrics())
-    with pytest.raises(JobError, match=r"noise-scale: reads the gradients' noise.*no figures.*'monitor': 1"):
+    with pytest.raises(JobError, match=r"noise-scale: reads the gradients' noise.*does not record.*'monitor': 1"):
         replay(Record.read(folder), [policy])
     (folder / "job.json").write_text(json.dumps(asdict(Job.create(batch_size=64, shards=1))))
-    with pytest.raises(JobError, match="one shard can say nothing; train with at least 2 shards"):
+    with pytest.raises(JobError, match="one shard cannot measure; train with at least 2 shards"):
         replay(Record.read(folder), [policy])
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(JobError, match=r"metrics\.jsonl holds no step"):
@@ -232,7 +231,7 @@ def test_a_policy_that_fails_for_want_of_times_hears_how_to_record_them(folder: 
         def after_step(self, view: View) -> None:
             max(worker.shard_s for worker in view.workers)
 
-    with pytest.raises(PolicyError, match=r"slowest failed in after_step.*had not written down.*'monitor': 1"):
+    with pytest.raises(PolicyError, match=r"slowest failed in after_step.*had not recorded.*'monitor': 1"):
         replay(Record.read(folder), [Slowest()])
 
 
@@ -306,7 +305,7 @@ def test_the_command_prints_lines_for_programs(
     assert [(line["step"], line["likeness"], line["replay"]) for line in found] == [
         (line["step"], "in the run alone", None) for line in DECIDED
     ]
-    assert "does not react to what it decides" in captured.err
+    assert "which do not react to their decisions" in captured.err
 
 
 def test_the_command_shows_what_a_policy_of_a_users_module_would_have_done(
@@ -321,7 +320,7 @@ def test_the_command_shows_what_a_policy_of_a_users_module_would_have_done(
     assert re.search(r"7 +my +checkpoint\(\)", text)
     assert "loss 0.285714" in text
     assert "Decisions: 1 in the replay alone, 4 in the run alone." in text
-    assert "does not react to what it decides; only batch size and learning rate follow" in text.replace("\n", " ")
+    assert "do not react to their decisions; only batch size and learning rate follow" in text.replace("\n", " ")
 
 
 def test_a_run_without_decisions_says_so(folder: Path, unisono: Unisono, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +337,7 @@ def test_a_run_without_decisions_says_so(folder: Path, unisono: Unisono, capsys:
         (["run", "--policy", "greedy"], "there is no policy 'greedy'"),
         (["run", "--plot", "run.gif"], "--plot run.gif: end its name with .png, .svg or .pdf"),
         (["run", "--plot", "nowhere/run.png"], "--plot nowhere/run.png: there is no folder"),
-        (["empty"], "nothing is recorded in"),
+        (["empty"], "holds no records"),
         (["other"], "is no job of this version"),
     ],
 )
@@ -399,7 +398,7 @@ def test_the_picture_of_a_replay_is_one_too(
 
 def test_the_picture_shows_what_was_measured_and_where_something_was_decided(folder: Path) -> None:
     pytest.importorskip("matplotlib")
-    from unisono_lab.report.replay_picture import Picture, drawn
+    from unisono_lab.commands.replay import Picture, drawn
 
     record = Record.read(folder)
     figure = drawn(Picture(record, replay(record, [NoiseScalePolicy(512, every=2)])))

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from rpc_endpoints import HOSTS, PATIENCE_S, Endpoints, Table, called, echo
 from unisono.errors import NoProgress, UnisonoError, WorkerLost
-from unisono.reduce.admission import Impostor, greet, present, receive
+from unisono.reduce.admission import Impostor, address_of, greet, listen, present, receive
 from unisono.reduce.buckets import pack, unpack
-from unisono.reduce.rpc_message import RpcConnection, RpcMessage, address_of, listen
 from unisono.reduce.transport import Traffic
-from unisono_lab.strategies.rpc import RpcEndpoint
+from unisono_lab.strategies.queued_work import RpcEndpoint
+from unisono_lab.strategies.rpc_message import RpcConnection, RpcMessage
 
 pytestmark = pytest.mark.unit
 
@@ -30,11 +30,11 @@ def test_the_one_who_is_asked_answers_with_words_and_tensors(host: str) -> None:
     tensors = [torch.randn(3, 5), torch.arange(7), torch.tensor(2.5, dtype=torch.bfloat16)]
     with Endpoints(2, host) as (first, second):
         found = first.ask({1: RpcMessage({"a": [1, None, "é"]}, pack(tensors))})[1]
-        assert found.said == {"a": [1, None, "é"], "to": 0}
+        assert found.values == {"a": [1, None, "é"], "to": 0}
         for got, expected in zip(unpack(found.packed, tensors), tensors, strict=True):
             assert got.dtype == expected.dtype
             assert torch.equal(got, expected)
-        assert second.ask({0: RpcMessage()})[0].said == {"to": 1}
+        assert second.ask({0: RpcMessage()})[0].values == {"to": 1}
 
 
 def test_several_are_asked_at_once_with_more_than_fits_into_a_socket() -> None:
@@ -43,7 +43,7 @@ def test_several_are_asked_at_once_with_more_than_fits_into_a_socket() -> None:
     def asked(endpoint: RpcEndpoint) -> bool:
         others = {rank: RpcMessage({"n": rank}, large) for rank in range(3) if rank != endpoint._rank}
         answers = endpoint.ask(others)
-        return all(torch.equal(answers[rank].packed, large) and answers[rank].said["n"] == rank for rank in others)
+        return all(torch.equal(answers[rank].packed, large) and answers[rank].values["n"] == rank for rank in others)
 
     with Endpoints(3) as endpoints, ThreadPoolExecutor(3) as pool:  # all at once, too
         assert all(pool.map(asked, endpoints))
@@ -61,21 +61,21 @@ def test_questions_are_answered_while_another_ones_is_thought_about() -> None:
     with Endpoints(3, answer=answer) as endpoints, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(endpoints[1].ask, {0: RpcMessage()})
         assert asked.wait(PATIENCE_S)
-        assert endpoints[2].ask({0: RpcMessage()})[0].said == {"for": 2}
+        assert endpoints[2].ask({0: RpcMessage()})[0].values == {"for": 2}
         done.set()
-        assert slow.result(PATIENCE_S)[0].said == {"for": 1}
+        assert slow.result(PATIENCE_S)[0].values == {"for": 1}
 
 
 def test_who_cannot_answer_says_why_and_goes_on_answering() -> None:
     def answer(rank: int, message: RpcMessage) -> RpcMessage:
-        if message.said["n"] == 1:
+        if message.values["n"] == 1:
             raise KeyError("nothing of that name")
         return message
 
     with Endpoints(2, answer=answer) as (first, _):
         with pytest.raises(UnisonoError, match="rank 1 could not answer rank 0: KeyError: 'nothing of that name'"):
             first.ask({1: RpcMessage({"n": 1})})
-        assert first.ask({1: RpcMessage({"n": 2})})[1].said == {"n": 2}
+        assert first.ask({1: RpcMessage({"n": 2})})[1].values == {"n": 2}
 
 
 @HOSTS
@@ -85,7 +85,7 @@ def test_a_peer_that_hangs_up_wakes_everybody_who_waits_for_anybody(host: str) -
 
     def answer(rank: int, message: RpcMessage) -> RpcMessage:
         waiting[rank].set()
-        assert ended[message.said["whom"]].wait(PATIENCE_S)
+        assert ended[message.values["whom"]].wait(PATIENCE_S)
         raise WorkerLost("the workers part")
 
     with (
@@ -140,8 +140,8 @@ def test_a_stranger_without_the_secret_is_turned_away_and_harms_nobody(host: str
         with suppress(ConnectionError):
             for word in words:
                 stranger.sendall(word)
-        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
-        assert second.ask({0: RpcMessage()})[0].said == {"to": 1}
+        assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
+        assert second.ask({0: RpcMessage()})[0].values == {"to": 1}
         with suppress(OSError):  # hung up on already
             stranger.shutdown(socket.SHUT_WR)
         assert len(hears(stranger)) in (0, 64)  # at most what every caller is asked, and no welcome
@@ -151,7 +151,7 @@ def test_a_stranger_that_knows_how_to_begin_and_not_the_secret_is_turned_away() 
     with Endpoints(2) as (first, second), called(second) as stranger:
         with pytest.raises(Impostor, match="no worker of this generation"):
             present(stranger, 0, "ab" * 32)
-        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
 
 
 @pytest.mark.parametrize("raw", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x7f\xff\xff\xff", b"\xff" * 4096])
@@ -161,7 +161,7 @@ def test_neither_does_one_who_speaks_another_language(raw: bytes) -> None:
             stranger.sendall(raw)
             stranger.shutdown(socket.SHUT_WR)
         assert hears(stranger) == b""
-        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
 
 
 def hears(stranger: socket.socket) -> bytes:
@@ -175,7 +175,7 @@ def hears(stranger: socket.socket) -> bytes:
 def test_a_stranger_that_says_nothing_does_not_keep_a_worker_from_closing() -> None:
     opened = Endpoints(2, "127.0.0.1")
     with opened as (first, second), called(second):
-        assert first.ask({1: RpcMessage()})[1].said == {"to": 0}
+        assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
         for endpoint in opened.endpoints:
             endpoint.close()
 

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ from unisono.errors import (
     NonFiniteLoss,
     UnisonoWarning,
 )
+from unisono.host.process import ScriptEnd
+from unisono.integrations.kit import run_for
 from unisono.plan.order import sample_order
+from unisono.train.start import HOST_PROCESS, HostProcess
 from unisono_lab.strategies.parameter_server import ParameterServer
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
@@ -617,8 +621,234 @@ def test_a_run_that_has_ended_says_so(start: Start) -> None:
     train(run)
     run.finish()
     for verb in (run.finish, run.barrier, lambda: run.predict(data()), lambda: run.steps(data())):
-        with pytest.raises(JobError, match="this run has ended"):
+        with pytest.raises(JobError, match="run.finish was called before: leave this call out.* This run has ended"):
             verb()
+
+
+def test_a_run_whose_steps_never_called_step_run_warns_once_at_the_line_that_ends_it(start: Start) -> None:
+    run, model = start(), net()
+    run.prepare(model, sgd(model))
+    for _ in run.steps(data()):
+        pass
+    with pytest.warns(UnisonoWarning, match=r"nothing was trained: step\.run\(loss_fn\) was called in no step") as seen:
+        run.finish(model)
+    assert [Path(each.filename).name for each in seen] == ["test_run.py"]
+
+
+def test_a_run_that_took_no_step_or_skipped_all_or_goes_on_at_its_end_is_not_warned_of(
+    start: Start, tmp_path: Path
+) -> None:
+    skip = {"arithmetic": {"on_nan": "skip"}, "run_dir": tmp_path / "skip"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnisonoWarning)
+        for settings in ({"checkpoints": {"every": 1}}, {"checkpoints": {"every": 1}}, skip):
+            run = start(**settings)
+            train(
+                run,
+                cross_entropy if settings is not skip else lambda model, batch: cross_entropy(model, batch) * math.nan,
+            )
+            run.finish()
+        run = start(run_dir=tmp_path / "none")
+        prepared(run)
+        run.finish()
+
+
+@pytest.fixture
+def script_end() -> Iterator[ScriptEnd]:
+    """The end of a script, which a test brings about."""
+    end = ScriptEnd(is_told=True)
+    token = HOST_PROCESS.set(HostProcess(end))
+    yield end
+    HOST_PROCESS.reset(token)
+
+
+WITHOUT_FINISH = "unisono: the script ended without run.finish(model): the workers' weights were not compared, and no"
+
+
+def test_a_script_that_trained_and_ends_without_finish_says_so(
+    start: Start, script_end: ScriptEnd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(start())
+    script_end.reached()
+    assert capsys.readouterr().err.count(WITHOUT_FINISH) == 1
+
+
+@pytest.mark.parametrize("way", ["untrained", "finished", "closed", "UNISONO_STOP_AFTER", "UNISONO_STUDY"])
+def test_a_script_that_did_not_train_or_ended_its_run_or_was_cut_short_says_nothing_of_finish(
+    way: str, start: Start, script_end: ScriptEnd, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way.isupper():
+        monkeypatch.setenv(way, "1")
+    run = start()
+    if way == "untrained":
+        prepared(run)
+    else:
+        train(run)
+    if way in ("finished", "closed"):
+        run.finish() if way == "finished" else run.close()
+    script_end.reached()
+    assert WITHOUT_FINISH not in capsys.readouterr().err
+
+
+def test_a_guest_finishes_its_run_at_the_end_of_the_script_and_nothing_is_said(
+    tmp_path: Path, script_end: ScriptEnd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run_for("Guest", None, {"batch_size": 32, "run_dir": tmp_path / "run"}))
+    script_end.reached()
+    said = capsys.readouterr()
+    assert "weights sha256" in said.out
+    assert WITHOUT_FINISH not in said.err
+
+
+def test_finish_takes_modules_only_and_says_what_to_write(start: Start) -> None:
+    run = start()
+    model = train(run)
+    for wrong in ((model, sgd(model)), 5, "model", [model, None]):
+        with pytest.raises(
+            ModelError, match=r"needs a module, or a list of modules, .* model, optimizer = run\.prepare"
+        ):
+            run.finish(wrong)  # type: ignore[arg-type]
+    assert run.finish([model])
+
+
+def test_prepare_says_the_order_of_its_arguments_and_where_loaders_go(start: Start) -> None:
+    run, model = start(), net()
+    with pytest.raises(ModelError, match=r"got SGD: write run\.prepare\(model, optimizer\), in this order"):
+        run.prepare(sgd(model), model)
+    with pytest.raises(JobError, match="also got TensorDataset: loaders and data sets go to run.steps"):
+        run.prepare(model, sgd(model), data())  # type: ignore[arg-type]
+
+
+def test_what_is_on_the_meta_device_is_refused_by_name_and_is_to_be_materialised_first(start: Start) -> None:
+    run, empty, model = start(), nn.Linear(2, 2, device="meta"), net()
+    with pytest.raises(ModelError, match="weight is on the meta device, .*: materialise it first"):
+        run.prepare(empty, sgd(empty))
+    with pytest.raises(ModelError, match="'a' is on the meta device"):
+        run.prepare(model, sgd(model), state={"a": torch.zeros(2, device="meta")})
+    outside = nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(ModelError, match="group0.4 is on the meta device"):
+        run.prepare(model, torch.optim.SGD([*model.parameters(), outside], lr=0.1))
+
+
+def test_what_is_no_module_cannot_be_spread_over_devices(start: Start) -> None:
+    run: Any = start()
+    for call in ("parallelize", "pipeline"):
+        with pytest.raises(ModelError, match=f"run.{call} takes a module, not int"):
+            getattr(run, call)(5, {})
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.double(), lambda model: setattr(model[2].weight, "data", torch.zeros(3, 5))]
+)
+def test_a_parameter_of_another_dtype_or_shape_than_at_prepare_is_a_changed_model(change: Any, start: Start) -> None:
+    run, model = start(), net()
+    run.prepare(model, sgd(model))
+    steps = run.steps(data(), epochs=2)
+    next(steps).run(cross_entropy)
+    change(model)
+    with pytest.raises(ModelError, match=r"the model changed after run\.prepare: [02]\.weight was float32\["):
+        next(steps).run(cross_entropy)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(1.0), None, lambda batch: batch])
+def test_a_function_that_cannot_be_called_with_model_and_batch_is_refused(wrong: Any, start: Start) -> None:
+    needs = r"a function {}\(model, batch\).*(is no function|takes 1 positional argument)"
+    run, model = start(), net()
+    run.prepare(model, sgd(model))
+    if wrong is not None:
+        with pytest.raises(JobError, match=needs.format("predict_fn")):
+            run.predict(data(), wrong)
+    for metrics in (wrong, {"loss": wrong}):
+        with pytest.raises(JobError, match=needs.format("metrics")):
+            run.evaluate(data(), metrics)
+    for step in run.steps(data()):
+        with pytest.raises(JobError, match=needs.format("loss_fn")):
+            step.run(wrong)
+        break
+
+
+def test_a_type_error_of_the_loss_functions_own_stays_as_it_is(start: Start) -> None:
+    def wrong(model: Any, batch: Any) -> Any:
+        return len(5)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len"):
+        train(start(), wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, [], [5], "all"])
+def test_what_is_no_optimizer_is_refused_in_a_step(wrong: Any, start: Start) -> None:
+    run, model = start(), net()
+    run.prepare(model, sgd(model))
+    for step in run.steps(data()):
+        with pytest.raises(JobError, match=r"step\.run\(optimizer=.*(needs an optimizer|name at least one)"):
+            step.run(cross_entropy, optimizer=wrong)
+        break
+
+
+@pytest.mark.parametrize(
+    "wrong", ["folder", b"folder", (torch.zeros(9, 6), torch.zeros(9)), {"x": np.zeros((9, 6)), "y": np.zeros(9)}]
+)
+def test_text_and_arrays_that_nobody_has_put_together_are_no_data_set(wrong: Any, start: Start) -> None:
+    run, model = start(), net()
+    run.prepare(model, sgd(model))
+    for call in (run.steps, run.predict):
+        with pytest.raises(DataError, match=r"no data set.*TensorDataset\(X, Y\)"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("name", ["begin", "epochs", "max_steps", "batch_size"])
+def test_numbers_that_nobody_counts_to_are_refused_by_steps(name: str, start: Start) -> None:
+    run: Any = start()
+    model = net()
+    run.prepare(model, sgd(model))
+    with pytest.raises(JobError, match=rf"run\.steps\({name}={2**70}\): .* at most {2**63 - 1}"):
+        run.steps(data(), **{name: 2**70})
+    with pytest.raises(JobError, match=f"loader_workers={2**70}: .* at most 4096"):
+        run.steps(data(), loader_workers=2**70)
+
+
+def test_a_rank_that_no_worker_has_and_what_is_no_number_are_refused_also_with_one_worker(start: Start) -> None:
+    run: Any = start()
+    for source in (7, -1, "x", True, None):
+        with pytest.raises(JobError, match=r"broadcast\(…, .*\): needs the rank of a worker, 0 to 0"):
+            run.broadcast(torch.ones(2), source)
+    for value in ("x", None, [1, 2], 1j, 2**70):
+        with pytest.raises(JobError, match="all_reduce.*: needs a number of 64 bits, or a tensor"):
+            run.all_reduce(value, "sum")
+    for operation in ("avg", 5, None):
+        with pytest.raises(JobError, match="use 'mean', 'sum', 'max' or 'min'"):
+            run.all_reduce(1, operation)
+    with pytest.raises(JobError, match="function=5: needs a function"):
+        run.together(5)
+
+
+def test_a_run_folder_with_a_zero_byte_is_refused(start: Start) -> None:
+    with pytest.raises(JobError, match="run_dir=.*a folder's name has no zero byte"):
+        start(run_dir="a\0b")
+
+
+def test_a_run_that_was_closed_without_finish_says_nothing_of_it(start: Start) -> None:
+    run = start()
+    train(run)
+    run.close()
+    with pytest.raises(JobError, match="^This run has ended"):
+        run.finish()
+
+
+def test_what_a_registered_object_cannot_keep_is_named_with_the_name_of_the_object(start: Start) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"inner": object()}
+
+        def load_state_dict(self, state: Any) -> None:
+            """Nothing."""
+
+    for checkpoints in ({}, {"every": 1}):
+        run = start(checkpoints=checkpoints)
+        run.register("myobj", Odd())
+        with pytest.raises(CheckpointError, match=r"myobj\.inner is a builtins\.object, which cannot be kept"):
+            train(run)
+        run.close()
 
 
 def test_a_loop_that_resumes_with_other_data_is_refused(start: Start) -> None:
@@ -884,10 +1114,14 @@ def test_what_the_launcher_tells_and_cannot_be_is_refused_before_anything_is_tra
 def test_more_workers_than_shards_are_refused_before_anything_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(JobError, match="set shards=6"):
+    with pytest.raises(JobError, match=r"only 4 shards.* set shards=8 .*--shards 8\), or start at most 4 workers\."):
         unisono.init(batch_size=64)
-    with pytest.raises(JobError, match="start at most 4"):
+    with pytest.raises(JobError, match=r"only 1 shard, .* set shards=6 .*, or start at most 1 worker\."):
+        unisono.init(batch_size=7)
+    with pytest.raises(JobError, match="a batch of 4 samples: start at most 4 workers"):
         unisono.init(batch_size=4)
+    with pytest.raises(JobError, match="a batch of 1 sample: start at most 1 worker,"):
+        unisono.init(batch_size=1)
 
 
 @pytest.mark.parametrize(

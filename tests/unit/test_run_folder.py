@@ -208,6 +208,49 @@ def test_half_a_line_on_a_full_disk_does_not_spoil_the_next(tmp_path: Path, monk
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 2}]
 
 
+def test_half_a_line_of_another_process_does_not_spoil_the_next(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1})
+    with (tmp_path / "metrics.jsonl").open("ab") as another:
+        another.write(b'{"step": 2, "lo')
+    metrics.write({"step": 3})
+    assert metrics.truncate_after(5) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_file_that_fails_when_it_is_closed_is_closed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1})
+    close = os.close
+
+    def closed(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", closed)
+        with pytest.raises(OSError, match="quota"):
+            metrics.close()
+    metrics.write({"step": 2})
+    metrics.close()
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+def test_half_a_line_behind_a_whole_one_does_not_spoil_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"step": 1})
+    whole = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, data: whole(descriptor, data[:5]))
+        with pytest.warns(UnisonoWarning, match="No space left"):
+            metrics.write({"step": 2})
+    metrics.write({"step": 3})
+    assert metrics.truncate_after(5) == [{"step": 1}, {"step": 3}]
+
+
 @pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
 def test_lines_are_not_written_to_where_a_link_leads(name: str, tmp_path: Path) -> None:
     behind = tmp_path / "behind"

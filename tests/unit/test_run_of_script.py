@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.data.streams import seed_generators
-from unisono.integrations.run_of_script import run_for
+from unisono.data.generators import seed_generators
+from unisono.integrations.kit import run_for
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

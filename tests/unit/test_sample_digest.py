@@ -15,10 +15,10 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from unisono.data.content import MOST_BYTES, MOST_PARTS, PLAIN_PLACES, Glance, content_of_samples, digest_of, evenly
-from unisono.data.loader_processes import NO_PROCESSES
-from unisono.data.order import KeyedOrder
+from unisono.data.generators import generators_in, own_generators_kept
+from unisono.data.loading import NO_PROCESSES
+from unisono.data.sample_order import KeyedOrder
 from unisono.data.shards import ShardSource
-from unisono.data.streams import generators_in, own_generators_kept
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import pytest
 
 from simulated_training import SimulatedTraining
 from unisono.adapt.layout_policies import ScalingPolicy
-from unisono.adapt.layout_trials import Layout, useful_sizes
+from unisono.adapt.layouts import Layout, useful_sizes
 from unisono.errors import JobError
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ import pytest
 
 from unisono.errors import JobError
 from unisono.launch.settings import Script
-from unisono_lab.measure.schedules import ScheduleFigures, ScheduleStudy, _figures, _Run, ideal_bubble, table_of
+from unisono_lab.study.engines import ScheduleFigures, ScheduleStudy, _figures, _Run, ideal_bubble, table_of
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +41,7 @@ def test_a_runs_figures_leave_its_first_steps_out(tmp_path: Path) -> None:
 
 
 def test_a_run_without_stages_has_nothing_to_measure(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"no steps of a model in stages that count: it calls run\.pipeline"):
+    with pytest.raises(JobError, match=r"no measured step of a model in stages: it must call run\.pipeline"):
         _Run.of(tmp_path, 0)
 
 
@@ -51,5 +51,5 @@ def test_a_schedule_is_measured_on_one_worker_of_several_devices() -> None:
     assert (found.workers, found.devices) == (1, 3)
     assert found.extra_environment["UNISONO_STAGE_SCHEDULE"] == "gpipe"
     assert found.extra_environment["UNISONO_STOP_AFTER"] == "12"
-    with pytest.raises(JobError, match="--stages 1: the number of devices that hold the stages; at least 2"):
+    with pytest.raises(JobError, match="--stages 1: needs at least 2 devices"):
         ScheduleStudy(Script("train.py"), 1).check()

@@ -9,7 +9,7 @@ import pytest
 
 from script_cluster import Cluster, Done, Flip, Kill
 from unisono.checkpoint.folder import UNPROVEN, RunFolder
-from unisono.launch.ending.result import mended
+from unisono.launch.outcome import mended
 
 pytestmark = pytest.mark.cluster
 
@@ -56,7 +56,7 @@ def told(faults: Sequence[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    "workers", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 5]
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
 )
 def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(workers: int, jobs: Jobs) -> None:
     serial, done = jobs.serial(STEERED), jobs(STEERED, (workers, 5))
@@ -174,7 +174,7 @@ def test_the_main_worker_is_lost_while_it_captures_a_checkpoint(workers: int, jo
     assert done.journal("finished")[-1]["step"] == STEPS
 
 
-@pytest.mark.parametrize("workers", [3, 5])
+@pytest.mark.parametrize("workers", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_places(workers: int, jobs: Jobs) -> None:
     second, third, last = LOOPS_END
     faults = [
@@ -192,7 +192,7 @@ def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_p
     assert done.said == jobs.serial(NEARLY_ALL).said
 
 
-@pytest.mark.parametrize(("workers", "before_its_end"), [(1, 12), (2, 6), (1, 1)])
+@pytest.mark.parametrize(("workers", "before_its_end"), [pytest.param(1, 12, marks=pytest.mark.slow), (2, 6), (1, 1)])
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
     workers: int, before_its_end: int, jobs: Jobs
 ) -> None:

@@ -5,7 +5,7 @@ import pytest
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
 from unisono.reduce.transport import Solo
-from unisono.sync.strategy import AllReduce, Strategy
+from unisono.sync import AllReduce, Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.step.current import serve
 from unisono_lab.strategies.parameter_server import ParameterServer

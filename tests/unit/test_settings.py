@@ -18,9 +18,9 @@ from unisono.settings.reading import (
     GROUPS,
     OF_SCRIPTS,
     TABLE,
-    said_in,
     settings_by_path,
     settings_from,
+    specified_in,
     text_of,
     variables_of,
     with_defaults,
@@ -50,14 +50,14 @@ def another(path: str) -> Any:
 def test_what_is_said_comes_through_options_and_variables_as_it_was(path: str) -> None:
     said, row = {path: another(path)}, TABLE[path].row
     settings = settings_by_path(said)
-    assert said_in(settings) == said
+    assert specified_in(settings) == said
     if row.option:
         words = words_of(settings)
         assert words[0] in row.option.split("/")
         assert words[1:] in ([], [text_of(said[path])])
     if row.variable and not path.startswith("launch."):
         variables = variables_of(settings)
-        assert said_in(settings_from({}, variables, {})) == said
+        assert specified_in(settings_from({}, variables, {})) == said
     else:
         assert variables_of(settings) == {}
 
@@ -112,9 +112,9 @@ def test_a_setting_has_one_home_and_no_name_twice() -> None:
 
 def test_groups_are_frozen_values_that_know_what_was_said() -> None:
     said = Checkpoints(every=5)
-    assert (said.every, said.keep, set(said.said)) == (5, 3, {"every"})
+    assert (said.every, said.keep, set(said.specified)) == (5, 3, {"every"})
     assert said == Checkpoints(every=5, keep=3)
-    assert Settings().said == frozenset()
+    assert Settings().specified == frozenset()
     with pytest.raises(AttributeError):
         said.every = 6  # type: ignore[misc]
     with pytest.raises(JobError, match="arithmetic.thread=2: there is no such argument; did you mean threads"):
@@ -166,5 +166,5 @@ def test_the_tables_of_the_guide_are_those_of_the_table() -> None:
 
 
 def test_reading_options_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, unisono.cli.run; raise SystemExit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, unisono.cli.run_command; raise SystemExit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

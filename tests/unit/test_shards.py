@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from unisono.data.order import BLOCK, KeyedOrder
+from unisono.data.generators import generators_kept, seed_generators
+from unisono.data.sample_order import BLOCK, KeyedOrder
 from unisono.data.shards import LocatedShards, ShardSource, ShardsRequest
-from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError, UnisonoWarning
 from unisono.plan.order import sample_order
 

@@ -5,20 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from unisono.adapt.layout_trials import Layout
-from unisono.adapt.step_time import StepTime
+from unisono.adapt.layouts import Layout, StepTime
 from unisono.errors import JobError
 from unisono_lab.simulation.market import MarketTrace
-from unisono_lab.simulation.scenario import Durations, HostKind, How, Incident, Scenario, Workload, read_scenario
-from unisono_lab.simulation.seeds import KnownOutcomes, Request, outcomes
-from unisono_lab.simulation.simulated_run import SimulatedOutcome, simulate
+from unisono_lab.simulation.scenario import (
+    Durations,
+    HostKind,
+    Incident,
+    JobSpec,
+    Scenario,
+    Workload,
+    read_scenario,
+)
+from unisono_lab.simulation.simulated_run import OutcomeCache, Request, SimulatedOutcome, outcomes, simulate
 
 pytestmark = pytest.mark.unit
 
 STEP = StepTime(a_c=0.5, b_c=0.0, a_r=0.1, b_r=0.0, gamma=1.0)
 TOOK = Durations(start_s=20.0, form_s=0.5, copy_s=2.0, detect_s=0.1, checkpoint_s=5.0, stall_s=0.0, jitter=0.0)
 STEADY = HostKind(name="steady", count=2, workers=2, price=3.6, boot_s=10.0)
-PLAIN = Scenario(Workload(samples=8000, batch_size=8, shards=4), STEP, TOOK, [STEADY], How())
+PLAIN = Scenario(Workload(samples=8000, batch_size=8, shards=4), STEP, TOOK, [STEADY], JobSpec())
 LONG_S = 50_000.0
 
 
@@ -48,7 +54,10 @@ def test_a_job_on_steady_hosts_takes_what_its_steps_take_and_costs_what_its_host
 
 def test_all_time_is_training_or_lost_to_something() -> None:
     spot = HostKind(name="spot", count=6, workers=2, price=1.0, between_losses_s=300.0, away_s=100.0, notice_s=30.0)
-    job, lone = How(checkpoint_every=50, failure_timeout_s=40.0), STEADY.model_copy(update={"count": 1, "workers": 1})
+    job, lone = (
+        JobSpec(checkpoint_every=50, failure_timeout_s=40.0),
+        STEADY.model_copy(update={"count": 1, "workers": 1}),
+    )
     losses = 0
     for seed in range(5):
         found = simulate(replace(PLAIN, hosts=[lone, spot], job=job), seed, LONG_S)
@@ -60,6 +69,7 @@ def test_all_time_is_training_or_lost_to_something() -> None:
     assert losses > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None:
     spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
     scenario = replace(PLAIN, hosts=[spot], seconds=TOOK.model_copy(update={"jitter": 0.1}))
@@ -72,8 +82,8 @@ def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None
 def test_outcomes_that_are_known_are_not_simulated_again_and_are_what_they_would_be() -> None:
     spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
     one = replace(PLAIN, hosts=[spot])
-    other = replace(one, job=How(checkpoint_every=50))
-    known = KnownOutcomes(first_seed=3, until_s=LONG_S, processes=1)
+    other = replace(one, job=JobSpec(checkpoint_every=50))
+    known = OutcomeCache(first_seed=3, until_s=LONG_S, processes=1)
     first = known.of([one], 2)[0]
     found = known.of([other, replace(one, hosts=(spot,))], 4)
     assert found == outcomes(Request((other, one), (3, 4, 5, 6), LONG_S), 1)
@@ -96,7 +106,9 @@ def test_hosts_that_vanish_are_given_up_after_the_failure_timeout(tmp_path: Path
     three = HostKind(name="steady", count=1, workers=2, boot_s=0.0)
     trace = alone("0,300,1", "300,900000,0")
     short, long = (
-        played(replace(PLAIN, hosts=[three, spot], job=How(failure_timeout_s=seconds)), trace, tmp_path).lost["regroup"]
+        played(replace(PLAIN, hosts=[three, spot], job=JobSpec(failure_timeout_s=seconds)), trace, tmp_path).lost[
+            "regroup"
+        ]
         for seconds in (40.0, 400.0)
     )
     assert 20.0 < short < 80.0 + 10.0
@@ -105,7 +117,7 @@ def test_hosts_that_vanish_are_given_up_after_the_failure_timeout(tmp_path: Path
 
 def test_when_all_are_lost_the_job_goes_back_to_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
-    job = How(checkpoint_every=100, failure_timeout_s=40.0)
+    job = JobSpec(checkpoint_every=100, failure_timeout_s=40.0)
     trace = alone("0,301,2", "301,600,0", "600,900000,2")
     found = played(replace(PLAIN, hosts=[spot], job=job), trace, tmp_path)
     step_s = STEP.seconds(Layout(4, 8, 4))
@@ -157,7 +169,7 @@ def test_slower_hosts_hold_up_all_others() -> None:
 
 def test_the_policies_of_the_job_decide_in_virtual_time() -> None:
     spot = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
-    job = How(policies=("spot",), spot_budget=2.0, ask_every_s=0.0)
+    job = JobSpec(policies=("spot",), spot_budget=2.0, ask_every_s=0.0)
     found = played(replace(PLAIN, hosts=[spot], job=job))
     assert {2, 4} <= {mark.workers for mark in found.marks}, "two workers for 1.0 each are what the budget pays"
 
@@ -168,8 +180,8 @@ def test_shards_are_split_by_speed_where_a_policy_asks_for_it() -> None:
         STEADY.model_copy(update={"name": name, "count": 1, "workers": 1, "speed": speed})
         for name, speed in (("fast", 1.0), ("slow", 0.5))
     )
-    mixed = Scenario(Workload(samples=120_000, batch_size=120, shards=12), step, TOOK, [fast, slow], How())
-    even, split = played(mixed), played(replace(mixed, job=How(policies=("straggler",))))
+    mixed = Scenario(Workload(samples=120_000, batch_size=120, shards=12), step, TOOK, [fast, slow], JobSpec())
+    even, split = played(mixed), played(replace(mixed, job=JobSpec(policies=("straggler",))))
     assert even.seconds == pytest.approx(1000 * (60 * 0.05 / 0.5 + 0.1), rel=0.02), "six shards of ten samples each"
     assert split.seconds == pytest.approx(1000 * (80 * 0.05 + 0.1), rel=0.1), "eight for the fast one"
     assert split.generations == 2
@@ -177,7 +189,7 @@ def test_shards_are_split_by_speed_where_a_policy_asks_for_it() -> None:
 
 def test_a_job_without_checkpoints_on_hosts_that_vanish_is_never_done(tmp_path: Path) -> None:
     spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
-    job = How(failure_timeout_s=40.0)
+    job = JobSpec(failure_timeout_s=40.0)
     (tmp_path / "trace.csv").write_text(alone("0,200,2", "200,300,0"))
     found = simulate(
         replace(PLAIN, hosts=[spot], job=job), 0, 20_000.0, {"spot": MarketTrace.read(tmp_path / "trace.csv")}
@@ -189,7 +201,7 @@ def test_a_job_without_checkpoints_on_hosts_that_vanish_is_never_done(tmp_path: 
 def test_a_job_that_loses_its_steps_again_and_again_is_given_up_before_all_its_time_has_passed(tmp_path: Path) -> None:
     spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
     (tmp_path / "trace.csv").write_text(alone("0,200,2", "200,300,0"))
-    given = replace(PLAIN, hosts=[spot], job=How(failure_timeout_s=40.0))
+    given = replace(PLAIN, hosts=[spot], job=JobSpec(failure_timeout_s=40.0))
     found = simulate(given, 0, 1e9, {"spot": MarketTrace.read(tmp_path / "trace.csv")})
     assert not found.done
     assert found.seconds < 1e6
@@ -197,13 +209,13 @@ def test_a_job_that_loses_its_steps_again_and_again_is_given_up_before_all_its_t
 
 def test_a_policy_that_counts_steps_acts_as_it_does_in_a_job() -> None:
     work = Workload(samples=64_000, batch_size=64, shards=4, noise_scale=1000.0)
-    found = played(replace(PLAIN, work=work, job=How(policies=("noise-scale",))))
+    found = played(replace(PLAIN, work=work, job=JobSpec(policies=("noise-scale",))))
     assert found.done
     assert found.steps < 500, "batches of 512 samples from step 150 on, each worth five of the first"
 
 
 def test_policies_are_asked_now_and_then_however_seldom_they_are_to_be_asked() -> None:
-    job = How(policies=("spot",), ask_every_s=1e9)
+    job = JobSpec(policies=("spot",), ask_every_s=1e9)
     work = Workload(samples=10**11, batch_size=1000, shards=4)
     quick = replace(PLAIN, work=work, step=replace(STEP, a_c=1e-6, a_r=0.0), job=job)
     assert simulate(replace(quick, work=work.model_copy(update={"samples": 10**9})), 0, LONG_S).done
@@ -230,7 +242,7 @@ workers = 2
     [
         (("a_c = 0.5", "a_d = 0.5"), "step.a_d"),
         (("a_c = 0.5", "a_c = -0.5"), "step.a_c"),
-        (("a_c = 0.5", ""), "does not say what a step takes"),
+        (("a_c = 0.5", ""), "does not give the time of a step"),
         (("shards = 4", "shards = 16"), "shards=16 is more than batch_size=8"),
         (("count = 2", "count = -2"), "hosts.0.count"),
         (("count = 2", "count = 2\nprice = nan"), "hosts.0.price"),
@@ -301,7 +313,7 @@ def test_workers_that_a_host_starts_together_are_ready_one_after_the_other() -> 
     host = STEADY.model_copy(update={"count": 1, "workers": 4})
     first = [played(replace(PLAIN, hosts=[host], seconds=took)).lost["start"] for took in (together, apart)]
     assert first[1] - first[0] == pytest.approx(3 * 3.0, abs=1e-3)  # the first generation waits for all
-    grows = replace(PLAIN, hosts=[host], job=How(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)])
+    grows = replace(PLAIN, hosts=[host], job=JobSpec(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)])
     sizes = [[mark.workers for mark in played(replace(grows, seconds=took)).marks] for took in (together, apart)]
     assert sizes == [[2, 4, 0], [2, 3, 4, 0]]  # later ones are taken in as they come
 
@@ -317,7 +329,7 @@ def test_a_worker_on_a_host_that_has_started_some_before_comes_as_soon_as_that_t
 
 
 def test_a_job_begins_with_as_many_workers_as_it_says_and_grows_when_somebody_asks_for_more() -> None:
-    found = played(replace(PLAIN, job=How(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)]))
+    found = played(replace(PLAIN, job=JobSpec(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)]))
     sizes = [mark.workers for mark in found.marks]
     assert found.done
     assert sizes[0] == 2
@@ -344,7 +356,7 @@ MANY = HostKind(
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 34), marks=pytest.mark.slow)], ids=["some", "more"])
 def test_the_policy_for_spot_machines_is_never_dearer_and_slower_than_none(seeds: range, budget: float) -> None:
     times = StepTime(a_c=0.004, b_c=0.002, a_r=0.02, b_r=0.0002, gamma=2.0)
-    job = How(checkpoint_every=500, failure_timeout_s=60.0)
+    job = JobSpec(checkpoint_every=500, failure_timeout_s=60.0)
     alone = Scenario(Workload(samples=10_000_000, batch_size=1024, shards=64), times, TOOK, [MANY], job)
     ours = replace(alone, job=job.model_copy(update={"policies": ("spot",), "spot_budget": budget}))
     for seed in seeds:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from unisono.adapt.layout_trials import Layout
-from unisono.adapt.step_time import StepTime
+from unisono.adapt.layouts import Layout, StepTime
 from unisono.cli.app import application
 from unisono.errors import JobError
 from unisono.job import Job
@@ -22,8 +21,8 @@ from unisono_lab.simulation.calibration import measured
 from unisono_lab.simulation.scenario import (
     Durations,
     HostKind,
-    How,
     Incident,
+    JobSpec,
     MeasuredFigures,
     NamedNetwork,
     Scenario,
@@ -31,6 +30,7 @@ from unisono_lab.simulation.scenario import (
     read_scenario,
 )
 from unisono_lab.simulation.simulated_run import simulate
+from unisono_lab.simulation.simulated_training import reduction_s
 from unisono_lab.simulation.simulation import (
     Candidate,
     Expectation,
@@ -53,14 +53,15 @@ from unisono_lab.simulation.simulation import (
     wilson,
     worth_trying,
 )
-from unisono_lab.simulation.training import reduction_s
 
 pytestmark = pytest.mark.unit
 
 STEP = StepTime(a_c=0.5, b_c=0.0, a_r=0.1, b_r=0.0, gamma=1.0)
 SLOW = HostKind(name="steady", count=4, workers=1, price=10.0, boot_s=0.0)
 SPOT = HostKind(name="spot", count=4, workers=1, price=1.0, boot_s=0.0, between_losses_s=500.0, notice_s=60.0)
-SCENARIO = Scenario(Workload(samples=6400, batch_size=8, shards=8), STEP, Durations(jitter=0.05), [SLOW, SPOT], How())
+SCENARIO = Scenario(
+    Workload(samples=6400, batch_size=8, shards=8), STEP, Durations(jitter=0.05), [SLOW, SPOT], JobSpec()
+)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -157,7 +158,7 @@ def test_growth_stands_still_as_long_as_a_recorded_job_did_by_what_it_measured_b
     assert figures.step is not None
     host = HostKind(name="vm", count=1, workers=8, boot_s=0.0)
     work, took = Workload(samples=64 * 140, batch_size=64, shards=8), Durations.model_validate(dict(figures.seconds))
-    grown = Scenario(work, figures.step, took, [host], How(begin_with=4), [Incident(at_s=15.477, resize=8)])
+    grown = Scenario(work, figures.step, took, [host], JobSpec(begin_with=4), [Incident(at_s=15.477, resize=8)])
     outcome = simulate(grown, 0, 1000.0)
     assert max(mark.workers for mark in outcome.marks) == 8
     recorded_s = 15.756 - 15.660 + 3 * 0.006  # until it had formed, and what its first steps took longer
@@ -261,7 +262,7 @@ def test_lines_of_a_run_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", 2, 0.4)
     (folder / "metrics.jsonl").write_text("")
-    with pytest.raises(JobError, match="no step behind the first"):
+    with pytest.raises(JobError, match="no step after the first"):
         measured([folder])
 
 
@@ -376,7 +377,7 @@ def test_policies_that_may_matter_are_searched_and_each_given_set_instead() -> N
         return scenario.room - 0.5 * ("spot" in scenario.job.policies)
 
     assert worth_trying(SCENARIO) == [(), ("spot",)]
-    mixed = replace(SCENARIO, hosts=[SLOW, SPOT.model_copy(update={"speed": 2.0})], job=How(policies=("scaling",)))
+    mixed = replace(SCENARIO, hosts=[SLOW, SPOT.model_copy(update={"speed": 2.0})], job=JobSpec(policies=("scaling",)))
     assert worth_trying(mixed) == [(), ("scaling",), ("spot",), ("straggler",)]
     assert ("goodput",) in worth_trying(replace(SCENARIO, work=SCENARIO.work.model_copy(update={"noise_scale": 9.0})))
     best, _ = search(SCENARIO, Goal(), priced(cost), seeds=2, step_s=0.6)
@@ -438,7 +439,7 @@ def test_mixes_have_enough_hosts_and_stay_few() -> None:
 
 
 def test_each_kind_of_host_has_its_command_and_what_the_commands_lack_is_told() -> None:
-    job = How(fewest=2, checkpoint_every=50, policies=("spot", "straggler"), begin_with=3)
+    job = JobSpec(fewest=2, checkpoint_every=50, policies=("spot", "straggler"), begin_with=3)
     first, steady, spot = commands(replace(SCENARIO, hosts=[SPOT, SLOW], job=job))
     alike = ["--failure-timeout-s", "300", "--shards", "8", "--checkpoint-every", "50", "--policy", "straggler"]
     assert first.hosts == "one steady host", "it stays, and the coordinator with it"
@@ -468,7 +469,7 @@ def test_one_host_alone_has_no_coordinator_for_others_and_hosts_that_may_all_go_
 
 
 def test_the_commands_options_are_those_of_run_and_join() -> None:
-    for one in commands(replace(SCENARIO, job=How(checkpoint_every=50, policies=("straggler",)))):
+    for one in commands(replace(SCENARIO, job=JobSpec(checkpoint_every=50, policies=("straggler",)))):
         words = one.words.split()
         shown = CliRunner().invoke(application([words[1]]), [words[1], "--help-all"], env={"COLUMNS": "300"}).output
         assert {word for word in words if word.startswith("-")} <= set(shown.replace(",", " ").split()), one.words
@@ -550,11 +551,11 @@ def test_what_is_beyond_the_limits_is_the_nearest_and_not_recommended() -> None:
     (variant,) = simulation(SCENARIO, SimulationSettings(goal, seeds=1)).variants
     late = Candidate(SCENARIO, variant.answer)
     found = Simulation(SCENARIO, goal, [variant], rates(SCENARIO, 8), (), [late], [late])
-    for wish, label in ((goal, "nearest to the limits"), (Goal(), "recommended")):
-        answered = replace(late, answer=answer(variant.outcomes, wish.deadline_s))
+    for other, label in ((goal, "nearest to the limits"), (Goal(), "recommended")):
+        answered = replace(late, answer=answer(variant.outcomes, other.deadline_s))
         (chart,) = (
             one
-            for one in simulated_charts(replace(found, wish=wish, candidates=[answered]))
+            for one in simulated_charts(replace(found, goal=other, candidates=[answered]))
             if one.name == "candidates"
         )
         assert label in {text.get_text() for text in chart.figure.legends[0].get_texts()}
@@ -583,7 +584,7 @@ def test_an_unknown_policy_is_refused_by_name(tmp_path: Path) -> None:
     assert str(done.exception).startswith("--policies: there is no policy 'nonsense': choose of ")
     assert "spot" in str(done.exception), "it is one here"
     with pytest.raises(JobError, match=r"job.policies: there is no policy 'nonsense'"):
-        simulation(replace(SCENARIO, job=How(policies=("nonsense",))), SimulationSettings(seeds=1))
+        simulation(replace(SCENARIO, job=JobSpec(policies=("nonsense",))), SimulationSettings(seeds=1))
 
 
 def test_the_scenario_of_the_guide_is_read(tmp_path: Path) -> None:
@@ -643,7 +644,7 @@ def test_a_network_has_the_figures_of_the_file_or_of_studies_and_says_which(tmp_
 
 
 def test_a_network_that_nobody_measured_has_to_be_given(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"network.bytes_per_s: Field required; .*known of a study"):
+    with pytest.raises(JobError, match=r"network.bytes_per_s: Field required; .*a study of two workers"):
         named(tmp_path, "[network]\n")
     with pytest.raises(JobError, match=r"network.topology"):
         named(tmp_path, NAMED + 'topology = "moebius"\n')

@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 from unisono.cli import app as cli
 from unisono.errors import JobError, LaunchError
 from unisono.launch.settings import Script
-from unisono.launch.slurm.batch_job import Allocation, BatchJob, directive, read_nodes, seconds_of, split_words
-from unisono.launch.slurm.batch_script import require_valid, submit, text_of, write
+from unisono.launch.slurm_job import (
+    Allocation,
+    BatchJob,
+    directive,
+    read_nodes,
+    require_valid,
+    seconds_of,
+    split_words,
+    submit,
+    text_of,
+    write,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ import pytest
 
 from simulated_training import SimulatedTraining
 from unisono.adapt.layout_policies import SpotPolicy, daly_s, mean_time_between_failures
-from unisono.adapt.layout_trials import Layout
+from unisono.adapt.layouts import Layout
 from unisono.adapt.view import Policy, Timings, View
 from unisono.errors import JobError, PolicyError
 from unisono.train.state.policy_state import observed

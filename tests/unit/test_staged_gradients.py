@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.plan.tree import Node, SummationTree
-from unisono.reduce.reducer import Reducer, exact
+from unisono.reduce.reducer import Reducer
 from unisono.reduce.transport import Solo
 from unisono.train.step.gradients import Fusion
 from unisono.train.step.pipeline import StagedGradients
@@ -33,10 +33,11 @@ def in_parts(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def staged(parameters: Sequence[Tensor], order: Sequence[int], schedule: str = "1f1b") -> StagedGradients:
-    staging: Any = SimpleNamespace(block_of=int, placement=SimpleNamespace(schedule=schedule))
-    reducer = Reducer(Solo(len(order)), exact, overlap=False)
+    schedule = "looped-bfs" if order[0] > order[-1] else schedule
+    staging: Any = SimpleNamespace(block_of=int, places=SimpleNamespace(schedule=schedule))
+    reducer = Reducer(Solo(len(order)), "exact", overlap=False)
     named = {str(block): one for block, one in enumerate(parameters)}
-    return StagedGradients(named, staging, order, reducer, Fusion(2**20, None), SquaredNorms(len(named)))
+    return StagedGradients(named, reducer, Fusion(2**20, None), SquaredNorms(len(named)), staging=staging)
 
 
 def totals(gradients: StagedGradients, order: Sequence[int], backward: Backward, given: Tensor) -> Tensor:

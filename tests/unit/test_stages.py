@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unisono.errors import JobError, ModelError, Unreadable
-from unisono.train.model.elsewhere import Elsewhere, as_received, holds_elsewhere, resolved
-from unisono.train.model.stage_values import heard, told
-from unisono.train.model.stages import Placement, Stages
+from unisono.train.model.elsewhere import Elsewhere, as_received, decode, encode, holds_elsewhere, resolved
+from unisono.train.model.stages import StagePlaces, Stages
 from unisono.train.model.staging import Left, Received, Staging
-from unisono.train.step.stage_messages import HEADER, Channel, Part, StageMessage
+from unisono.train.step.stage_messages import HEADER, Channel, MessagePart, StageMessage
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +29,7 @@ def chain() -> nn.Sequential:
 def staged(rank: int, devices: int = 2, schedule: str = "1f1b") -> tuple[nn.Sequential, Staging]:
     model = chain()
     stages = Stages.of(model, ["1", "2", "3"])
-    placement = Placement.of(schedule, stages.count, devices, rank)
+    placement = StagePlaces.of(schedule, stages.count, devices, rank)
     return model, Staging(model, stages, placement, lambda value, source: value, CPU)
 
 
@@ -48,7 +47,7 @@ def staged(rank: int, devices: int = 2, schedule: str = "1f1b") -> tuple[nn.Sequ
 def test_devices_hold_neighbouring_stages_or_every_so_many_blocks_of_them(
     schedule: str, stages: int, devices: int, firsts: tuple[int, ...], own: list[range]
 ) -> None:
-    placed = [Placement.of(schedule, stages, devices, rank) for rank in range(devices)]
+    placed = [StagePlaces.of(schedule, stages, devices, rank) for rank in range(devices)]
     assert placed[0].firsts == firsts
     assert [list(each.own) for each in placed] == [list(each) for each in own]
     assert placed[0].last == devices - 1
@@ -56,7 +55,7 @@ def test_devices_hold_neighbouring_stages_or_every_so_many_blocks_of_them(
 
 def test_more_devices_than_stages_are_refused_with_the_cure() -> None:
     with pytest.raises(JobError, match="5 devices, and the model has 4 stages: give it more cuts, at least 4"):
-        Placement.of("1f1b", 4, 5, 0)
+        StagePlaces.of("1f1b", 4, 5, 0)
 
 
 def test_what_another_device_holds_has_a_name_and_a_shape_and_no_memory() -> None:
@@ -81,7 +80,7 @@ def test_a_model_on_the_meta_device_gets_the_values_of_one_device() -> None:
         hollow = chain()
     torch.manual_seed(5)
     stages = Stages.of(hollow, ["1", "2", "3"])
-    Staging(hollow, stages, Placement.of("1f1b", 4, 2, 1), lambda value, source: value, CPU)
+    Staging(hollow, stages, StagePlaces.of("1f1b", 4, 2, 1), lambda value, source: value, CPU)
     assert torch.equal(hollow[3][0].weight, whole[3][0].weight)  # type: ignore[index]
 
 
@@ -157,7 +156,9 @@ def test_what_is_made_of_something_elsewhere_is_elsewhere_until_it_is_received()
     ],
 )
 def test_code_that_looks_at_something_elsewhere_is_refused_with_the_cure(look: Any) -> None:
-    with pytest.raises(ModelError, match="Put that code into a module; it then runs in that module's stage alone"):
+    with pytest.raises(
+        ModelError, match="move this code into a module, which then runs on the device of its stage alone"
+    ):
         look(Elsewhere())
 
 
@@ -174,11 +175,11 @@ def test_what_goes_on_has_the_form_that_it_has_on_the_device_before_wherever_it_
 
     own, tensor, pair = Own(), torch.ones(2), NamedPair(torch.zeros(1), 3)
     sent: Any = ((tensor, [2.5, None, True], {"a key": (tensor, 7)}, own, pair), {})
-    numbers, tensors = told(sent, lambda: "skipped")
+    numbers, tensors = encode(sent, lambda: "skipped")
     assert len(tensors) == 2  # each once
     second: Any = Elsewhere()
     third: Any = Elsewhere()
-    found, _ = heard(numbers, tensors, ((Elsewhere(), second, third, own, NamedPair(Elsewhere(), 3)), {}))
+    found, _ = decode(numbers, tensors, ((Elsewhere(), second, third, own, NamedPair(Elsewhere(), 3)), {}))
     assert found[0] is tensor
     assert found[1:4] == (sent[0][1], {"a key": (tensor, 7)}, own)
     assert isinstance(found[4], NamedPair)
@@ -191,9 +192,9 @@ def test_what_goes_on_has_the_form_that_it_has_on_the_device_before_wherever_it_
     ("sent", "own"), [((1, 2), (Elsewhere(),)), ([1], (1,)), ({"a": 1}, [1, 2]), (slice(3), Elsewhere())]
 )
 def test_another_form_than_on_the_device_before_is_refused(sent: Any, own: Any) -> None:
-    numbers, tensors = told((sent, {}), lambda: "skipped")
+    numbers, tensors = encode((sent, {}), lambda: "skipped")
     with pytest.raises(ModelError, match="is of another form|gets a value that is no tensor"):
-        heard(numbers, tensors, (own, {}))
+        decode(numbers, tensors, (own, {}))
 
 
 def test_a_value_elsewhere_is_unpacked_into_names() -> None:
@@ -232,7 +233,7 @@ def sent(message: StageMessage, sender: Channel, receiver: Channel) -> tuple[Sta
 
 
 def test_messages_keep_dtypes_shapes_and_layouts_and_travel_as_one_when_their_size_is_known() -> None:
-    message = StageMessage([7, -1], [Part(each, number % 2 == 0) for number, each in enumerate(TENSORS)])
+    message = StageMessage([7, -1], [MessagePart(each, number % 2 == 0) for number, each in enumerate(TENSORS)])
     sender, receiver = Channel(CPU, "there"), Channel(CPU, "here")
     for expected in (2, 1, 1):
         sender.begin()
@@ -251,13 +252,13 @@ def test_a_message_that_has_outgrown_the_one_before_follows_what_announces_it() 
     for size, expected in ((0, 1), (10, 2), (5, 1), (1000, 2)):
         sender.begin()
         receiver.begin()
-        found, buffers = sent(StageMessage([], [Part(torch.ones(size))]), sender, receiver)
+        found, buffers = sent(StageMessage([], [MessagePart(torch.ones(size))]), sender, receiver)
         assert (int(found.parts[0].tensor.sum()), buffers) == (size, expected)
 
 
 def test_too_many_tensors_for_a_message_are_refused_with_the_cure() -> None:
     with pytest.raises(ModelError, match="cut where fewer go on"):
-        Channel(CPU, "there").packed(StageMessage([], [Part(torch.ones(2, 2))] * 60))
+        Channel(CPU, "there").packed(StageMessage([], [MessagePart(torch.ones(2, 2))] * 60))
 
 
 @pytest.mark.parametrize(

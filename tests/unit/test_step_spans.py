@@ -16,9 +16,9 @@ from chrome_traces import require_sound
 from unisono.errors import JobError, LaunchError
 from unisono.spans import CLOCK_MARK, FOLDER, Spans
 from unisono.train.record.step_timeline import HostClock, StepTimeline, is_kept
-from unisono_lab.timeline.chrome import chrome_trace
-from unisono_lab.timeline.explanation import critical_path, explained, parts_of, shares
-from unisono_lab.timeline.recorded import (
+from unisono_lab.commands.timeline import chrome_trace
+from unisono_lab.recorded.explanation import critical_path, explained, parts_of, shares
+from unisono_lab.recorded.worker_spans import (
     Correction,
     Look,
     PlacedSpan,
@@ -182,7 +182,7 @@ def test_who_computes_more_shards_is_not_called_slow() -> None:
 
     found = explained(timelines([worker(0, 3, step) for step in (1, 2)], [worker(1, 1, step) for step in (1, 2)]))
 
-    assert found.words[-1] == "1 of 2 workers compute 3 shards, others 1, and wait for them."
+    assert found.words[-1] == "1 of 2 workers compute 3 shards; others compute 1, and wait."
     assert not any("slower" in each for each in found.words)
 
 

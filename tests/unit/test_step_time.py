@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from unisono.adapt.layout_trials import Layout, useful_sizes
-from unisono.adapt.step_time import StepTime, fit
+from unisono.adapt.layouts import Layout, StepTime, fit, useful_sizes
 
 pytestmark = pytest.mark.unit
 

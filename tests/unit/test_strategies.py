@@ -14,9 +14,7 @@ from unisono.errors import JobError
 from unisono.plan.batches import Batches, Position
 from unisono.reduce.buckets import NOTHING, pack, unpack
 from unisono.reduce.transport import Traffic
-from unisono.sync.averaging import DiLoCo, LocalSGD
-from unisono.sync.named import STRATEGIES, strategy_of
-from unisono.sync.strategy import AllReduce, Strategy
+from unisono.sync import STRATEGIES, AllReduce, DiLoCo, LocalSGD, Strategy, strategy_of
 from unisono_lab.strategies.averaging import ModelAveraging, PairAveraging, average
 from unisono_lab.strategies.parameter_server import ParameterServer, shares
 
@@ -139,7 +137,7 @@ def test_exact_strategies_may_have_one_worker() -> None:
 def test_servers_need_somebody_who_computes(synchronous: bool) -> None:
     strategy = ParameterServer(synchronous=synchronous, servers=2)
     strategy.require(3)
-    with pytest.raises(JobError, match="with 2 workers: 2 of them would serve, which leaves nobody to compute"):
+    with pytest.raises(JobError, match="with 2 workers: 2 of them would serve, so none would compute"):
         strategy.require(2)
 
 

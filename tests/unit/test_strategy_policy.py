@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from unisono.adapt.batch_size_policies import NoiseScalePolicy
+from unisono.adapt.batch_policies import NoiseScalePolicy
 from unisono.adapt.communication_policies import MEASURED, StrategyPolicy
 from unisono.adapt.norms import Noise
 from unisono.adapt.view import View
 from unisono.errors import JobError
-from unisono.sync.averaging import LocalSGD
+from unisono.sync import LocalSGD
 
 pytestmark = pytest.mark.unit
 

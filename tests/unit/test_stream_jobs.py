@@ -59,7 +59,9 @@ def test_alone_every_epoch_has_every_sample_once(stream: str, serial: dict[str, 
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_weights_metrics_and_samples_are_the_same_on_any_number_of_workers(
     stream: str, workers: int, serial: dict[str, Done], tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.data.streams import Generators, generators_kept, seed_generators
+from unisono.data.generators import Generators, generators_kept, seed_generators
 from unisono.plan.order import Stream, stream_seed
 
 pytestmark = pytest.mark.unit

@@ -14,17 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import unisono
 from unisono.adapt.view import BatchShape
-from unisono.data.sampler_order import LoopKey
+from unisono.data.feeds import StreamFeed
+from unisono.data.generators import generators_kept
+from unisono.data.sample_order import LoopKey
 from unisono.data.shards import alike
-from unisono.data.stream_feed import StreamFeed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState
 from unisono.data.stream_readers import OpenReaders, Wish
-from unisono.data.streams import generators_kept
 from unisono.errors import CheckpointError, DataError, JobError, PolicyError, UnisonoWarning
 from unisono.plan.batches import Position
-from unisono.train.loop.feed_checks import require_strategy
-from unisono.train.loop.stream_course import StreamCourse
-from unisono.train.state.state import RunProgress
+from unisono.train.loop.course import StreamCourse
+from unisono.train.loop.loop_data import require_strategy
+from unisono.train.state.trained import RunProgress
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
 

@@ -20,8 +20,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import StateTransfer
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
-from unisono.train.state.state import Reading
-from unisono.train.state.trained import Trained
+from unisono.train.state.trained import Reading, Trained
 
 pytestmark = pytest.mark.cluster
 

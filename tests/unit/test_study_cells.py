@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from unisono.errors import JobError
-from unisono_lab.analysis.study_folder import Kind, kinds_of, modes_of, planned
-from unisono_lab.measure.measuring import Measurement, text_digest
+from unisono_lab.study.measuring import Measurement, text_digest
+from unisono_lab.study.study_folder import Kind, kinds_of, modes_of, planned
 
 pytestmark = pytest.mark.unit
 
@@ -49,10 +49,10 @@ def test_more_repeats_leave_the_order_of_the_first_ones_as_it_was() -> None:
     ("wrong", "words"),
     [
         ({"workers": (0,)}, "--workers 0"),
-        ({"workers": (2, 2)}, "each number once"),
+        ({"workers": (2, 2)}, "needs different numbers"),
         ({"repeats": 0}, "--repeats 0"),
         ({"steps": 5}, "--steps 5: the first 5 are left out"),
-        ({"steps": 9, "epochs": 1}, "use one of the two"),
+        ({"steps": 9, "epochs": 1}, "use only one of them"),
         ({"warmup_steps": -1}, "--warmup -1"),
         ({"label": "=1"}, "--label =1: begins with"),
     ],

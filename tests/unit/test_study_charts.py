@@ -6,18 +6,17 @@ import pytest
 from matplotlib.colors import to_hex
 
 from studies import MadeUp
-from unisono_lab.analysis.analysis import Wanted, analyzed
-from unisono_lab.analysis.batch_curve import BatchCurve, Tried
-from unisono_lab.analysis.results import Results
 from unisono_lab.report.charts import charts
 from unisono_lab.report.drawing import INK, SERIES
+from unisono_lab.study.analysis import ReportSettings, analyzed
+from unisono_lab.study.results import BatchCurve, Results, Tried
 
 pytestmark = pytest.mark.unit
 
 
 def chart(name: str, results: Results, **batches: BatchCurve) -> Any:
     """The first axes of one of them."""
-    return next(one.figure for one in charts(analyzed(results, Wanted(), batches)) if one.name == name).axes
+    return next(one.figure for one in charts(analyzed(results, ReportSettings(), batches)) if one.name == name).axes
 
 
 def plain_loops(results: Results) -> dict[str, int]:

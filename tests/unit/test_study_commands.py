@@ -10,10 +10,10 @@ import torch
 
 from studies import MadeUp
 from unisono.errors import JobError
-from unisono_lab.analysis.analysis import Wanted
-from unisono_lab.commands.study_report import compare, report_from
-from unisono_lab.measure.engines import BySlurm, CellRunner, StudyEngine, commands, plain_workers
-from unisono_lab.measure.measuring import Measurement
+from unisono_lab.report.report import compare, report_from
+from unisono_lab.study.analysis import ReportSettings
+from unisono_lab.study.engines import BySlurm, CellRunner, StudyEngine, commands, plain_workers
+from unisono_lab.study.measuring import Measurement
 
 pytestmark = pytest.mark.unit
 
@@ -99,24 +99,24 @@ def test_no_report_takes_the_place_of_another_studys(studies: tuple[Path, Path],
     table = tmp_path / "tables" / "results.csv"
     table.parent.mkdir()
     table.write_bytes((one / "results.csv").read_bytes())
-    refused = "the report would take the place of the results in"
+    refused = "the report would replace the results in"
     with pytest.raises(JobError, match=refused):
-        report_from(one, two, Wanted())
+        report_from(one, two, ReportSettings())
     with pytest.raises(JobError, match=refused):
-        compare([one, table], two, Wanted())
+        compare([one, table], two, ReportSettings())
     with pytest.raises(JobError, match=refused):
-        compare([table, table], table.parent, Wanted())
+        compare([table, table], table.parent, ReportSettings())
     assert sorted(path.name for path in two.iterdir()) == ["results.csv", "results.json", "study.json"]
 
 
 def test_a_study_gets_its_own_report_again(studies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    monkeypatch.setattr("unisono_lab.commands.study_report.report", lambda results, folder, *_: written.append(folder))
+    monkeypatch.setattr("unisono_lab.report.report.report", lambda results, folder, *_: written.append(folder))
     one, two = studies
-    report_from(one, None, Wanted())
-    report_from(one, one, Wanted())
-    report_from(one, two.parent / "new", Wanted())
-    compare([one, two], two.parent / "new", Wanted())
+    report_from(one, None, ReportSettings())
+    report_from(one, one, ReportSettings())
+    report_from(one, two.parent / "new", ReportSettings())
+    compare([one, two], two.parent / "new", ReportSettings())
     assert written == [one, one, two.parent / "new", two.parent / "new"]
 
 
@@ -124,4 +124,4 @@ def test_what_is_no_python_is_installed_too() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/unisono", "src/unisono_lab"]}
     assert all(files("unisono_lab.report").joinpath(name).is_file() for name in ("report.html", "words.toml"))
-    assert files("unisono.launch.slurm").joinpath("batch_script.sh.j2").is_file()
+    assert files("unisono.launch").joinpath("slurm_job.sh.j2").is_file()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from studies import MadeUp
-from unisono_lab.analysis.analysis import Prices, Row, StepModel, Wanted, analyzed, recommended, summarized
-from unisono_lab.analysis.laws import AMDAHL, GUSTAFSON, USL, Law, fitted
-from unisono_lab.analysis.results import Cell, Results
+from unisono_lab.study.analysis import Prices, ReportSettings, Row, StepModel, analyzed, recommended, summarized
+from unisono_lab.study.estimate import AMDAHL, GUSTAFSON, USL, Law, fitted
+from unisono_lab.study.results import Cell, Results
 
 pytestmark = pytest.mark.unit
 
@@ -123,22 +123,22 @@ def test_a_step_is_as_long_as_its_parts() -> None:
 
 
 def test_the_models_of_a_study_rest_on_what_was_measured() -> None:
-    (curve,) = analyzed(MadeUp(noise=0.0).results(), Wanted()).curves
+    (curve,) = analyzed(MadeUp(noise=0.0).results(), ReportSettings()).curves
 
     assert curve.model == StepModel(0.3, 0.006, 94e6, 5e-5, 5e9)
     assert curve.step_time is not None
     bare = MadeUp().results().model_copy(update={"environment": {}, "settings": {}})
-    (curve,) = analyzed(bare, Wanted()).curves
+    (curve,) = analyzed(bare, ReportSettings()).curves
     assert (curve.model, curve.step_time) == (None, None)
 
 
 def test_workers_that_shared_cores_are_in_no_fit_and_no_advice() -> None:
-    (curve,) = analyzed(MadeUp(crowded=(4,)).results(), Wanted()).curves
+    (curve,) = analyzed(MadeUp(crowded=(4,)).results(), ReportSettings()).curves
 
     assert [fit.figures for fit in curve.fits] == [10]
     assert curve.advice is not None
     assert curve.advice.fastest.workers == 2
-    (curve,) = analyzed(MadeUp(crowded=(2, 4)).results(), Wanted()).curves
+    (curve,) = analyzed(MadeUp(crowded=(2, 4)).results(), ReportSettings()).curves
     assert (curve.fits, curve.advice) == ([], None)
 
 

@@ -13,16 +13,15 @@ import pytest
 from studies import MadeUp
 from unisono.cli import app as cli
 from unisono.errors import JobError
-from unisono_lab.analysis.analysis import Analysis, Prices, Wanted, analyzed
-from unisono_lab.analysis.batch_curve import BatchCurve, Tried, read_batch_curve
-from unisono_lab.analysis.estimate import NOTHING, duration, number, percent, shown
-from unisono_lab.analysis.results import Cell, Results
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
 from unisono_lab.report.drawing import Drawing, drawn, inline
 from unisono_lab.report.pdf import pdf
 from unisono_lab.report.report import page, require_reports, write_report
 from unisono_lab.report.verdict import advice, correctness, explanations, threats, verdict
+from unisono_lab.study.analysis import Analysis, Prices, ReportSettings, analyzed
+from unisono_lab.study.estimate import NOTHING, duration, number, percent, shown
+from unisono_lab.study.results import BatchCurve, Cell, Results, Tried, read_batch_curve
 
 pytestmark = pytest.mark.unit
 
@@ -69,7 +68,7 @@ class Page(HTMLParser):
 
 
 def said(results: Results, **wanted: object) -> Analysis:
-    return analyzed(results, Wanted(**wanted))  # type: ignore[arg-type]
+    return analyzed(results, ReportSettings(**wanted))  # type: ignore[arg-type]
 
 
 def plain(words: Sequence[str]) -> str:
@@ -171,9 +170,7 @@ def test_what_cannot_be_said_is_said(results: Results, words: str) -> None:
 def test_workers_are_recommended_for_time_efficiency_and_cost() -> None:
     words = plain(advice(said(TABLE, prices=Prices(3.0))))
 
-    assert words.startswith(
-        "Recommended, of the numbers that were measured: 4 workers for the shortest time; at most 4 for"
-    )
+    assert words.startswith("Recommended, of the measured numbers: 4 workers for the shortest time; at most 4 for")
     assert "1 for the lowest cost (an epoch costs 0.0375 with 1, 0.04 with 4; a worker's hour at 3.00)" in words
 
 
@@ -310,7 +307,7 @@ def test_a_hostile_label_is_text_and_nothing_else() -> None:
     results = MadeUp(labels=(HOSTILE, "_hidden"), modes=("strong",)).results()
     evil = results.model_copy(update={"commands": (HOSTILE,), "settings": {HOSTILE: HOSTILE * 5}, "notes": (HOSTILE,)})
 
-    _, text, file = in_memory(analyzed(evil, Wanted(title=HOSTILE), {HOSTILE: BATCHES}))
+    _, text, file = in_memory(analyzed(evil, ReportSettings(title=HOSTILE), {HOSTILE: BATCHES}))
 
     read = Page(text)
     assert not {"script"} & {tag for tag, _ in read.tags}
@@ -330,7 +327,7 @@ BATCHES = BatchCurve(
 
 
 def test_the_files_of_a_report_are_all_there(tmp_path: Path) -> None:
-    write_report(MadeUp().results(), tmp_path, Wanted(), {"small": BATCHES})
+    write_report(MadeUp().results(), tmp_path, ReportSettings(), {"small": BATCHES})
 
     names = {
         "epoch-time-strong",
@@ -374,7 +371,7 @@ def timed_study(folder: Path) -> Path:
 
 
 def test_a_report_shows_a_step_of_the_run_on_the_most_workers(tmp_path: Path) -> None:
-    write_report(TABLE, tmp_path / "report", Wanted(), sources=[timed_study(tmp_path / "study")])
+    write_report(TABLE, tmp_path / "report", ReportSettings(), sources=[timed_study(tmp_path / "study")])
 
     text = Page((tmp_path / "report" / "report.html").read_text()).text
     assert "one step of 2 workers, strong scaling: Step 1, the median of 2, takes 4 ms with 2 workers." in text
@@ -384,7 +381,7 @@ def test_a_report_shows_a_step_of_the_run_on_the_most_workers(tmp_path: Path) ->
 
 def test_the_same_figures_make_the_same_report(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_report(TABLE, tmp_path / name, Wanted())
+        write_report(TABLE, tmp_path / name, ReportSettings())
 
     for path in (tmp_path / "a").rglob("*.*"):
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes(), path.name
@@ -459,7 +456,7 @@ def test_two_studies_become_one_report(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (["study", "compare", "a"], "name two studies"),
         (["study", "--from", "nope.csv"], "nope.csv cannot be read"),
-        (["study", "--from", "results.csv", "--out", "."], "would take the place of"),
+        (["study", "--from", "results.csv", "--out", "."], "would replace"),
         (["study", "--from", "results.csv", "--efficiency", "80"], "--efficiency 80"),
         (["study", "--from", "results.csv", "--predict", "8,x"], "--predict '8,x'"),
         (["study", "--from", "results.csv", "--price", "-1"], "--price -1"),

@@ -9,9 +9,9 @@ import pytest
 
 from studies import MadeUp
 from unisono.errors import JobError
-from unisono_lab.analysis.analysis import MODES, Row, summarized
-from unisono_lab.analysis.estimate import Estimate, median, ratio
-from unisono_lab.analysis.results import SHOWN, Cell, Results, read_results, read_table, side_by_side
+from unisono_lab.study.analysis import MODES, Row, summarized
+from unisono_lab.study.estimate import Estimate, median, ratio
+from unisono_lab.study.results import SHOWN, Cell, Results, read_results, read_table, side_by_side
 
 pytestmark = pytest.mark.unit
 
@@ -177,10 +177,10 @@ def test_no_more_than_ten_bad_rows_are_listed(table: Path) -> None:
         ("worker,seconds,samples\n1,1,1\n", "the column workers is missing. Its columns are worker, seconds"),
         ("workers,seconds\n1,1\n", r"samples \(or images\) is missing"),
         ("workers,samples\n1,1\n", "one of seconds, epoch_s, samples_per_s is missing"),
-        ("workers,seconds,samples,workers\n1,1,1,1\n", "workers is there twice"),
+        ("workers,seconds,samples,workers\n1,1,1,1\n", "workers occurs twice"),
         ("workers,seconds,samples\n", "no rows"),
         ("workers,mode,seconds,samples\n2,fast,1,1\n", "'strong', 'weak' or 'baseline'"),
-        ("workers,samples_per_s,samples\n1,0,1\n", "samples_per_s: a number above 0 is wanted, not '0'"),
+        ("workers,samples_per_s,samples\n1,0,1\n", "samples_per_s: needs a number above 0, not '0'"),
         ("workers,seconds,samples\n1,nan,1\n", "seconds"),
         ("workers,seconds,samples\n1,1,0\n", "samples and seconds above 0"),
         ("workers,seconds,samples,label\n1,1,1,=1+1\n", "line 2, label: begins with one of = .* not '=1.1'"),

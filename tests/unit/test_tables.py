@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from unisono.cli.tables import show_table, width_of
+from unisono.cli.display import show_table, width_of
 
 pytestmark = pytest.mark.unit
 

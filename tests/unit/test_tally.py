@@ -21,24 +21,39 @@ from side_by_side import PATIENCE_S, TorchRendezvousStore
 from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation
-from unisono.plan.audits import windows
 from unisono.plan.batches import Batch
 from unisono.plan.split import Split
 from unisono.reduce.buckets import plan_buckets
-from unisono.reduce.partial_sums import PIECE, PartialSumRow, PartialSums
+from unisono.reduce.partial_sums import (
+    PIECE,
+    UNTALLIED,
+    PartialSumRow,
+    PartialSums,
+    Tally,
+    Witness,
+    is_balanced,
+    windows,
+)
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.reduce.shared_memory import HierarchicalTransport, SharedMemoryTransport, host_split
-from unisono.reduce.tally import Tally, Witness, is_balanced
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import CHECKS, Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.known_states import StateCopies
+from unisono.train.recovery.state_digests import StateDigests
+from unisono.train.state.policy_state import PolicyState
+from unisono.train.state.trained import Trained
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call, Clip
+from unisono.train.step.sum_checks import MemoryChecks
+from unisono.word_sums import totals
 from unisono.words import SMALL, ManyWords, bytes_of, sum_of_words
-from unisono_lab.faults.flip import flip
+from unisono_lab.faults.injector import flip
 
 pytestmark = pytest.mark.unit
 
@@ -65,7 +80,7 @@ def test_many_memories_have_the_sums_that_each_has_by_itself(made: list[tuple[in
     tensors = [torch.arange(numel + cut).to(getattr(torch, dtype))[cut:] for numel, dtype in made]
     words = ManyWords([bytes_of(tensor) for tensor in tensors])
     for _ in range(2):  # the second time of other values
-        assert words.sums().tolist() == [sum_of_words(tensor) for tensor in tensors]
+        assert totals(words.thirds()).tolist() == [sum_of_words(tensor) for tensor in tensors]
         for tensor in tensors:
             tensor.add_(1)
 
@@ -100,7 +115,7 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
     buckets = plan_buckets(shards[0], 10**9, compressed)
     found: list[list[Tensor]] = []
     for seen_of, at_once in itertools.product((None, (), (640, PIECE + 128)), (False, True)):
-        tally = None if seen_of is None else Tally(*seen_of)  # the last one sees a part of two pieces
+        tally = UNTALLIED if seen_of is None else Tally(*seen_of)  # the last one sees a part of two pieces
         found.append([])
         for bucket in buckets:
             sums = PartialSums(tree.summands(range(5)), [PartialSumRow.of(bucket, bucket.allocate()) for _ in range(3)])
@@ -114,7 +129,7 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
                     sums.put_all(given, tally)
                 sums.close()
             found[-1] += sums.partials()
-        if tally is not None:
+        if tally is not UNTALLIED:
             seen = [flat[tally._start : tally._stop] for flat in found[-1]]
             assert (tally.balance - sum(map(sum_of_words, seen))) % 2**64 == 0
     assert len(found) == 6
@@ -258,31 +273,35 @@ class Flips:
 
 
 def trained(
-    workers: Workers, shards: int, witness: Witness | None = None, clip: float | None = None, checks: str = "all"
+    workers: Workers,
+    shards: int,
+    witness: Witness | None = None,
+    clip: float | None = None,
+    checks: str = "all",
+    bucket_mb: float = 4.0,
 ) -> tuple[str, list[int], bool]:
     model = copy.deepcopy(MODEL)
     prepared = Prepared.of(model, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
-    job = Job.create(batch_size=SAMPLES, shards=shards)
+    job = Job.create(batch_size=SAMPLES, shards=shards, bucket_mb=bucket_mb)
     repeated: list[int] = []
-    how = Execution(checked_bytes=CHECKS[checks])
-    engine = StepEngine(job, workers, prepared, CPU, how, repeats=repeated.append)
+    how, memory = Execution(checked_bytes=CHECKS[checks]), MemoryChecks(repeated.append)
+    trained = Trained({}, PolicyState((), SAMPLES, shards))
+    digests = StateDigests(Integrity(trained, StateCopies(trained), None), memory)
+    engine = StepEngine(job, workers, prepared, CPU, how, [digests, memory])
     engine.witness = witness
     try:
         for step in range(STEPS):
-            call = called(step, engine, workers, prepared, clip)
-            attempt = engine.attempt(call)
-            if attempt.report.told.lost:
-                raise MemoryFault("an update before was made from a gradient that memory had not kept")
-            update = engine.update.work_out(call, attempt)
-            assert update is not None
-            update()
-        return digest(model), repeated, engine.update.has_lost
+            attempt = engine.attempt(called(step, shards, workers, prepared, clip))
+            assert isinstance(attempt, Attempt)
+            attempt.parts.judge(attempt)
+            engine.work_out(attempt)
+            engine.make(attempt)
+        return digest(model), repeated, memory.has_lost
     finally:
         engine.close()
 
 
-def called(step: int, engine: StepEngine, workers: Workers, prepared: Prepared, clip: float | None) -> Call:
-    shards = engine._job.shards
+def called(step: int, shards: int, workers: Workers, prepared: Prepared, clip: float | None) -> Call:
     bounds = tuple(SAMPLES * shard // shards for shard in range(shards + 1))
     inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(step))
     mine = [inputs[bounds[shard] : bounds[shard + 1]] for shard in workers.split(shards).of(workers.rank)]
@@ -310,13 +329,16 @@ def serial(**about: Any) -> str:
     return str(found)
 
 
+@pytest.mark.parametrize("bucket_mb", [4.0, 1e-4])  # gradients are taken together, or as they arrive
 @over_every_way
-def test_a_bit_that_flips_in_a_partial_sum_leaves_no_trace_in_the_weights(connect: Connect, split: Split) -> None:
+def test_a_bit_that_flips_in_a_partial_sum_leaves_no_trace_in_the_weights(
+    connect: Connect, split: Split, bucket_mb: float
+) -> None:
     expected = serial()
     counter = Flips("partial_sum", 0)
-    everybody(connect, split, 0, counter)
+    everybody(connect, split, 0, counter, bucket_mb=bucket_mb)
     for number in {1, 2, counter.seen // 2, counter.seen}:
-        told = everybody(connect, split, 0, Flips("partial_sum", number))
+        told = everybody(connect, split, 0, Flips("partial_sum", number), bucket_mb=bucket_mb)
         assert {weights for weights, _, _ in told} == {expected}
         assert all(len(repeated) == 1 for _, repeated, _ in told), number
 
@@ -324,10 +346,9 @@ def test_a_bit_that_flips_in_a_partial_sum_leaves_no_trace_in_the_weights(connec
 def test_without_checks_the_same_flip_changes_the_weights() -> None:
     def struck(checks: str) -> Any:
         flips = Flips("partial_sum", 1)
-        unseen = Tally._sum
         with pytest.MonkeyPatch.context() as patch:
             if checks == "blind":
-                patch.setattr(Tally, "_sum", lambda tally, values, start: 0 * unseen(tally, values, start))
+                patch.setattr(Tally, "_part", lambda tally, values, start: None)
             return everybody(OneHost(), Split.even(SHARDS, 2), 0, flips)
 
     assert {weights for weights, _, _ in struck("seeing")} == {serial()}
@@ -359,7 +380,8 @@ def struck_in_the_backward_pass(change: Callable[[Tensor], object]) -> bool:
     first, *_, last = model.parameters()
     alone = Split.even(1, 1)
     workers = Workers(Generation(1, 0, alone), Solo(1))
-    engine = StepEngine(Job.create(batch_size=SAMPLES, shards=1), workers, prepared, CPU, Execution())
+    memory = MemoryChecks()
+    engine = StepEngine(Job.create(batch_size=SAMPLES, shards=1), workers, prepared, CPU, Execution(), [memory])
 
     def strike(_: Tensor) -> None:
         assert last.grad is not None
@@ -367,11 +389,11 @@ def struck_in_the_backward_pass(change: Callable[[Tensor], object]) -> bool:
 
     hook = first.register_post_accumulate_grad_hook(strike)
     try:
-        call = called(0, engine, workers, prepared, None)
-        update = engine.update.work_out(call, engine.attempt(call))
-        assert update is not None
-        update()
-        return engine.update.has_lost
+        attempt = engine.attempt(called(0, 1, workers, prepared, None))
+        assert isinstance(attempt, Attempt)
+        engine.work_out(attempt)
+        engine.make(attempt)
+        return memory.has_lost
     finally:
         hook.remove()
         engine.close()
@@ -387,7 +409,7 @@ def test_a_hook_of_the_script_may_change_a_gradient_that_was_looked_at() -> None
 
 
 def test_memory_that_never_keeps_what_is_written_ends_the_job() -> None:
-    with pytest.raises(MemoryFault, match=r"step 0: 4 times in a row .* broken"):
+    with pytest.raises(MemoryFault, match=r"step 0: .* 4 times in a row .* faulty"):
         everybody(OneHost(), Split.even(SHARDS, 3), 1, Flips("partial_sum", 1, bit=3, always=True))
 
 

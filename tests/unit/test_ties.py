@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import unisono
 from unisono.errors import ModelError
 from unisono.train.model.slices import materialise, require_options
-from unisono.train.model.stages import Placement, Stages
+from unisono.train.model.stages import StagePlaces, Stages
 from unisono.train.model.staging import Staging
 from unisono.train.model.ties import Ties
 
@@ -48,7 +48,7 @@ def test_a_tied_model_in_stages_stays_tied_on_each_device(rank: int, begins_on: 
     with torch.device(begins_on):
         model = Tied()
 
-    Staging(model, Stages.of(model, ["1"]), Placement.of("1f1b", 2, 2, rank), lambda value, _: value, CPU)
+    Staging(model, Stages.of(model, ["1"]), StagePlaces.of("1f1b", 2, 2, rank), lambda value, _: value, CPU)
 
     assert model[2].weight is model[1].weight
     assert [each.is_meta for each in model.parameters()] == [rank == 1] * 2 + [rank == 0] * 5
@@ -60,7 +60,7 @@ def test_modules_that_leave_themselves_out_of_checkpoints_lie_in_stages() -> Non
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = nn.Sequential(checkpoint_wrapper(block), nn.Linear(4, 3))
 
-    staging = Staging(model, Stages.of(model, ["1"]), Placement.of("1f1b", 2, 2, 0), lambda value, _: value, CPU)
+    staging = Staging(model, Stages.of(model, ["1"]), StagePlaces.of("1f1b", 2, 2, 0), lambda value, _: value, CPU)
 
     assert {name: staging.owner(name) for name in model.state_dict()} == {
         "0.0.weight": 0,

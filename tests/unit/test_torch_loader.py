@@ -24,11 +24,11 @@ from torch.utils.data import (
 )
 
 import unisono
-from unisono.data.feed import Asked, Feed
-from unisono.data.loop_feeds import LoopFeeds
-from unisono.data.sampler_order import LoopKey, SamplerOrder
+from unisono.data.feed import Feed, Options
+from unisono.data.feeds import LoopFeeds
+from unisono.data.generators import generators_kept
+from unisono.data.sample_order import LoopKey, SamplerOrder
 from unisono.data.shards import ShardsRequest
-from unisono.data.streams import generators_kept
 from unisono.errors import DataError, JobError, PolicyError
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
@@ -49,7 +49,7 @@ class Numbers(Dataset[int]):
 
 
 def feed(loader: DataLoader[Any]) -> Feed:
-    return Feed.of(loader, Asked(), KEY, 60.0)
+    return Feed.of(loader, Options(), KEY, 60.0)
 
 
 def order(sampler: Any, key: LoopKey = KEY) -> SamplerOrder:
@@ -111,7 +111,7 @@ def test_another_seed_loop_or_generator_gives_another_order() -> None:
 def test_a_sampler_that_remembers_goes_on_where_the_loop_before_asked_it_for_epochs_and_is_not_touched() -> None:
     loader = DataLoader(Numbers(), 8, sampler=Counting())
     feeds = LoopFeeds(5, 60.0)
-    first, second = (feeds.of(loader, Asked(), loop, epochs=3) for loop in range(2))
+    first, second = (feeds.of(loader, Options(), loop, epochs=3) for loop in range(2))
     assert [first.order.samples_at(epoch, range(1))[0] for epoch in range(3)] == [1, 2, 3]
     assert [second.order.samples_at(epoch, range(1))[0] for epoch in range(3)] == [4, 5, 6]
     assert loader.sampler.asked == 0  # type: ignore[attr-defined]
@@ -371,6 +371,23 @@ def test_a_loader_with_another_batch_size_than_the_job_is_refused(start: Start) 
     prepared(run)
     with pytest.raises(JobError, match="the loader has batch_size=16, the job has batch_size=32: .* global batch"):
         run.steps(DataLoader(data(), 16))
+
+
+def test_a_batch_sampler_of_torch_with_another_batch_size_is_named_and_one_of_a_class_of_ones_own_is_taken(
+    start: Start,
+) -> None:
+    class Uneven(BatchSampler):
+        """Of torch's, and yet of a class of one's own."""
+
+    run = start()
+    prepared(run)
+    words = (
+        "the loader's batch_sampler has batch_size=35, .* in the loader's batch_sampler. Only .* of a class of your own"
+    )
+    with pytest.raises(JobError, match=words):
+        run.steps(DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 35, False)))
+    steps = run.steps(DataLoader(data(), batch_sampler=Uneven(SequentialSampler(data()), 35, False)))
+    assert [step.size for step in steps] == [35, 35]
 
 
 def test_a_batch_size_from_outside_holds_for_a_loader_unless_a_batch_sampler_decides(

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.launch.verify.comparison import Stage, read_moments
+from unisono.launch.comparison import Stage, read_moments
 from unisono.plan.batches import Batches, Position
-from unisono.train.group.control import Flags, ShardReport, StepReport
 from unisono.train.model.tensors import digest, tensors_of
 from unisono.train.record.trace import Trace, content_digest
 from unisono.train.step.step import Call, Clip
+from unisono.train.step.word import ShardReport, StepReport
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +45,7 @@ def a_call(optimizer: torch.optim.Optimizer) -> Call:
 
 def a_report() -> StepReport:
     shards = tuple(ShardReport(0.5, 2.0) for _ in range(4))
-    return StepReport(shards, 0.5, 8.0, {}, (), Flags())
+    return StepReport(shards, 0.5, 8.0, {}, ())
 
 
 def test_weights_are_traced_with_the_digest_that_finish_prints(trace: Trace, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from unisono.checkpoint.codec import flatten, unflatten
 from unisono.checkpoint.snapshot import Snapshot
 from unisono.errors import JobError
 from unisono.train.record.progress import Bar, EpochRecord, History, Lines, summary
-from unisono.train.state.registered import Registered
+from unisono.train.state.registry import Attribute, Registry
 from unisono.train.trainer import EpochSums
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker")]
@@ -146,21 +146,28 @@ def test_skipped_steps_are_counted_and_an_epoch_of_them_alone_has_no_loss(start:
 
 
 def test_a_checkpoint_of_a_script_without_a_trainer_is_gone_on_from_with_one_and_the_other_way_round() -> None:
-    mine, theirs = Registered(), Registered()
-    mine.add_own("trainer", sums := EpochSums((0, 1), 3, 0, 1.5, {"accuracy": 2.0}))
-    mine.add_own("trainer", EpochSums())
+    class Sums:
+        def __init__(self, sums: EpochSums) -> None:
+            self.sums = sums
+
+    def add(registry: Registry, sums: Sums) -> None:
+        registry.add_own("trainer", Attribute(sums, "sums", EpochSums))
+
+    mine, theirs, again = Registry(), Registry(), Registry()
+    sums, restored = EpochSums((0, 1), 3, 0, 1.5, {"accuracy": 2.0}), Sums(EpochSums())
+    add(mine, Sums(sums))
+    add(mine, Sums(EpochSums()))
     state = capture_of(mine)
-    theirs.restore(state)
-    mine.restore(capture_of(theirs))
+    theirs.restore(state, "script")
+    mine.restore(capture_of(theirs), "script")
     assert sums.samples == 3
-    again = Registered()
-    again.add_own("trainer", restored := EpochSums())
-    again.restore(state)
-    assert restored == sums
+    add(again, restored)
+    again.restore(state, "script")
+    assert restored.sums == sums
 
 
-def capture_of(registered: Registered) -> Snapshot:
-    states = {name: thing.state_dict() for name, thing in registered.items()}
+def capture_of(registry: Registry) -> Snapshot:
+    states = {name: thing.state_dict() for name, thing in registry.objects.items()}
     text, tensors = flatten({"registered": states})
     return Snapshot(3, {}, [], unflatten(text, tensors))
 

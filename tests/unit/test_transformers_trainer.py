@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import unisono
 from unisono.errors import UnisonoError
-from unisono_lab.faults.flip import flip_in
+from unisono_lab.faults.injector import flip_in
 
 Start = Callable[..., unisono.Run]
 

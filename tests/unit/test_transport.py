@@ -27,7 +27,6 @@ from unisono.reduce.buckets import Bucket
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.reducer import native
 from unisono.reduce.shared_memory import SharedMemoryTransport
 from unisono.reduce.transport import Solo, Transport
 from unisono.reduce.wire import SocketGroup
@@ -297,7 +296,7 @@ def test_a_server_adds_nothing_of_its_own_to_a_native_sum(with_workers: WithWork
     values = [torch.randn(640, dtype=torch.float64) for _ in range(8)]
     split = Split.even(8, 3).with_servers(1)
     totals = with_workers(
-        split, lambda own: native(own, "b", partials_of(values, split.of(own.rank)), 2.0, None).clone()
+        split, lambda own: own.reduce_anyhow("b", partials_of(values, split.of(own.rank)), 2.0).clone()
     )
     assert all(torch.allclose(total, tree_sum(values) / 2, rtol=1e-12) for total in totals)
 

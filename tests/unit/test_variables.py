@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unisono
-from unisono.settings.names import KNOWN, unknown_variables
+from unisono.settings.reading import KNOWN, unknown_variables
 
 pytestmark = pytest.mark.unit
 
@@ -38,10 +38,10 @@ def test_the_guide_describes_every_variable() -> None:
     [
         (
             "UNISONO_SHARD",
-            "UNISONO_SHARD is set in the environment, and Unisono has no such variable: did you mean UNISONO_SHARDS?",
+            "UNISONO_SHARD is set in the environment, but Unisono has no such variable: did you mean UNISONO_SHARDS?",
         ),
         ("UNISONO_CHECKPOINTS_EVERY", "did you mean UNISONO_CHECKPOINT_EVERY?"),
-        ("UNISONO_XYZZY", "no such variable; docs/guide/settings.md lists those that there are"),
+        ("UNISONO_XYZZY", "no such variable; docs/guide/settings.md lists all variables"),
     ],
 )
 def test_a_variable_that_is_none_of_ours_is_named(name: str, words: str) -> None:

@@ -5,25 +5,28 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from unisono.cli import verify as command
+from unisono.cli import verify_command as command
 from unisono.cli.app import application
 from unisono.cli.options import read_workers
-from unisono.cli.verify import Options
+from unisono.cli.verify_command import VerifyOptions
 from unisono.errors import JobError
 from unisono.launch.settings import Script
+from unisono.settings.reading import settings_by_path
+from unisono.settings.table import Settings
 
 pytestmark = pytest.mark.unit
 
-DEFAULTS = Options(None, 20, None, None, keep=False)
+DEFAULTS = VerifyOptions()
+Started = list[tuple[VerifyOptions, Settings, Script]]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Options, Script]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """What the command would start."""
-    calls: list[tuple[Options, Script]] = []
+    calls: Started = []
 
-    def start(options: Options, script: Script) -> int:
-        calls.append((options, script))
+    def start(options: VerifyOptions, settings: Settings, script: Script) -> int:
+        calls.append((options, settings, script))
         return 0
 
     monkeypatch.setattr(command, "start", start)
@@ -48,17 +51,21 @@ def words(line: str) -> list[str]:
     ],
 )
 def test_options_before_the_script_are_verifys_else_those_behind_it(
-    started: list[tuple[Options, Script]], line: str, workers: str | None, steps: int, args: tuple[str, ...]
+    started: Started,
+    line: str,
+    workers: str | None,
+    steps: int,
+    args: tuple[str, ...],
 ) -> None:
     result = CliRunner().invoke(application(), words(line))
     assert result.exit_code == 0, result.output
-    ((options, script),) = started
+    ((options, _, script),) = started
     assert (options.workers, options.steps, script.target, script.args) == (workers, steps, "train.py", args)
 
 
-def test_a_module_may_have_its_options_behind_it_too(started: list[tuple[Options, Script]]) -> None:
+def test_a_module_may_have_its_options_behind_it_too(started: Started) -> None:
     CliRunner().invoke(application(), words("-m package.train --workers 1,3"))
-    ((options, script),) = started
+    ((options, _, script),) = started
     assert (options.workers, script) == ("1,3", Script("package.train", is_module=True))
 
 
@@ -72,17 +79,15 @@ def test_a_module_may_have_its_options_behind_it_too(started: list[tuple[Options
         ("train.py --tuning hard", True, ("--tuning", "hard")),
     ],
 )
-def test_runs_are_tuned_unless_told_otherwise(
-    started: list[tuple[Options, Script]], line: str, tuned: bool, args: tuple[str, ...]
-) -> None:
+def test_runs_are_tuned_unless_told_otherwise(started: Started, line: str, tuned: bool, args: tuple[str, ...]) -> None:
     CliRunner().invoke(application(), words(line), env={"UNISONO_TUNING": None})
-    ((options, script),) = started
-    assert (options.tuned, script.args) == (tuned, args)
+    ((_, settings, script),) = started
+    assert (settings.launch.tuning, script.args) == (tuned, args)
 
 
 def test_an_option_without_a_number_says_how_to_give_it_to_the_script() -> None:
     with pytest.raises(JobError, match="--steps.*'many'.*put -- before it"):
-        DEFAULTS.taken_from(["--steps", "many"])
+        CliRunner().invoke(application(), words("train.py --steps many"), catch_exceptions=False)
 
 
 def test_numbers_of_workers_are_read() -> None:
@@ -109,9 +114,7 @@ def test_what_is_no_number_of_workers_is_refused(text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("ahead", [True, False])
-def test_workers_and_devices_say_what_is_compared(
-    started: list[tuple[Options, Script]], line: str, sizes: str, ahead: bool
-) -> None:
+def test_workers_and_devices_say_what_is_compared(started: Started, line: str, sizes: str, ahead: bool) -> None:
     result = CliRunner().invoke(application(), words(f"{line} train.py" if ahead else f"train.py {line}"))
     assert result.exit_code == 0, result.output
     found = [str(size.workers) + (f"x{size.devices}" if size.devices > 1 else "") for size in started[0][0].sizes()]
@@ -121,26 +124,28 @@ def test_workers_and_devices_say_what_is_compared(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options("1", 20, None, None, keep=False, fsdp=True), "--workers 1: name two numbers at least"),
-        (Options("1,0", 20, None, None, keep=False, fsdp=True), "--workers 0: at least 1"),
-        (Options(None, 20, None, None, keep=False, stages="1"), "--stages 1: name two numbers at least"),
-        (Options(None, 20, None, None, keep=False, stages="1,0"), "--devices-per-worker 0"),
-        (Options(None, 20, None, None, keep=False, stages="1,x"), "--stages '1,x': 'x' is no number"),
-        (Options(None, 20, None, None, keep=False, devices_per_worker=""), "--devices-per-worker ''"),
-        (Options(None, 20, None, None, keep=False, stages="2", fsdp=True), "--stages and --fsdp both say"),
-        (Options("3", 20, None, None, keep=False), "two numbers at least"),
-        (Options("1,2", 0, None, None, keep=False), "--steps 0: at least 1"),
-        (Options("1,0", 20, None, None, keep=False), "--workers 0: at least 1"),
-        (Options("1,5", 20, 4, None, keep=False), "--workers 5 with --shards 4"),
+        (VerifyOptions("1", fsdp=True), "--workers 1: name two numbers at least"),
+        (VerifyOptions("1,0", fsdp=True), "--workers 0: at least 1"),
+        (VerifyOptions(stages="1"), "--stages 1: name two numbers at least"),
+        (VerifyOptions(stages="1,0"), "--devices-per-worker 0"),
+        (VerifyOptions(stages="1,x"), "--stages '1,x': 'x' is no number"),
+        (VerifyOptions(devices_per_worker=""), "--devices-per-worker ''"),
+        (VerifyOptions(stages="2", fsdp=True), "--stages and --fsdp both say"),
+        (VerifyOptions("3"), "two numbers at least"),
+        (VerifyOptions("1,2", 0), "--steps 0: at least 1"),
+        (VerifyOptions("1,0"), "--workers 0: at least 1"),
+        (VerifyOptions("1,5"), "--workers 5 with --shards 4"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_started(tmp_path: Path, options: Options, message: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_started(
+    tmp_path: Path, options: VerifyOptions, message: str
+) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(JobError, match=message):
-        options.request(Script(str(script)))
+        options.request(Script(str(script)), settings_by_path({"shards": 4} if "--shards" in message else {}))
 
 
 def test_a_script_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="there is no script"):
-        DEFAULTS.request(Script(str(tmp_path / "nowhere.py")))
+        DEFAULTS.request(Script(str(tmp_path / "nowhere.py")), Settings())

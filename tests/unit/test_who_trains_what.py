@@ -174,6 +174,7 @@ class TestOneWorker:
                 checkpoints={"every": 2},
             )
         with pytest.raises(
-            CheckpointError, match="one loop for each phase|between two loops|go on with the optimizers"
+            CheckpointError,
+            match="one loop per phase|one loop for each phase|between two loops|go on with the optimizers",
         ):
             trained(None, checkpoints={"every": 2})

@@ -10,7 +10,7 @@ import pytest
 
 from unisono.errors import NoProgress, WorkerLost
 from unisono_lab.strategies.parameter_server import StalenessBound
-from unisono_lab.strategies.shared_work import WorkQueue
+from unisono_lab.strategies.queued_work import WorkQueue
 
 pytestmark = pytest.mark.unit
 

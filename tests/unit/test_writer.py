@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.checkpoint.folder import RunFolder
-from unisono.checkpoint.store import CheckpointStore, Snapshot
+from unisono.checkpoint.snapshot import Snapshot
 from unisono.checkpoint.writer import Writer, WriterOrder
 from unisono.errors import LaunchError, Superseded, UnisonoWarning
-from unisono.launch.ending.result import JobEnd, open_folder, write_end
+from unisono.launch.outcome import JobEnd, open_folder, write_end
 
 pytestmark = pytest.mark.unit
 

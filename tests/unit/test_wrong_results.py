@@ -18,7 +18,7 @@ from unisono.train.config.run_config import Execution
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 from unisono_lab.faults.faults import WrongResult
-from unisono_lab.faults.inject import inject
+from unisono_lab.faults.injector import inject
 
 pytestmark = [
     pytest.mark.cluster,

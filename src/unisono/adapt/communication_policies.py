@@ -75,9 +75,9 @@ class StragglerPolicy(Policy):
 
 
 def _ratios(seconds: list[float]) -> list[float]:
-    """How many times as long as the others each worker takes. Who only serves takes none for a shard."""
-    others = ([one for one in seconds[:rank] + seconds[rank + 1 :] if one > 0] for rank in range(len(seconds)))
-    return [each / median(other) if other else 1.0 for each, other in zip(seconds, others, strict=True)]
+    """The ratio of each worker's time to that of the others. A worker that only serves takes none for a shard."""
+    others = ([other for other in seconds[:rank] + seconds[rank + 1 :] if other > 0] for rank in range(len(seconds)))
+    return [own / median(other) if other else 1.0 for own, other in zip(seconds, others, strict=True)]
 
 
 # Another way for the sums when the one in use has become slow.
@@ -187,27 +187,27 @@ class StrategyPolicy(Policy):
                 f"StrategyPolicy({given}, look_every={look_every}): needs a strategy from {least} on, such as "
                 f"{{{least}: 'all-reduce'}}, and at least 1 step"
             )
-        self._given = sorted((bound, str(strategy)) for bound, strategy in given.items())
+        self._bounds = sorted((bound, str(strategy)) for bound, strategy in given.items())
         self._by_workers, self._look_every = workers is not None, look_every
         self.since = 0
         self.chosen = ""
 
     @property
     def needs_monitor(self) -> bool:  # type: ignore[override]
-        """If it follows the noise."""
+        """Whether the policy follows the noise."""
         return not self._by_workers
 
     def read_strategies(self, read: ReadStrategy) -> None:
-        """All that were given."""
-        self._given = [(bound, read(strategy)) for bound, strategy in self._given]
+        """Read the strategies that were given."""
+        self._bounds = [(bound, read(strategy)) for bound, strategy in self._bounds]
 
     def before_train(self, view: View) -> None:
-        """Begin with the right one."""
+        """Begin with the right strategy."""
         if self._by_workers:
             self._choose(view, view.world_size)
 
     def after_step(self, view: View) -> None:
-        """Choose again."""
+        """Choose the strategy again."""
         if self._by_workers:
             self._choose(view, view.world_size)
         elif view.strategy != "all-reduce":
@@ -218,8 +218,8 @@ class StrategyPolicy(Policy):
             self._choose(view, view.noise.scale / view.batch_size)
 
     def _choose(self, view: View, value: float) -> None:
-        fitting = [strategy for bound, strategy in self._given if bound <= value]
-        wanted = fitting[-1] if fitting else self._given[0][1]
+        fitting = [strategy for bound, strategy in self._bounds if bound <= value]
+        wanted = fitting[-1] if fitting else self._bounds[0][1]
         if wanted != (self.chosen or view.strategy):
             self.since, self.chosen = view.step, wanted
             figure = {"workers": view.world_size} if self._by_workers else {"noise_to_batch": value}

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Literal
 
-from unisono.adapt.batch_size_policies import Ramp
-from unisono.adapt.layout_trials import Layout, LayoutTrials, layout_of, useful_sizes
-from unisono.adapt.step_time import Bounds, StepTime, fit, goodput
+from unisono.adapt.batch_policies import Ramp
+from unisono.adapt.layouts import Bounds, Layout, LayoutTrials, StepTime, fit, goodput, layout_of, useful_sizes
 from unisono.adapt.view import Figure, Policy, View
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
@@ -30,7 +29,7 @@ class GoodputPolicy(Policy):
         goodput(W, B) = B / T(W, B) · (φ + B0) / (φ + B)
 
     T, the seconds of a step, is what was timed; where nothing was tried yet it is what a model says that is fitted to
-    what was (:class:`~unisono.adapt.step_time.StepTime`). What cannot be known yet is taken to be favourable. The
+    what was (:class:`~unisono.adapt.layouts.StepTime`). What cannot be known yet is taken to be favourable. The
     policy aims at the best of all batches and of up to double the workers that were seen, and goes there one step at a
     time: to the next number of workers or the next batch beyond those that were seen, never both at once.
 
@@ -86,24 +85,24 @@ class GoodputPolicy(Policy):
             factor, self._ramp = self._ramp.step()
             self.set_learning_rate(view.learning_rate * factor, steps_left=self._ramp.steps_left)
         self._trials = self._trials.after(view, self._patience, self._again_s)
-        found = view.observed.get(self.name, {})
-        if found and self._may_judge(view) and int(found["at_step"] or 0) > self._entered(view):
-            self._go(int(found["next_workers"] or 0), int(found["next_batch_size"] or 0), found, view)
+        best = view.observed.get(self.name, {})
+        if best and self._may_judge(view) and int(best["at_step"] or 0) > self._entered(view):
+            self._go(int(best["next_workers"] or 0), int(best["next_batch_size"] or 0), best, view)
 
     def observe(self, view: View) -> Mapping[str, Figure]:
         """Judge: where to go next, and what speaks for it; nothing if there is nothing better."""
         noise = view.noise
         if not self._may_judge(view) or noise is None or not (noise.scale or 0.0) > 0:
             return {}
-        now, model, seconds = layout_of(view), self._model(), self._trials.times.seconds
+        now, model, seconds = layout_of(view), self._model(), self._trials.seconds
         most = min(self._most or now.job_shards, now.job_shards)
         bounds = Bounds(view.base_batch_size, self._largest, self._fewest, most)
         promise = {
-            one: goodput(one, seconds.get(one) or model.seconds(one), noise, view.base_batch_size)
-            for one in (now, *bounds.layouts(now, seconds))
-            if one.workers == now.workers or self._trials.request.may_have(one.workers)
+            layout: goodput(layout, seconds.get(layout) or model.seconds(layout), noise, view.base_batch_size)
+            for layout in (now, *bounds.layouts(now, seconds))
+            if layout.workers == now.workers or self._trials.may_have(layout.workers)
         }
-        goal = max(promise, key=lambda one: (promise[one], -one.workers, -one.batch_size))
+        goal = max(promise, key=lambda layout: (promise[layout], -layout.workers, -layout.batch_size))
         if promise[goal] < (1 + self._margin) * promise[now]:
             return {}
         following = bounds.step_towards(goal, seconds)
@@ -120,14 +119,14 @@ class GoodputPolicy(Policy):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was tried, and the ramp."""
+        """Return the tried layouts, and the ramp."""
         return {"trial": self._trials.state(), "ramp": asdict(self._ramp), "decided_at": self._decided_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        found = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
-        self._trials = LayoutTrials.of(found["trial"])
-        self._ramp, self._decided_at = found["ramp"], found["decided_at"]
+        """Restore the result of :meth:`state_dict`."""
+        kept = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
+        self._trials = LayoutTrials.of(kept["trial"])
+        self._ramp, self._decided_at = kept["ramp"], kept["decided_at"]
 
     def _entered(self, view: View) -> int:
         """The step since which nothing has changed, and nothing was decided."""
@@ -135,7 +134,7 @@ class GoodputPolicy(Policy):
 
     def _may_judge(self, view: View) -> bool:
         """Whether there are times of this layout since it was entered, and nothing is under way."""
-        is_quiet = not self._ramp.steps_left and not self._trials.request.workers
+        is_quiet = not self._ramp.steps_left and not self._trials.workers
         return is_quiet and self._trials.noted > self._entered(view)
 
     def _go(self, workers: int, samples: int, why: Mapping[str, Figure], view: View) -> None:
@@ -159,16 +158,20 @@ class GoodputPolicy(Policy):
 
     def _model(self) -> StepTime:
         """The fitted one, as long as the figures are nearly those that it was fitted to."""
-        seconds = self._trials.times.seconds
+        seconds = self._trials.seconds
         known, model = self._fitted
-        if model is None or known.keys() != seconds.keys() or any(_differ(known[one], seconds[one]) for one in known):
+        if (
+            model is None
+            or known.keys() != seconds.keys()
+            or any(_differ(known[layout], seconds[layout]) for layout in known)
+        ):
             model = fit(seconds)
             self._fitted = seconds, model
         return model
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > SAME * one
+def _differ(first: float, second: float) -> bool:
+    return abs(first - second) > SAME * first
 
 
 class ScalingPolicy(Policy):
@@ -221,20 +224,20 @@ class ScalingPolicy(Policy):
     def after_step(self, view: View) -> None:
         """Time it; after some steps, compare."""
         self._trials = self._trials.after(view, self._patience, self._again_s)
-        if self._trials.noted == view.step and not self._trials.request.workers:
+        if self._trials.noted == view.step and not self._trials.workers:
             now = layout_of(view)
-            seen = {one.workers: step_s for one, step_s in self._trials.times.seconds.items() if _is_like(one, now)}
+            seen = {layout.workers: step_s for layout, step_s in self._trials.seconds.items() if _is_like(layout, now)}
             if (wanted := self._wanted(now, seen)) != now.workers:
                 figures = {f"step_s_{workers}": step_s for workers, step_s in sorted(seen.items())}
                 self.resize(wanted, before=now.workers, price=self._price, **figures)
                 self._trials = self._trials.asking(wanted, view)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was tried."""
+        """Return the tried layouts."""
         return self._trials.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Restore the result of :meth:`state_dict`."""
         self._trials = LayoutTrials.of(state)
 
     def _wanted(self, now: Layout, seen: Mapping[int, float]) -> int:
@@ -248,8 +251,8 @@ class ScalingPolicy(Policy):
         larger = [workers for workers in sizes if workers > now.workers and self._could_pay(workers, seen, now, limit)]
         smaller = [workers for workers in reversed(sizes) if workers < now.workers]
         new = [workers for workers in (*larger[:2], *smaller[:2]) if workers not in seen]
-        in_turn = [bounded] if bounded != now.workers else [*sorted(better, key=lambda one: costs[one]), *new]
-        return next((workers for workers in in_turn if self._trials.request.may_have(workers)), now.workers)
+        in_turn = [bounded] if bounded != now.workers else [*sorted(better, key=lambda workers: costs[workers]), *new]
+        return next((workers for workers in in_turn if self._trials.may_have(workers)), now.workers)
 
     def _could_pay(self, workers: int, seen: Mapping[int, float], now: Layout, limit: float) -> bool:
         """Whether more workers would, if they scaled perfectly from each smaller number that was timed."""
@@ -261,16 +264,16 @@ class ScalingPolicy(Policy):
         return (1 + self._price * workers) * step_s
 
 
-def _is_like(one: Layout, other: Layout) -> bool:
-    """But for the workers."""
-    return replace(one, workers=other.workers) == other
+def _is_like(first: Layout, second: Layout) -> bool:
+    """Whether two layouts are alike but for the number of workers."""
+    return replace(first, workers=second.workers) == second
 
 
 # How often to write a checkpoint.
 
 
 def mean_time_between_failures(seconds: float, failures: int, prior_s: float) -> float:
-    """What is expected after so many failures in so many seconds, if one in ``prior_s`` was expected before.
+    """The expected time after so many failures in so many seconds, if one in ``prior_s`` was expected before.
 
     The mean of the rate under a Gamma prior with one failure in ``prior_s`` seconds: before anything has failed the
     estimate is the prior, or what was survived and the prior together; after many failures the prior counts for one.
@@ -367,12 +370,12 @@ class SpotPolicy(Policy):
     def observe(self, view: View) -> Mapping[str, Figure]:
         """Look at the market."""
         try:
-            found = dict(self._market())
+            market = dict(self._market())
         except OSError as error:
             return {"problem": f"{type(error).__name__}: {error}"}
-        if not {"price", "notices"} >= found.keys() or not all(_is_amount(value) for value in found.values()):
-            raise ValueError(f"market() gave {found}: it takes a 'price' and 'notices', numbers from 0 on")
-        return {"price": found.get("price"), "notices": found.get("notices") or 0}
+        if not {"price", "notices"} >= market.keys() or not all(_is_amount(value) for value in market.values()):
+            raise ValueError(f"market() gave {market}: it takes a 'price' and 'notices', numbers from 0 on")
+        return {"price": market.get("price"), "notices": market.get("notices") or 0}
 
     def after_step(self, view: View) -> None:
         """Answer what the market says, and write a checkpoint if one is due."""

@@ -1,10 +1,11 @@
-"""The noise of gradients, from the squared norms of a step's gradients."""
+"""The noise of gradients, from the squared norms of a step; and which figures are measured in the steps themselves."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import require_kinds
+from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
 from unisono.received import short
 
@@ -43,7 +44,7 @@ class Average:
         return self.total / self.weight if self.weight else None
 
 
-# What the squared norms of a step's gradients say about their noise.
+# The noise of a step's gradients, by their squared norms.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Noise:
         return self.variance / self.signal if self.signal > 0 else None
 
     def gain(self, base: float, batch: float) -> float:
-        """How many steps with a batch of ``base`` samples one with ``batch`` is worth: AdaScale's gain, 1 … batch/base.
+        """Return how many steps of ``base`` samples a step of ``batch`` is worth: AdaScale's gain, 1 … batch/base.
 
         Johnson et al., ICML 2020: r = (σ² + μ²) / (σ²/S + μ²), where σ² = tr(Σ) / base, μ² = |G|² and S = batch / base.
 
@@ -134,7 +135,7 @@ class Noise:
         return 1.0 if scale is None else (scale + base) / (scale + batch)
 
 
-# What the shards' losses say of the samples' losses.
+# The samples' losses, by the shards' losses.
 
 
 def loss_variance(losses: Sequence[float], sizes: Sequence[float]) -> float | None:
@@ -158,7 +159,7 @@ def loss_variance(losses: Sequence[float], sizes: Sequence[float]) -> float | No
 # Which steps are watched, and how closely.
 
 ELEMENTS = 2**20
-"""Of a gradient that are read at least, unless the user says otherwise: then watching costs next to nothing."""
+"""The elements of a gradient that are read at least by default: so watching costs next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,7 @@ class Monitoring:
             for none.
         curvature_every: steps from one before whose update curvature is measured to the next; 0 for none.
         curvature: what is measured then, by the names of
-            :class:`~unisono.adapt.curvature_question.CurvatureQuestion`; the critical sharpness alone, if nothing is
-            said.
+            :class:`~unisono.adapt.norms.CurvatureQuestion`; the critical sharpness alone, if nothing is said.
 
     Raises:
         JobError: a setting is of another type, or below 0.
@@ -213,7 +213,7 @@ class Monitoring:
         return bool(self.curvature_every) and call == 0 and step % self.curvature_every == 0
 
     def blocks_of(self, tensors: Iterable["Tensor"]) -> int:
-        """How many blocks one stands for, in gradients of these tensors."""
+        """The number of blocks that a read block stands for, in gradients of these tensors."""
         return self.one_in or max(1, sum(tensor.numel() for tensor in tensors) // ELEMENTS)
 
 
@@ -225,19 +225,14 @@ _NOTHING = Average(DECAY)
 
 @dataclass(frozen=True, slots=True)
 class NoiseAverage:
-    """Averages of variance and signal, each on its own: only their quotient is biased, and only once.
-
-    Attributes:
-        variance: the average of the steps' variances so far.
-        signal: the average of the steps' signals so far.
-    """
+    """Averages of variance and signal, each on its own: only their quotient is biased, and only once."""
 
     variance: Average = _NOTHING
     signal: Average = _NOTHING
 
     @classmethod
     def of(cls, decay: float) -> "NoiseAverage":
-        """Nothing seen yet, with a decay per step."""
+        """Return an average without values, with a decay per step."""
         return cls(Average(decay), Average(decay))
 
     def after(self, norms: GradientNorms) -> "NoiseAverage":
@@ -252,3 +247,49 @@ class NoiseAverage:
         """The averages; None before the first step."""
         variance, signal = self.variance.value, self.signal.value
         return None if variance is None or signal is None else Noise(variance, signal)
+
+
+# The curvature to measure, and the names of the results.
+
+FIGURES = ("critical_step", "critical_sharpness", "largest_eigenvalue", "hessian_trace")
+"""The names in lines of ``metrics.jsonl``."""
+
+CONFIDENCE = "confidence/"
+"""The prefix of the name of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvatureQuestion:
+    """The curvature to measure.
+
+    Attributes:
+        iterations: the most products with the Hessian for its largest eigenvalue; 0 leaves it out. 50 are plenty.
+        vectors: the number of drawn vectors for its trace; 0 leaves it out.
+        critical: whether to measure the critical step and sharpness, by one gradient and about 6 forward passes.
+        start: the first guess of the critical step, such as the one that was found before, which saves passes.
+        confidence: whether to measure how sure each layer's gradient is, by two gradients.
+
+    Raises:
+        JobError: a setting is of another type, or out of range.
+    """
+
+    iterations: int = 0
+    vectors: int = 0
+    critical: bool = True
+    start: float = 1.0
+    confidence: bool = False
+
+    def __post_init__(self) -> None:
+        require_kinds(CurvatureQuestion, asdict(self))
+        if self.iterations < 0 or self.vectors < 0 or not 0 < self.start < math.inf:
+            raise JobError(f"run.curvature: {self} needs numbers from 0 on, and above 0 for start")
+
+
+def question_of(settings: Mapping[str, Any]) -> CurvatureQuestion:
+    """Read from a script's settings which curvature to measure.
+
+    Raises:
+        JobError: there is no such setting, or it is of another type or out of range.
+    """
+    require_known(CurvatureQuestion, settings)
+    return CurvatureQuestion(**settings)

@@ -28,11 +28,9 @@ class SquaredNorms:
     the last block lacks, are always read.
 
     Args:
-        tensors: the number of tensors of a gradient.
         one_in: the number of blocks that one block stands for.
 
     Attributes:
-        one_in: the same.
         offset: the number of the first block that is read.
     """
 
@@ -44,12 +42,12 @@ class SquaredNorms:
         self._scales: dict[tuple[tuple[int, float], ...], Tensor] = {}
 
     def begin(self) -> None:
-        """Another gradient."""
+        """Begin with another gradient."""
         self._parts = [()] * len(self._parts)
         self._small = {}
 
     def take(self, number: int, tensor: Tensor | None) -> None:
-        """One of its tensors, once each, in any order; not changed before :meth:`total`. What is absent is 0."""
+        """Take a tensor of the gradient, in any order; it stays unchanged until :meth:`total`. Absent ones are 0."""
         if tensor is None or not tensor.numel():
             return
         if tensor.numel() <= SMALL:
@@ -81,11 +79,11 @@ class SquaredNorms:
         return total + float(torch.dot(norms.square(), self._scales_of(parts).to(norms.device)))
 
     def _scales_of(self, parts: Sequence["_Part"]) -> Tensor:
-        """How many blocks each of the norms stands for."""
+        """The number of blocks that each of the norms stands for."""
         key = tuple((part.norms.numel(), part.scale) for part in parts)
         if key not in self._scales:
-            each = [torch.full((count,), scale, dtype=torch.float64) for count, scale in key]
-            self._scales[key] = torch.cat(each)
+            scales = [torch.full((count,), scale, dtype=torch.float64) for count, scale in key]
+            self._scales[key] = torch.cat(scales)
         return self._scales[key]
 
 
@@ -93,9 +91,7 @@ def squares_of(tensors: Sequence[Tensor | None], rank: int, workers: int) -> Ten
     """The squared norms of the pieces of a gradient that are one worker's to read.
 
     The places of the others are 0, so the sum over all workers has every piece's, with the same bits for any number.
-
-    Returns:
-        1-D of float64, a place per piece.
+    The result is 1-D, of float64, with a place per piece.
     """
     pieces = [piece for tensor in tensors if tensor is not None for piece in _pieces(tensor.detach().reshape(-1))]
     squares = torch.zeros(len(pieces), dtype=torch.float64)
@@ -108,8 +104,8 @@ def squares_of(tensors: Sequence[Tensor | None], rank: int, workers: int) -> Ten
 def _pieces(flat: Tensor) -> list[Tensor]:
     """Blocks as rows of matrices, and what the last block lacks in one of a single row."""
     whole = flat.numel() // BLOCK * BLOCK
-    found = [*flat[:whole].view(-1, BLOCK).split(PIECE // BLOCK), flat[whole:].view(1, -1)]
-    return [piece for piece in found if piece.numel()]
+    pieces = [*flat[:whole].view(-1, BLOCK).split(PIECE // BLOCK), flat[whole:].view(1, -1)]
+    return [piece for piece in pieces if piece.numel()]
 
 
 class _Part(NamedTuple):

@@ -1,4 +1,4 @@
-"""Policies: what watches training from inside and changes it while it runs; and what they see."""
+"""Policies, which watch training from inside and change it while it runs; and their view of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 
 from unisono.adapt.norms import GradientNorms, Noise
 from unisono.errors import Unreadable
-from unisono.plan.links import Links
+from unisono.plan.topology import Links
 from unisono.received import short, value_of
 
-# What a policy wants, and why.
+# The decisions of a policy, and their reasons.
 
 Verb = Literal[
     "resize",
@@ -59,16 +59,16 @@ class Decision:
 
 def decisions_digest(decisions: Sequence[Decision]) -> int:
     """A number above 0 and below 2**49 that differs where decisions do; the figures behind them do not count."""
-    told = json.dumps([[one.policy, one.verb, one.value, one.shards] for one in decisions])
-    return 1 + int.from_bytes(hashlib.blake2b(told.encode(), digest_size=6).digest(), "little")
+    text = json.dumps([[decision.policy, decision.verb, decision.value, decision.shards] for decision in decisions])
+    return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-# What a worker measured of its own steps.
+# A worker's measurements of its own steps.
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """One worker's figures, all of its own clock. They ride with the control word, so that all workers see the same.
+    """A worker's figures, by its own clock. They travel with the control word, so that all workers see the same.
 
     Attributes:
         shard_s: seconds that one shard took, in this step.
@@ -161,10 +161,10 @@ def shards_for(batch_size: int, base_shards: int, largest_shard: int) -> int:
     return shards
 
 
-# What a policy sees.
+# The view of a policy.
 
 LOCAL = ("seconds", "samples_per_s", "generation", "world_size")
-"""What workers may find different in a line of metrics. It has its places in the view, where it is the same on all."""
+"""The fields of a line of metrics that may differ between workers. In the view, they are the same on all workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class View:
     @property
     def step_s(self) -> float:
         """Seconds that the slowest worker took for the step before; 0 if that is not known."""
-        return max((each.step_s for each in self.workers), default=0.0)
+        return max((worker.step_s for worker in self.workers), default=0.0)
 
 
 ReadStrategy = Callable[[object], str]
@@ -273,16 +273,16 @@ class Policy:
     # -- hooks
 
     def before_train(self, view: View) -> None:
-        """The first step is about to be computed."""
+        """Called before the first step is computed."""
 
     def after_step(self, view: View) -> None:
-        """A step is committed, and the loop's body is done."""
+        """Called when a step is committed, and the loop's body is done."""
 
     def after_epoch(self, view: View) -> None:
-        """It was the last one of an epoch; comes after :meth:`after_step`."""
+        """Called after the last step of an epoch, after :meth:`after_step`."""
 
     def after_train(self, view: View) -> None:
-        """The script finishes the run. Verbs do nothing any more."""
+        """Called when the script finishes the run. Verbs do nothing any more."""
 
     def observe(self, view: View) -> Mapping[str, Figure]:
         """Look at the world outside: clocks, prices, notices. Called on the main worker alone, before the other hooks.
@@ -355,7 +355,7 @@ class Policy:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`: sets what that has, and nothing else.
+        """Restore the result of :meth:`state_dict`, and nothing else.
 
         Raises:
             Unreadable: there is another name in it, or a value of another kind. Then nothing has changed.
@@ -372,9 +372,9 @@ class Policy:
         vars(self).update(state)
 
     def decided(self) -> list[Decision]:
-        """What was asked for since the last time; forgets it."""
-        found = vars(self).pop("_decisions", [])
-        return list(found)
+        """Return the decisions since the last call, and forget them."""
+        decisions = vars(self).pop("_decisions", [])
+        return list(decisions)
 
     def _decide(
         self, verb: Verb, value: float | int | str | None, why: Mapping[str, Figure], shards: int | None = None
@@ -382,8 +382,8 @@ class Policy:
         vars(self).setdefault("_decisions", []).append(Decision(self.name, verb, value, dict(why), shards))
 
 
-def _require_alike(own: Any, found: Any, what: str) -> None:
-    """Refuse a value of another kind than there is. All numbers are of one kind; what is None may become anything."""
-    if own is None or found is None or type(own) is type(found) or (isinstance(own, Real) and isinstance(found, Real)):
+def _require_alike(own: Any, value: Any, name: str) -> None:
+    """Refuse a value of another kind than the present one. All numbers are of one kind; None may become anything."""
+    if own is None or value is None or type(own) is type(value) or (isinstance(own, Real) and isinstance(value, Real)):
         return
-    raise Unreadable(f"{what} is {short(found)}, and no {type(own).__name__}")
+    raise Unreadable(f"{name} is {short(value)}, and no {type(own).__name__}")

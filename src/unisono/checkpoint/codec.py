@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint.layout import DTYPES, array_of, bytes_of, is_kept, numpy_dtype, require_dense, sizes
+from unisono.checkpoint.tensor_bytes import DTYPES, array_of, bytes_of, is_kept, numpy_dtype, require_dense, sizes
 from unisono.errors import CheckpointError
 from unisono.received import short
+from unisono.word_sums import combined, sums_of_words
+from unisono.words import MODULUS
 
 SUPPORTED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, set, deque, dict, OrderedDict, Counter, dense torch "
@@ -24,12 +27,13 @@ SUPPORTED = (
 )
 
 
-def flatten(tree: Any, *, hollow: bool = False) -> tuple[Any, dict[str, Tensor]]:
+def flatten(tree: Any, *, hollow: bool = False, name: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take a tree of state apart.
 
     Args:
         tree: dicts, lists and tuples of numbers, text, tensors and arrays, as in any ``state_dict()``.
         hollow: whether tensors may be on the meta device, in place of those that another process has.
+        name: the name of the tree, with which messages and names of tensors begin.
 
     Returns:
         a JSON value without NaN and infinities, and the tensors it refers to by name: the tree's own, not copies,
@@ -38,24 +42,32 @@ def flatten(tree: Any, *, hollow: bool = False) -> tuple[Any, dict[str, Tensor]]
     Raises:
         CheckpointError: something else is in it; names the place and the type.
     """
-    writer = _Writer(hollow)
-    return writer.encode(tree, _Place()), writer.tensors
+    encoder = _Encoder(hollow)
+    return encoder.encode(tree, _Place(name)), encoder.tensors
+
+
+def can_keep(tree: Any) -> bool:
+    """Whether a tree of state can be taken apart."""
+    try:
+        flatten(tree)
+    except CheckpointError:
+        return False
+    return True
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Put a tree of state together again: the inverse of :func:`flatten`, types, order and memory layout included.
 
-    A parameter comes back as a plain tensor. All tensors are where ``tensors`` are. Whoever wrote the two, nothing
+    A parameter comes back as a plain tensor. All tensors are where ``tensors`` are. Whatever wrote the two, nothing
     comes of them but what :func:`flatten` takes, and no more memory is taken than they have, several times over.
 
     Raises:
-        CheckpointError: they are not what :func:`flatten` makes; says what is wrong.
+        CheckpointError: they are no result of :func:`flatten`; says what is wrong.
     """
-    return Decoder(tensors).tree(skeleton)
+    return _Decoder(tensors).tree(skeleton)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """A place in a tree: in words, and how deep it is."""
 
     path: str = ""
@@ -68,7 +80,7 @@ class _Place:
         return _Place(f"{self.path}[{item!r}]", self.depth + 1)
 
 
-class _Writer:
+class _Encoder:
     def __init__(self, hollow: bool) -> None:
         self._hollow = hollow
         self.tensors: dict[str, Tensor] = {}
@@ -84,8 +96,8 @@ class _Writer:
             return [self.encode(part, place.item(number)) for number, part in enumerate(value)]
         if kind in (dict, OrderedDict):
             return self._encode_dict(value, place)
-        if kind in KINDS:
-            name = KINDS[kind]
+        if kind in NAMES:
+            name = NAMES[kind]
             return _marked(name, self.encode(FORMS[name].simpler(value), place))
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return self._encode_numbers(value, place)
@@ -124,7 +136,7 @@ class _Writer:
 
     def _encode_tensor(self, tensor: Tensor, place: _Place) -> Any:
         name = self._name(tensor, place)
-        return _marked("tensor", name, *_layout(self.tensors[name]))
+        return _marked("tensor", name, *_strides(self.tensors[name]))
 
     def _name(self, tensor: Tensor, place: _Place) -> str:
         """The name of a tensor among those that are kept; the same tensor has one."""
@@ -163,7 +175,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 
 
-def _layout(tensor: Tensor) -> list[list[int]]:
+def _strides(tensor: Tensor) -> list[list[int]]:
     """The strides that a copy of a tensor has, unless it lies row by row.
 
     Fused optimizers go through parameters and state by address, so state needs to lie as its parameters do.
@@ -182,24 +194,40 @@ def _row_by_row(shape: torch.Size) -> tuple[int, ...]:
 def _require_dense(tensor: Tensor, place: _Place, hollow: bool) -> None:
     if type(tensor) not in (Tensor, nn.Parameter):
         raise _unsupported(_type(tensor), place)
-    for trait, found in {
+    traits = {
         str(tensor.layout): tensor.layout is not torch.strided,
         "nested": tensor.is_nested,
         "quantized": tensor.is_quantized,
         "meta": tensor.is_meta and not hollow,
-    }.items():
-        if found:
-            raise _unsupported(f"{trait} tensor", place)
+    }
+    if unwanted := [trait for trait, has_it in traits.items() if has_it]:
+        raise _unsupported(f"{unwanted[0]} tensor", place)
 
 
 def _type(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _unsupported(what: str, place: _Place) -> CheckpointError:
+def _unsupported(kind: str, place: _Place) -> CheckpointError:
     return CheckpointError(
-        f"{place.path or 'the state'} is a {what}, which cannot be kept: state is made of {SUPPORTED}"
+        f"{place.path or 'the state'} is a {kind}, which cannot be kept: state is made of {SUPPORTED}"
     )
+
+
+def tree_digest(tree: Any) -> int:
+    """A number of 64 bits for a tree of state: its tensors' words, and all numbers and text beside them.
+
+    Raises:
+        CheckpointError: it holds something that cannot be kept; names it.
+    """
+    return flat_digest(*flatten(tree))
+
+
+def flat_digest(text: Any, tensors: Mapping[str, Tensor]) -> int:
+    """The digest of a tree that is taken apart; see :func:`flatten`."""
+    of_text = blake2b(json.dumps(text).encode(), digest_size=8).digest()
+    sums = sums_of_words([tensors[name] for name in sorted(tensors)])
+    return (int.from_bytes(of_text, "big") + combined(sums)) % MODULUS or 1
 
 
 # How values that JSON does not have are written by means of those that it has.
@@ -208,37 +236,24 @@ MARK = "~"
 """A JSON object whose only key is this stands for something that JSON does not have: ``{"~": [kind, …]}``."""
 
 DEEPEST = 100
-"""How many levels of containers a state may have: far more than any has, and few enough to be read back."""
+"""The most levels of containers in a state: far more than any has, and few enough to be read back."""
 
 _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A way to write values of one type by means of simpler ones.
-
-    Attributes:
-        kind: the type of these values.
-        written: the type of the simpler value.
-        simpler: a function that makes the simpler value.
-        build: the inverse function, which may raise anything for a value that was never written.
-    """
+class Form(NamedTuple):
+    """A way to write values of one type by means of simpler ones, of the type ``written``."""
 
     kind: type
     written: type
     simpler: Callable[[Any], Any]
-    build: Callable[[Any], Any]
+    build: Callable[[Any], Any]  # may raise anything for a value that was never written
 
 
 def _deque(parts: dict[str, Any]) -> deque[Any]:
     if parts.keys() != {"parts", "maxlen"} or type(parts["parts"]) is not list:
         raise CheckpointError("a deque has parts, and maxlen")
     return deque(parts["parts"], parts["maxlen"])
-
-
-def _float(text: str) -> float:
-    found: float = struct.unpack(">d", bytes.fromhex(text))[0]
-    return found
 
 
 def _complex(parts: list[Any]) -> complex:
@@ -261,32 +276,30 @@ FORMS = {
     "deque": Form(deque, dict, lambda it: {"parts": list(it), "maxlen": it.maxlen}, _deque),
     "counter": Form(Counter, dict, dict, Counter),
     "bytes": Form(bytes, str, bytes.hex, bytes.fromhex),
-    "float": Form(float, str, lambda it: struct.pack(">d", it).hex(), _float),
+    "float": Form(
+        float, str, lambda it: struct.pack(">d", it).hex(), lambda it: struct.unpack(">d", bytes.fromhex(it))[0]
+    ),
     "complex": Form(complex, list, lambda it: [it.real, it.imag], _complex),
     "dtype": Form(torch.dtype, str, lambda it: str(it).removeprefix("torch."), lambda it: DTYPES[it]),
     "device": Form(torch.device, str, str, _device),
 }
-KINDS = {form.kind: kind for kind, form in FORMS.items()}
+NAMES = {form.kind: name for name, form in FORMS.items()}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON has this value, other than a list or an object."""
+    """Whether JSON has this value as it is; of lists and objects that depends on their elements."""
     kind = type(value)
     return value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value))
 
 
-# From a skeleton and tensors to a tree of state, whoever wrote the two.
+# From a skeleton and tensors to a tree of state, from any source.
 
 _LEVELS = 2 * DEEPEST + 8
-"""Of lists and objects in a skeleton that stands for a tree of at most ``DEEPEST`` levels."""
+"""The most levels of lists and objects in a skeleton that stands for a tree of at most ``DEEPEST`` levels."""
 
 
-class Decoder:
-    """Puts one tree together.
-
-    Args:
-        tensors: those that the skeleton refers to, by name.
-    """
+class _Decoder:
+    """Puts one tree together, of tensors by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -295,11 +308,6 @@ class Decoder:
         self._bytes: dict[str, np.ndarray[Any, Any]] = {}
 
     def tree(self, skeleton: Any) -> Any:
-        """What a skeleton stands for.
-
-        Raises:
-            CheckpointError: it is none; says what is wrong.
-        """
         try:
             return self._decode(skeleton, 0)
         except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error) as error:

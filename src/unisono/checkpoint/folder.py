@@ -1,23 +1,23 @@
-"""The run folder: what a run leaves behind for people and programs to read."""
+"""The run folder: the files that a run writes for people and programs."""
 
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.writer import Hold, Writer, newest_term, who_holds
-from unisono.errors import JobError, LaunchError, Superseded, UnisonoWarning, Unreadable
+from unisono.checkpoint.writer import Hold, Writer, describe_holder, newest_term
+from unisono.errors import JobError, LaunchError, Superseded, Unreadable
+from unisono.host.tracebacks import warn
 from unisono.jsonl import append_line, open_lines, raw_lines, read_lines, to_json
 from unisono.received import parse_json, read_object
 
-ASKED, FOUND = "asked.json", "found.json"
-"""Files with which ``unisono curvature`` asks workers, and in which it finds what they have measured."""
+CURVATURE_REQUEST, CURVATURE_RESULT = "asked.json", "found.json"
+"""The files with the request of ``unisono curvature`` to workers, and with the result of their measurement."""
 
 UNPROVEN = "by a fault of the memory, or by what the script does on some workers only"
-"""How the states of workers come to differ where no worker finds a fault in its own memory."""
+"""The reason why workers' states differ where no worker finds a fault in its own memory."""
 
 
 class RunFolder:
@@ -38,7 +38,7 @@ class RunFolder:
         self._hold: Hold | None = None
 
     def written_by(self, writer: Writer) -> None:
-        """From now on a worker writes here as long as it has the right to."""
+        """Let a worker write here from now on, as long as it has the right to."""
         self.writer = writer
 
     def _obstacle(self) -> str:
@@ -56,7 +56,7 @@ class RunFolder:
 
     @property
     def term(self) -> int:
-        """Of the newest start of a job in this folder; 0 before the first."""
+        """The number of the newest start of a job in this folder; 0 before the first."""
         return newest_term(self.path) if self._hold is None else self._hold.term
 
     def hold(self) -> None:
@@ -112,7 +112,7 @@ class RunFolder:
             raise JobError(f"{self.path} cannot be a run folder: {error}; choose another one with run_dir=") from error
 
     def read_result(self) -> dict[str, Any] | None:
-        """What ``result.json`` says; None while there is none.
+        """Read ``result.json``; None while there is no such file.
 
         Raises:
             JobError: ``result.json`` is damaged.
@@ -128,7 +128,7 @@ class RunFolder:
         """
         path = self.path / "result.json"
         if self._hold is not None and newest_term(self.path) > self._hold.term:
-            raise Superseded(f"{path} is another start's: {who_holds(self.path)}")
+            raise Superseded(f"{path} is another start's: {describe_holder(self.path)}")
         if self.writer is not None:
             if self.writer.obstacle():
                 return
@@ -151,19 +151,20 @@ class RunFolder:
         except OSError as error:
             warn_unwritten(path, error)
 
-    def tells(self, event: str, fields: Mapping[str, Any]) -> bool:
+    def has_event(self, event: str, fields: Mapping[str, Any]) -> bool:
         """Whether the journal has a line of this event with these fields."""
-        told = parse_json(to_json(dict(fields)))
-        return any(
-            one.get("event") == event and all(one.get(name) == value for name, value in told.items())
-            for one in self._events()
-        )
+        wanted = parse_json(to_json({"event": event, **fields}))
+        return any(all(line.get(name) == value for name, value in wanted.items()) for line in self._events())
 
     def mended(self) -> dict[str, list[dict[str, Any]]]:
-        """What the journal says of states that were wrong: who was given the right one, when the run went back."""
+        """Return the journal's lines about wrong states: which workers got the right state, when the run went back."""
         events = self._events()
         return {
-            name: [{key: one.get(key) for key in fields} for one in events if _tells_of_fault(one, event)]
+            name: [
+                {key: line.get(key) for key in fields}
+                for line in events
+                if line.get("event") == event and line.get("fault") is not False
+            ]
             for name, event, fields in (
                 ("healed", "healed", ("step", "what", "ranks", "hosts")),
                 ("rolled_back", "rolled back", ("step", "to", "why", "proven")),
@@ -178,7 +179,7 @@ class RunFolder:
             return []
 
     def close(self) -> None:
-        """Close what is open, and let other starts have the folder."""
+        """Close all files, and let other starts have the folder."""
         self.metrics.close()
         if self._hold is not None:
             self._hold.release()
@@ -189,11 +190,7 @@ class MetricsFile:
     """A file of JSON lines, each written at once: a worker that is killed takes none with it.
 
     Args:
-        path: the path of the file.
         obstacle: a function that returns why nothing may be written now, or an empty text. Lines wait until they may.
-
-    Attributes:
-        path: the path of the file.
     """
 
     def __init__(self, path: Path, obstacle: Callable[[], str] = lambda: "") -> None:
@@ -212,19 +209,18 @@ class MetricsFile:
             return
         waiting, self._waiting = self._waiting, []
         try:
-            if self._descriptor is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = open_lines(self.path)
-            for each in waiting:
-                append_line(self._descriptor, each)
+            for line in waiting:
+                if self._descriptor is None:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    self._descriptor = open_lines(self.path)
+                append_line(self._descriptor, line)
         except OSError as error:
             warn_unwritten(self.path, error)
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
         """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again.
 
-        Returns:
-            the lines that stay.
+        Return the lines that stay.
 
         Raises:
             JobError: the file is none that could be read; says what to do.
@@ -244,8 +240,8 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; writing opens it again."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None  # also where closing it fails
+            os.close(descriptor)
 
 
 def new_run_folder(base: Path, stem: str) -> Path:
@@ -276,10 +272,6 @@ def write_json(path: Path, value: Any) -> None:
     _replace(path, to_json(value, indent=2))
 
 
-def _tells_of_fault(line: Mapping[str, Any], event: str) -> bool:
-    return line.get("event") == event and line.get("fault") is not False
-
-
 def _file_of(worker: int | str) -> str:
     return f"rank-{worker}" if isinstance(worker, int) else worker
 
@@ -301,7 +293,7 @@ def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(beside, "wb", opener=_opened_itself) as file:
+        with open(beside, "wb", opener=_no_link) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -310,21 +302,21 @@ def _replace(path: Path, data: bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _opened_itself(path: str, flags: int) -> int:
+def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def _belongs(line: bytes, step: int) -> bool:
     try:
-        found = parse_json(line)
+        value = parse_json(line)
     except ValueError:
         return False
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         return False
-    theirs = found.get("step")
-    return not isinstance(theirs, int) or theirs <= step
+    its_step = value.get("step")
+    return not isinstance(its_step, int) or its_step <= step
 
 
 def warn_unwritten(path: Path, error: OSError) -> None:
     """Tell that a file of the run lacks something, and that the run goes on."""
-    warnings.warn(f"{path} is incomplete: {error}. The run goes on", UnisonoWarning, stacklevel=4)
+    warn(f"{path} is incomplete: {error}. The run goes on")

@@ -1,4 +1,6 @@
-"""One checkpoint: a run's state at a step, in a folder of its own."""
+"""A checkpoint: a run's state at a step, in a folder of its own."""
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -12,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.quick_digest import flat_digest, tree_digest
-from unisono.checkpoint.tensors import (
+from unisono.checkpoint.codec import flat_digest, flatten, tree_digest, unflatten
+from unisono.checkpoint.tensor_bytes import (
     WHOLE,
     Share,
     copies,
@@ -27,8 +28,8 @@ from unisono.checkpoint.tensors import (
 from unisono.device import Handover
 from unisono.errors import CheckpointError, Unreadable
 from unisono.failpoints import failpoint
-from unisono.finite import is_finite
 from unisono.received import open_file, read_object, short, value_of
+from unisono.words import is_finite
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -36,13 +37,13 @@ STATE = "state.json"
 NOBODY: Mapping[str, int] = {}
 PARTS = ("model", "optimizer", "state")
 DIGESTED = ("model", "optimizer")
-"""What an update changes."""
+"""The parts that an update changes."""
 
 NAMED = 8
 """Tensors that are not finite, of which a manifest gives the names."""
 
-_WRITTEN = tuple[dict[str, dict[str, Any]], dict[str, list[str]], list[str]]
-"""What a process says that it has written: what the manifest says of its files, the names of tensors by part, and of
+_Written = tuple[dict[str, dict[str, Any]], dict[str, list[str]], list[str]]
+"""A process's report of what it has written: the manifest's entries for its files, the names of tensors by part, and of
 those that are not finite."""
 
 _FILE = re.compile(rf"({'|'.join(PARTS)})(-[1-9][0-9]{{0,5}})?\.safetensors")
@@ -75,13 +76,26 @@ class Snapshot:
         """
         return {part: tree_digest(getattr(self, part)) for part in DIGESTED}
 
-    def copied(self) -> "Snapshot":
-        """The same with tensors of its own."""
-        flat = (flatten(getattr(self, part)) for part in PARTS)
-        return Snapshot(
-            self.step,
-            *(unflatten(text, {name: each.clone() for name, each in tensors.items()}) for text, tensors in flat),
-        )
+    def copied(self) -> Snapshot:
+        """Return a copy with tensors of its own."""
+        return Snapshot(self.step, *(_with_own_tensors(*flatten(getattr(self, part))) for part in PARTS))
+
+
+def as_tree(snapshot: Snapshot) -> list[Any]:
+    """A snapshot as a tree that can be broadcast: the arguments of its type."""
+    return [snapshot.step, snapshot.model, snapshot.optimizer, snapshot.state]
+
+
+def as_snapshot(tree: Any) -> Snapshot:
+    """The inverse of :func:`as_tree`, of what another worker has sent.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    match tree:
+        case [int(step), dict(model), list(optimizer), dict(state)] if step >= 0:
+            return Snapshot(step, model, optimizer, state)
+    raise CheckpointError(f"{short(tree)} is no state of a run: another worker has sent it")
 
 
 @dataclass(frozen=True)
@@ -116,28 +130,28 @@ class FrozenSnapshot:
         return self.copies
 
     @classmethod
-    def of(cls, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> "FrozenSnapshot":
+    def of(cls, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> FrozenSnapshot:
         """Copy a snapshot, or this process's share of it. Then it is collective.
 
         Raises:
             CheckpointError: it holds something that cannot be kept; names it.
         """
         text: dict[str, Any] = {"step": snapshot.step}
-        found: dict[str, dict[str, Tensor]] = {}
+        tensors: dict[str, dict[str, Tensor]] = {}
 
         def take_apart() -> None:
             for part in PARTS:
-                text[part], found[part] = flatten(getattr(snapshot, part), hollow=share is not WHOLE)
-                require_kept(found[part])
+                text[part], tensors[part] = flatten(getattr(snapshot, part), hollow=share is not WHOLE)
+                require_kept(tensors[part])
 
         share.together(take_apart)
-        registered = flat_digest(text["state"], found["state"]) if share is WHOLE else 0
-        tensors = {part: copies(found[part], share.copy) for part in PARTS}
+        registered = flat_digest(text["state"], tensors["state"]) if share is WHOLE else 0
+        own = {part: copies(tensors[part], share.copy) for part in PARTS}
         trained = snapshot.state.get("trained", ()) if isinstance(snapshot.state, dict) else ()
-        names = {part: list(found[part]) for part in PARTS}
-        devices = {each.device for part in PARTS for each in found[part].values()}
+        names = {part: list(tensors[part]) for part in PARTS}
+        devices = {tensor.device for part in PARTS for tensor in tensors[part].values()}
         arrived = tuple(map(Handover, devices))
-        return cls(snapshot.step, text, tensors, verified, names, frozenset(trained), registered, arrived)
+        return cls(snapshot.step, text, own, verified, names, frozenset(trained), registered, arrived)
 
     def require_verified(self) -> None:
         """Refuse a copy that is not what all workers held.
@@ -152,11 +166,7 @@ class FrozenSnapshot:
 
     def thawed(self) -> Snapshot:
         """The snapshot again, with tensors of its own."""
-        parts = [
-            unflatten(self.text[part], {name: each.clone() for name, each in self.tensors[part].items()})
-            for part in PARTS
-        ]
-        return Snapshot(self.step, *parts)
+        return Snapshot(self.step, *(_with_own_tensors(self.text[part], self.tensors[part]) for part in PARTS))
 
     def digests(self) -> Digests:
         """As :meth:`Snapshot.digests` of the snapshot of which this is a copy: others, if the copy has changed."""
@@ -165,31 +175,25 @@ class FrozenSnapshot:
     def write(self, folder: Path, share: Share = WHOLE, written_by: Mapping[str, int] = NOBODY) -> int:
         """Write everything into an empty folder, the manifest last. With others, if this is a share.
 
-        Args:
-            folder: an existing folder of a checkpoint.
-            share: the share of it that this is.
-            written_by: the turn in which it was written, for the manifest.
-
-        Returns:
-            the number of bytes.
+        ``written_by`` is the turn in which it was written, for the manifest. Return the number of bytes.
 
         Raises:
             CheckpointError: another process cannot write its share, or the shares are not all of it.
             OSError: it cannot be written; the disk is full, say.
         """
-        told = share.together(
+        replies = share.together(
             lambda: [
                 self._write_share(folder, share),
                 {part: list(self.tensors[part]) for part in PARTS},
                 self._not_finite(),
             ]
         )
-        each = [value_of(_WRITTEN, one, "what a device has written") for one in told]
-        (size, *_) = share.together(lambda: self._write_rest(folder, each, written_by) if share.is_first else 0)
+        written = [value_of(_Written, reply, "what a device has written") for reply in replies]
+        (size, *_) = share.together(lambda: self._write_rest(folder, written, written_by) if share.is_first else 0)
         return size
 
     def _write_share(self, folder: Path, share: Share) -> dict[str, Any]:
-        """What only this process has; returns what the manifest says of the files."""
+        """Write the state that only this process has; return the manifest's entries for the files."""
         ending = f"-{share.number}.safetensors" if share.number else ".safetensors"
         files = {
             f"{part}{ending}": _write(folder / f"{part}{ending}", pieces(self.tensors[part]))
@@ -201,23 +205,18 @@ class FrozenSnapshot:
 
     def _not_finite(self) -> list[str]:
         """The tensors that an update has spoiled. Buffers may hold infinities, a mask say, but no NaN."""
-        odd = [(part, name) for part in DIGESTED for name, one in self.tensors[part].items() if not is_finite([one])]
         return [
             name
-            for part, name in odd
-            if part != "model" or name in self.trained or bool(self.tensors[part][name].isnan().any())
+            for part in DIGESTED
+            for name, tensor in self.tensors[part].items()
+            if not is_finite([tensor]) and (part != "model" or name in self.trained or bool(tensor.isnan().any()))
         ]
 
-    def _write_rest(
-        self,
-        folder: Path,
-        written: Sequence[tuple[dict[str, Any], dict[str, list[str]], list[str]]],
-        written_by: Mapping[str, int],
-    ) -> int:
+    def _write_rest(self, folder: Path, written: Sequence[_Written], written_by: Mapping[str, int]) -> int:
         for part, names in self.names.items():
-            require_each_once(names, [each.get(part, []) for _, each, _ in written], part)
-        files = {name: entry for each, _, _ in written for name, entry in each.items()}
-        odd = sorted(name for _, _, each in written for name in each)
+            require_each_once(names, [theirs.get(part, []) for _, theirs, _ in written], part)
+        files = {name: entry for theirs, _, _ in written for name, entry in theirs.items()}
+        odd = sorted(name for _, _, theirs in written for name in theirs)
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
         manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, **written_by, "files": files}
         manifest["not_finite"] = {"tensors": len(odd), "first": odd[:NAMED]}
@@ -228,31 +227,27 @@ class FrozenSnapshot:
         manifest["sha256"] = _own_digest(manifest)
         last = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
         sync_folder(folder)
-        return sum(each["bytes"] for each in [*files.values(), last])
+        return sum(file["bytes"] for file in [*files.values(), last])
+
+
+def _with_own_tensors(text: Any, tensors: Mapping[str, Tensor]) -> Any:
+    return unflatten(text, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def read_snapshot(path: Path, read: Callable[[Path], dict[str, Tensor]] = read_tensors) -> Snapshot:
     """Read one checkpoint's folder.
 
-    Args:
-        path: the folder.
-        read: a function that gives the tensors of one of its files.
-
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
     """
-    text, files = _read_text(path, PARTS)
-    found = Snapshot(text["step"], *(_read_part(path, part, text, files, read) for part in PARTS))
-    _require_digests(path, {part: getattr(found, part) for part in PARTS})
-    return found
+    step, trees = _read(path, PARTS, read)
+    return Snapshot(step, **trees)
 
 
 def read_some(path: Path, cut: Callable[[Snapshot], Snapshot]) -> Snapshot:
-    """Read what a process needs of one checkpoint's folder, without room for all of it.
+    """Read the part of a checkpoint that a process needs, without memory for all of it.
 
-    Args:
-        path: the folder.
-        cut: a function that leaves a part of a snapshot, whose tensors lie in the files.
+    ``cut`` leaves a part of a snapshot, whose tensors lie in the files.
 
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
@@ -266,27 +261,26 @@ def read_model(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
     """
-    found: dict[str, Any] = _read_part(path, "model", *_read_text(path, ["model"]))
-    _require_digests(path, {"model": found})
-    return found
+    model: dict[str, Any] = _read(path, ("model",), read_tensors)[1]["model"]
+    return model
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Health:
-    """How many tensors of a checkpoint hold NaN or infinities, and the names of the first."""
+    """The number of tensors of a checkpoint with NaN or infinities, and the names of the first."""
 
     tensors: int = 0
     first: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, path: Path) -> "Health":
-        """As the manifest in a folder says; older ones say nothing, and whoever reads a damaged one finds that out."""
+    def of(cls, path: Path) -> Health:
+        """Read the manifest in a folder. Older manifests say nothing; damage is found when the snapshot is read."""
         try:
-            told = read_object(path / MANIFEST).get("not_finite", {"tensors": 0, "first": []})
-            found: Health = value_of(cls, told, "not_finite")
+            written = read_object(path / MANIFEST).get("not_finite", {"tensors": 0, "first": []})
+            health: Health = value_of(cls, written, "not_finite")
         except (OSError, Unreadable):
             return cls()
-        return found
+        return health
 
 
 def sync_folder(path: Path) -> None:
@@ -310,51 +304,52 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _read_text(path: Path, parts: Iterable[str]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """What ``state.json`` says, once it and these parts' tensors are known to be whole; and the files of each part."""
-    listed = _read_manifest(path)
-    files: dict[str, list[str]] = {part: [f"{part}.safetensors"] for part in parts}
+def _read(path: Path, parts: Sequence[str], read: Callable[[Path], dict[str, Tensor]]) -> tuple[int, dict[str, Any]]:
+    """The step, and some parts, once all files that they need are known to be whole."""
+    manifest = _read_manifest(path)
+    listed, files = manifest["files"], {part: [f"{part}.safetensors"] for part in parts}
     for name in listed:
         if (match := _FILE.fullmatch(name)) and match[2] and match[1] in files:
             files[match[1]].append(name)
     for name in (STATE, *chain.from_iterable(files.values())):
         if name not in listed:
             raise CheckpointError(f"{path / MANIFEST} does not list {name}: it is no whole checkpoint")
-        _check(path / name, *listed[name])
+        _check(path / name, listed[name]["bytes"], listed[name]["sha256"])
     try:
         text = read_object(path / STATE)
     except (OSError, Unreadable) as error:
         raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
-    if type(step := text.get("step")) is not int or not 0 <= step < 2**63 or any(part not in text for part in parts):
+    step = text.get("step")
+    if type(step) is not int or not 0 <= step < 2**63 or any(part not in text for part in parts):
         raise CheckpointError(f"{path / STATE} lacks the step, or the model: it is no whole checkpoint")
-    return text, files
+    trees = {part: _read_part(path, part, text[part], files[part], read) for part in parts}
+    _require_digests(path, manifest.get("digests"), trees)
+    return step, trees
 
 
 def _read_part(
-    path: Path,
-    part: str,
-    text: Mapping[str, Any],
-    files: Mapping[str, Sequence[str]],
-    read: Callable[[Path], dict[str, Tensor]] = read_tensors,
+    path: Path, part: str, text: Any, files: Sequence[str], read: Callable[[Path], dict[str, Tensor]]
 ) -> Any:
     tensors: dict[str, Tensor] = {}
     try:
-        for name in files[part]:
-            found = read(path / name)
-            if twice := sorted(found.keys() & tensors.keys()):
+        for name in files:
+            some = read(path / name)
+            if twice := sorted(some.keys() & tensors.keys()):
                 raise CheckpointError(f"{short(twice[0])} is in {name} and in another file")
-            tensors |= found
-        return unflatten(text[part], tensors)
+            tensors |= some
+        return unflatten(text, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: its {part} cannot be read: {error}") from error
 
 
-def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of each file."""
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest, with size and sha256 of each file, and check that it is as it was written."""
     try:
         manifest = read_object(path / MANIFEST)
         version, digest, own = manifest["format"], manifest.pop("sha256"), _own_digest(manifest)
-        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+        manifest["files"] = {
+            name: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for name, entry in manifest["files"].items()
+        }
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it is no whole checkpoint") from None
     except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -363,21 +358,17 @@ def _read_manifest(path: Path) -> dict[str, tuple[int, str]]:
         raise CheckpointError(f"{path} has format {short(version)}, this version of Unisono reads format {FORMAT}")
     if own != digest:
         raise CheckpointError(f"{path / MANIFEST} has another sha256 than it says of itself: its contents changed")
-    return listed
+    return manifest
 
 
-def _require_digests(path: Path, parts: Mapping[str, Any]) -> None:
+def _require_digests(path: Path, written: Any, trees: Mapping[str, Any]) -> None:
     """Refuse what was read if it is not what all workers held when it was written."""
-    try:
-        told = read_object(path / MANIFEST).get("digests")
-    except (OSError, Unreadable) as error:  # a running job may have removed it meanwhile
-        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if told is None:
+    if written is None:
         return
-    for part, tree in parts.items():
-        if part not in DIGESTED and isinstance(told, dict) and part not in told:
+    for part, tree in trees.items():
+        if part not in DIGESTED and isinstance(written, dict) and part not in written:
             continue  # an older one
-        if not isinstance(told, dict) or told.get(part) != f"{tree_digest(tree):016x}":
+        if not isinstance(written, dict) or written.get(part) != f"{tree_digest(tree):016x}":
             raise CheckpointError(f"{path}: its {part} is not what all workers held when it was written")
 
 
@@ -388,9 +379,9 @@ def _own_digest(manifest: Mapping[str, Any]) -> str:
 def _check(path: Path, size: int, sha256: str) -> None:
     try:
         with open_file(path) as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise CheckpointError(f"{path} has {found} bytes instead of {size}: it was cut off or replaced")
+            present = os.fstat(file.fileno()).st_size
+            if present != size:
+                raise CheckpointError(f"{path} has {present} bytes instead of {size}: it was cut off or replaced")
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise CheckpointError(f"{path} has another sha256 than its manifest: its contents changed")
     except (OSError, Unreadable) as error:

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import JobError, Superseded, UnisonoWarning, Unreadable
+from unisono.errors import JobError, Superseded, Unreadable
+from unisono.host.tracebacks import warn
 from unisono.received import open_file, parse_json
 
 # Which processes this one can see: those of one origin can look for each other by their numbers.
@@ -50,7 +50,7 @@ WRITER = "writer.json"
 
 LOOK_S = 0.05
 PLACING_S = 2.0
-"""How long something may be in the middle of being put in place: a process that does so may have been stopped."""
+"""Seconds that putting a file in place may take: a process that does so may have been stopped."""
 
 _LONGEST = 4096
 
@@ -69,15 +69,13 @@ class WriterOrder:
 
 
 class Writer:
-    """One worker's right to write into a run folder.
+    """A worker's right to write into a run folder.
 
     A host that is cut off trains on for a while, and the job may meanwhile go on elsewhere from its newest checkpoint.
-    Whoever writes there first puts its turn into the folder, and an earlier one that comes back finds it. Before that,
-    whoever has heard nothing from the coordinator for too long writes nothing.
+    A writer first puts its turn into the folder, and a writer of an earlier turn that comes back finds it. Before that,
+    a worker that has received nothing from the coordinator for too long writes nothing.
 
     Args:
-        folder: the run folder.
-        turn: this worker's present turn.
         away: why the job may go on without this worker; empty if it cannot.
         placing_s: the longest wait for another process that is putting something in place, in seconds.
 
@@ -100,7 +98,7 @@ class Writer:
 
     @property
     def about(self) -> dict[str, int]:
-        """The present turn, as it is written into what is written."""
+        """The present turn, as it is written into files."""
         return asdict(self._turn())
 
     def obstacle(self) -> str:
@@ -111,10 +109,8 @@ class Writer:
         """
         why = self._away()
         if why and not self._is_away:
-            warnings.warn(
+            warn(
                 f"{why}: no checkpoint, no result and no metrics are written until it is heard of again",
-                UnisonoWarning,
-                stacklevel=3,
             )
         self._is_away = bool(why)
         turn = self._turn()
@@ -146,7 +142,7 @@ class Writer:
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """What is put in place in this block is put there before any later start of the job writes.
+        """Within the context, files are put in place before any later start of the job writes.
 
         A member that leaves may finish a checkpoint while the others go on: its bits are those that theirs would have.
 
@@ -156,24 +152,21 @@ class Writer:
         with self._opened() as descriptor:
             with suppress(OSError):  # not every network file system has locks
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            theirs, who = _read(descriptor)
+            theirs, holder = _read(descriptor)
             if theirs.term > self._turn().term:
-                raise self._superseded(theirs, who)
+                raise self._superseded(theirs, holder)
             yield
 
     def _claim(self, mine: WriterOrder, *, writes: bool) -> None:
         with self._opened() as descriptor:
             _lock(descriptor, self._placing_s)
-            theirs, who = _read(descriptor)
+            theirs, holder = _read(descriptor)
             if theirs > mine:
-                raise self._superseded(theirs, who)
+                raise self._superseded(theirs, holder)
             if not writes:
                 return
             if theirs < mine:
-                about = {**asdict(mine), "host": socket.gethostname(), "pid": os.getpid()}
-                text = json.dumps(about).encode() + b"\n"
-                os.pwrite(descriptor, text, 0)
-                os.ftruncate(descriptor, len(text))
+                _write(descriptor, {**asdict(mine), "host": socket.gethostname(), "pid": os.getpid()})
             self._seen = mine, self._mark()
 
     @contextmanager
@@ -187,22 +180,22 @@ class Writer:
 
     def _mark(self) -> tuple[int, int, int]:
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return 0, 0, 0
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def _superseded(self, theirs: WriterOrder, who: str) -> Superseded:
+    def _superseded(self, theirs: WriterOrder, holder: str) -> Superseded:
         self.is_superseded, mine = True, self._turn()
         return Superseded(
-            f"{self._path.parent} is written by {who} now, in generation {theirs.generation} of start {theirs.term} of "
-            f"the job; this worker, of generation {mine.generation} of start {mine.term}, was cut off from it, and "
+            f"{self._path.parent} is written by {holder} now, in generation {theirs.generation} of start {theirs.term} "
+            f"of the job; this worker, of generation {mine.generation} of start {mine.term}, was cut off from it, and "
             f"writes there no more"
         )
 
 
 def _lock(descriptor: int, patience_s: float) -> None:
-    """Against those that place something just now, unless they take for ever, or there are no locks here."""
+    """Lock the file against processes that place files now, unless they take too long, or there are no locks here."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
@@ -216,15 +209,21 @@ def _lock(descriptor: int, patience_s: float) -> None:
 
 
 def _read(descriptor: int) -> tuple[WriterOrder, str]:
-    """Whose turn it was last, and who it was."""
+    """Read the newest order of writers, and a description of its holder."""
     try:
-        found: Any = parse_json(os.pread(descriptor, _LONGEST, 0))
+        about: Any = parse_json(os.pread(descriptor, _LONGEST, 0))
     except Unreadable:
-        found = None
-    match found:
+        about = None
+    match about:
         case {"term": int(term), "generation": int(generation), "host": host, "pid": pid}:
             return WriterOrder(term, generation), f"process {str(pid)[:20]} on host {str(host)[:100]}"
     return WriterOrder(0, 0), "nobody"
+
+
+def _write(descriptor: int, about: dict[str, Any]) -> None:
+    text = json.dumps(about).encode() + b"\n"
+    os.pwrite(descriptor, text, 0)
+    os.ftruncate(descriptor, len(text))
 
 
 LOCK = "lock"
@@ -243,7 +242,6 @@ class Hold:
         folder: the run folder; it exists. An absolute path.
 
     Attributes:
-        folder: the run folder.
         term: 1, 2, 3 …
 
     Raises:
@@ -262,14 +260,17 @@ class Hold:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                said = who_holds(folder)
+                holder = describe_holder(folder)
                 self._end()
                 raise JobError(
-                    f"the run folder {folder} is in use: {said}. Wait until that job has ended, or name another folder "
-                    f"with --run-dir or run_dir="
+                    f"the run folder {folder} is in use: {holder}. Wait until that job has ended, or name another "
+                    f"folder with --run-dir or run_dir="
                 ) from error
         self.term = newest_term(folder) + 1
-        self._write()
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        about = {"term": self.term, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        _write(self._descriptor, about)
+        os.fsync(self._descriptor)
         _open.add(self)
 
     def release(self) -> None:
@@ -280,42 +281,34 @@ class Hold:
         self.forget()
 
     def forget(self) -> None:
-        """In a fork of the process that holds the folder: it must not be held when that one has ended."""
+        """Let go of the folder in a fork: it must not be held when the process that holds it has ended."""
         _open.discard(self)
         self._end()
-
-    def _write(self) -> None:
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        about = {"term": self.term, "pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        text = json.dumps(about).encode() + b"\n"
-        os.pwrite(self._descriptor, text, 0)
-        os.ftruncate(self._descriptor, len(text))
-        os.fsync(self._descriptor)
 
 
 def newest_term(folder: Path) -> int:
     """The term of the newest start in a run folder; 0 before the first.
 
-    Somebody may have removed the lock, or copied the folder without it: whoever writes there has noted its term, too.
+    Somebody may have removed the lock, or copied the folder without it: each writer has noted its term there, too.
     """
-    found = (_read_about(folder / name).get("term") for name in (LOCK, WRITER))
-    return max(0, *(term if isinstance(term, int) else 0 for term in found))
+    terms = (_read_about(folder / name).get("term") for name in (LOCK, WRITER))
+    return max(0, *(term if isinstance(term, int) else 0 for term in terms))
 
 
-def who_holds(folder: Path) -> str:
-    """Who has held a run folder last, for people."""
-    found = _read_about(folder / LOCK)
-    pid, host, since = (str(found.get(name, "?"))[:100] for name in ("pid", "host", "since"))
+def describe_holder(folder: Path) -> str:
+    """Describe in words the process that has held a run folder last."""
+    about = _read_about(folder / LOCK)
+    pid, host, since = (str(about.get(name, "?"))[:100] for name in ("pid", "host", "since"))
     return f"process {pid} on host {host} has held it since {since}"
 
 
 def _read_about(path: Path) -> dict[str, Any]:
     try:
         with open_file(path) as file:
-            found = parse_json(file.read(_LONGEST))
+            about = parse_json(file.read(_LONGEST))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
 def _forked() -> None:

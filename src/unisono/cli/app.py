@@ -11,38 +11,36 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.models import CommandInfo
 
-from unisono.cli.completion import VARIABLE, words_typed
-from unisono.cli.help import HelpfulCommand, call
+from unisono.cli.display import HelpfulCommand, call
 from unisono.errors import USAGE, JobError, UnisonoError
 from unisono.named import Brought, brought
 from unisono.received import imported, why_of
 
-# ``unisono doctor``: everything that a bug report needs.
+COMPLETE = "_UNISONO_COMPLETE"
+"""Set while a shell asks what a word may become."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Look at this machine: versions, devices, limits, and whether workers can talk to each other.
+    """Find out whether workers can train on this machine.
 
-    Exit code 1 if nothing can be trained here; other problems are listed with what to do.
+    Prints versions, devices and limits, and tries whether workers can talk to each other. Exit code 1 if nothing can be
+    trained here; other problems are listed with what to do.
     """
-    from unisono.launch.doctor.doctor import examine
+    from unisono.launch.doctor import examine
 
     diagnosis = examine()
     typer.echo(json.dumps(diagnosis.as_json(), indent=1) if as_json else diagnosis.as_text())
     raise typer.Exit(1 if diagnosis.stops else 0)
 
 
-# ``unisono keys``: for hosts that no coordinator hands keys to.
-
-
 def keys(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which only you can read.")],
 ) -> None:
-    """Make keys with which workers of several hosts speak TLS, under torchrun or srun.
+    """Make keys for TLS between workers of several hosts.
 
-    Copy the file to each host (scp -p), and set UNISONO_DATA_KEYS to its path. A job of unisono run needs none.
+    They are for torchrun and srun; a job of unisono run needs none. Copy the file to each host (scp -p), and set
+    UNISONO_DATA_KEYS to its path.
     """
     from unisono.reduce.data_network import write_keys
 
@@ -51,14 +49,13 @@ def keys(
 
 
 COMMANDS = {
-    "run": "unisono.cli.run:app",
-    "join": "unisono.cli.join:app",
-    **dict.fromkeys(("status", "resize", "leave", "replace", "checkpoint", "stop"), "unisono.cli.status:app"),
+    "run": "unisono.cli.run_command:app",
+    **dict.fromkeys(("join", "status", "resize", "leave", "replace", "checkpoint", "stop"), "unisono.cli.jobs:app"),
     "doctor": "unisono.cli.app:doctor",
     "keys": "unisono.cli.app:keys",
-    "slurm": "unisono.cli.slurm:slurm",
-    "k8s": "unisono.cli.k8s:k8s",
-    "verify": "unisono.cli.verify:app",
+    "slurm": "unisono.cli.clusters:slurm",
+    "k8s": "unisono.cli.clusters:k8s",
+    "verify": "unisono.cli.verify_command:app",
 }
 """Our own commands, in the order of the help: where each is. Packages bring others, by entry points."""
 
@@ -100,20 +97,16 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
 
 
 def _warn(error: JobError) -> None:
-    if VARIABLE not in os.environ:  # a shell would show it between the words that it offers
+    if COMPLETE not in os.environ:  # a shell would show it between the words that it offers
         typer.echo(f"unisono: {error}", err=True)
 
 
 def _add_own(app: typer.Typer, name: str) -> None:
     command = imported(COMMANDS[name], f"the command {name}")
     if isinstance(command, typer.Typer):
-        app.registered_commands += [each for each in command.registered_commands if _name_of(each) == name]
+        app.registered_commands += [info for info in command.registered_commands if info.callback.__name__ == name]  # type: ignore[union-attr]
     else:
         app.command(name, cls=HelpfulCommand)(command)
-
-
-def _name_of(command: CommandInfo) -> str:
-    return command.name or command.callback.__name__.replace("_", "-")  # type: ignore[union-attr]
 
 
 def _add(app: typer.Typer, entry: Brought) -> None:
@@ -174,7 +167,9 @@ def main() -> None:
     """The console entry: an error is one line on stderr; exit code 2 if the person who typed can mend it."""
     _ready_streams()
     try:
-        words = words_typed(os.environ) if VARIABLE in os.environ else sys.argv[1:]
+        words = sys.argv[1:]
+        if COMPLETE in os.environ:  # of the words in the shell's line only the command's module is loaded
+            words = (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()[1:]
         sys.exit(call(application(words), sys.argv[1:]))
     except UnisonoError as error:
         typer.echo(f"unisono: error: {error}", err=True)

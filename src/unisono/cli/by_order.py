@@ -15,7 +15,7 @@ from pathlib import Path
 from unisono.cli import app
 from unisono.errors import FIRST_SIGNAL, USAGE, Unreadable
 from unisono.host.guard import private_folder
-from unisono.launch.elastic.host_order import LONGEST, HostOrder
+from unisono.launch.elastic.address import LONGEST, HostOrder
 
 STANDARD_INPUT = 0
 ENDS_S = 10.0

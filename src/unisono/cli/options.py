@@ -1,5 +1,6 @@
-"""The options that several commands have in common, each declared once."""
+"""The options that several commands have in common, each declared once, and what a shell completes in them."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -10,16 +11,50 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from unisono.cli.completion import loggers, policies, run_folders, strategies
-from unisono.cli.help import HelpfulCommand
+from unisono.cli.display import HelpfulCommand
 from unisono.errors import JobError
 from unisono.launch.elastic.address import Control, Whereabouts
-from unisono.launch.elastic.elastic import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.elastic.elastic_settings import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
+from unisono.launch.outcome import RUNS
 from unisono.launch.settings import LaunchSettings
-from unisono.received import short
+from unisono.named import brought
+from unisono.received import imported, short
+from unisono.settings.groups import NamedRow, meanings
 from unisono.settings.reading import TABLE, names_in, settings_by_path, text_of
-from unisono.settings.rows import NamedRow, meanings
 from unisono.settings.table import CLUSTERS, FAILURES, Settings
+
+# Names that a shell completes.
+
+
+def _beginning(names: list[str], incomplete: str) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
+
+
+def _names_of(kind: str, ours: str) -> Callable[[str], list[str]]:
+    """Completes the names of a kind: ours, which are in a table (``module:NAMES``), and those that packages bring."""
+
+    def complete(incomplete: str) -> list[str]:
+        return _beginning([*imported(ours, kind), *brought(kind)], incomplete)
+
+    return complete
+
+
+def run_folders(incomplete: str) -> list[str]:
+    """The run folders below ``runs``, and below the folder that is being typed; else folders, to go on in them."""
+    typed = Path(incomplete) if incomplete.endswith(os.sep) else Path(incomplete).parent
+    runs = [str(path) for parent in (RUNS, typed) for path in _folders(parent) if _is_run(path)]
+    return _beginning(runs, incomplete) or _beginning([f"{path}{os.sep}" for path in _folders(typed)], incomplete)
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.glob("*") if path.is_dir())
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("job.json", "journal.jsonl"))
+
+
+# What the options of commands have in common.
 
 SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "cls": HelpfulCommand}
 """A command's settings: what stands after the script is the script's, -n and --help too."""
@@ -70,7 +105,7 @@ Trusted = Annotated[
     Path | None,
     opt("--certificate", help="With URL: a copy of its 'certificate.pem', or of the certificate authority's."),
 ]
-Module = Annotated[bool, opt("-m", "--module", help="SCRIPT is the name of a module.")]
+Module = Annotated[bool, opt("-m", "--module", help="SCRIPT is the name of a Python module, as for python -m.")]
 FailureTimeout = Annotated[
     float, opt(panel=FAILURES, help="Elastic: seconds of silence after which a worker counts as lost; 300 by default.")
 ]
@@ -132,7 +167,11 @@ TRAINING = tuple(path for path, setting in TABLE.items() if setting.row.option)
 Training = Annotated[Settings, Offered(TRAINING)]
 Starting = Annotated[Settings, Offered(WORKERS)]
 
-COMPLETIONS = {"strategy": strategies, "policies": policies, "records.loggers": loggers}
+COMPLETIONS = {
+    "strategy": _names_of("strategy", "unisono.sync:STRATEGIES"),
+    "policies": _names_of("policy", "unisono.adapt.policy_names:NAMED"),
+    "records.loggers": _names_of("logger", "unisono.loggers.by_name:NAMED"),
+}
 
 
 def _name(setting: NamedRow) -> str:
@@ -164,7 +203,7 @@ def _parameters(group: Any) -> list[Parameter]:
     """The options of a data class, each with the sentences below its field."""
     parameters = list(signature(group, eval_str=True).parameters.values())
     for parameter in parameters:
-        below = [meanings(each.__module__).get((each.__name__, parameter.name)) for each in group.__mro__]
+        below = [meanings(kind.__module__).get((kind.__name__, parameter.name)) for kind in group.__mro__]
         for details in getattr(parameter.annotation, "__metadata__", ()):
             if parameter.default is False and details.default is ...:  # else typer makes a --no- of it, too
                 details.param_decls = (f"--{parameter.name.replace('_', '-')}",)
@@ -176,28 +215,27 @@ def _parameters(group: Any) -> list[Parameter]:
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command that has an option for each field of the data classes, and each setting, among its parameters."""
     hints = get_type_hints(command, include_extras=True)
-    offered = {name: hint.__metadata__[0] for name, hint in hints.items() if get_args(hint)[:1] == (Settings,)}
+    offers = {name: hint.__metadata__[0] for name, hint in hints.items() if get_args(hint)[:1] == (Settings,)}
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     @wraps(command)
     def expanded(**given: Any) -> None:
         for name, group in groups.items():
-            own = [each.name for each in fields(group) if each.name in given]
-            given[name] = group(**{each: given.pop(each) for each in own})
-        for name, offer in offered.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
+        for name, offer in offers.items():
             given[name] = offer.settings(given)
         command(**given)
 
-    found = list[Parameter]()
-    for name, one in signature(command).parameters.items():
-        if name in offered:
-            found += offered[name].parameters
+    parameters = list[Parameter]()
+    for name, parameter in signature(command).parameters.items():
+        if name in offers:
+            parameters += offers[name].parameters
         elif name in groups:
-            found += _parameters(groups[name])
+            parameters += _parameters(groups[name])
         else:
-            found.append(one.replace(annotation=hints[name]))
-    in_order = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in found]
-    expanded.__signature__ = Signature(in_order)  # type: ignore[attr-defined]  # typer reads it
+            parameters.append(parameter.replace(annotation=hints[name]))
+    by_name = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
+    expanded.__signature__ = Signature(by_name)  # type: ignore[attr-defined]  # typer reads it
     return expanded
 
 
@@ -206,7 +244,9 @@ class RestartOptions:
     """The options of commands that start elastic jobs: what happens to workers that are lost."""
 
     max_restarts: Annotated[int | None, opt()] = None
-    """Elastic: replacements of lost workers, per worker on average; by default 3 for A:B."""
+    """Elastic: the number of lost workers that are replaced, for each worker of the largest number: with -n 2:8, 3
+    allows 24 in the whole job. By default 3 for A:B.
+    """
     restart_on_error: Annotated[bool, opt("--restart-on-error", panel=FAILURES)] = False
     """Elastic: replace a worker also after an exception in its script."""
     failure_timeout_s: FailureTimeout = FAILURE_TIMEOUT_S

@@ -1,7 +1,7 @@
 """What ``unisono run --hosts`` runs on each host, over ssh: it says hello, and does what the launcher answers."""
 
 from unisono.cli import by_order
-from unisono.launch.hosts.order import HostHello
+from unisono.launch.elastic.address import HostHello
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike, fspath
 from typing import Any
 
@@ -23,18 +24,14 @@ except ImportError as error:
     ) from error
 
 MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow"}
-"""What files begin with."""
+"""The kinds of files, by the bytes with which they begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
     """Neighbouring rows of a file.
 
-    Attributes:
-        path: the path of the file.
-        kind: what kind of file it is.
-        number: the number of the row group of a Parquet file, or of the record batch of an Arrow file.
-        rows: the number of rows.
+    ``number`` is that of the row group of a Parquet file, or of the record batch of an Arrow file.
     """
 
     path: str
@@ -152,12 +149,7 @@ class ArrowStream:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Row groups whose rows are mixed.
-
-    Attributes:
-        groups: the row groups.
-        key: the key of the order of their rows; None for that of the files.
-    """
+    """Row groups whose rows are mixed. ``key`` is that of the order of their rows; None for that of the files."""
 
     groups: tuple[RowGroup, ...]
     key: int | None
@@ -168,7 +160,7 @@ class Window:
         return sum(group.rows for group in self.groups)
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """For each row in order, the number of its group, and its own in that."""
+        """Yield for each row, in order, the number of its group, and its number within the group."""
         places = np.arange(self.rows)
         order = places if self.key is None else Permutation(self.rows, self.key)(places)
         stops = np.cumsum([group.rows for group in self.groups])
@@ -178,12 +170,7 @@ class Window:
 
 
 class ArrowReader:
-    """Gives the rows of windows, one after the other.
-
-    Args:
-        windows: the windows.
-        stream: the stream, which reads groups, and makes samples of rows.
-    """
+    """Gives the rows of windows, one after the other."""
 
     def __init__(self, windows: Sequence[Window], stream: ArrowStream) -> None:
         self._windows, self._stream = windows, stream
@@ -195,15 +182,15 @@ class ArrowReader:
         return self
 
     def __next__(self) -> Any:
-        """The next sample."""
         while self._window < len(self._windows):
             if self._rows is None:
-                self._open(self._windows[self._window])
-            assert self._rows is not None, "the window is open"
-            if (found := next(self._rows, None)) is not None:
+                window = self._windows[self._window]
+                self._columns = [self._stream.read(group) for group in window.groups]
+                self._rows = islice(window.places(), self._row, None)
+            if (place := next(self._rows, None)) is not None:
                 self._row += 1
-                group, row = found
-                return self._stream.sample({name: one[row] for name, one in self._columns[group].items()})
+                group, row = place
+                return self._stream.sample({name: column[row] for name, column in self._columns[group].items()})
             self._window, self._row, self._rows = self._window + 1, 0, None
         self._columns = []
         raise StopIteration
@@ -221,12 +208,6 @@ class ArrowReader:
         self._window, self._row, self._rows = state["window"], state["row"], None
         if not 0 <= self._window < len(self._windows) or not 0 <= self._row <= self._windows[self._window].rows:
             raise DataError(f"the files have no row {self._row} of window {self._window}: they are others than before")
-
-    def _open(self, window: Window) -> None:
-        self._columns = [self._stream.read(group) for group in window.groups]
-        self._rows = window.places()
-        for _ in range(self._row):
-            next(self._rows)
 
 
 def _apart(key: int | None, *place: int) -> int | None:

@@ -7,10 +7,10 @@ from zlib import crc32
 
 from torch import Tensor
 
-from unisono.data.refused import refused
-from unisono.data.slot import replaced
+from unisono.data.refusals import refused
+from unisono.data.slots import replaced
 from unisono.data.stream_reader import ReaderState
-from unisono.data.stream_readers import Given, Wish
+from unisono.data.stream_readers import ReaderOutput, Readers, Wish
 from unisono.errors import DataError
 from unisono.plan.split import even_bounds
 from unisono.received import value_of
@@ -22,7 +22,6 @@ class BatchStream(Protocol):
 
     Attributes:
         origin: the object by which passes over it are counted.
-        name: what it is, for messages.
         cure: what to do if it does not give the same batches each time, for messages.
     """
 
@@ -31,10 +30,7 @@ class BatchStream(Protocol):
     cure: str
 
     def open_batches(self, number: int) -> Iterator[Any]:
-        """One of its passes, from the beginning: the same batches, whoever asks, whenever and how often.
-
-        Args:
-            number: the number of the pass.
+        """Open a pass of the stream, from the beginning: the same batches on every worker and in every call.
 
         Returns:
             tensors in lists, tuples and dicts, with one row for each sample.
@@ -47,13 +43,7 @@ def gives_batches(stream: Any) -> bool:
 
 
 class StreamBatch(NamedTuple):
-    """A batch of such a stream.
-
-    Attributes:
-        value: the batch.
-        samples: the number of its samples.
-        digest: what tells it from others: a number below 2**32.
-    """
+    """A batch of such a stream. ``digest`` tells it from others: a number below 2**32."""
 
     value: Any
     samples: int
@@ -61,21 +51,21 @@ class StreamBatch(NamedTuple):
 
     @classmethod
     def of(cls, value: Any, name: str) -> "StreamBatch":
-        """Look at what a stream has given.
+        """Check a value that a stream has given.
 
         Raises:
             DataError: it is no batch.
         """
-        found: list[Tensor] = []
-        replaced(value, Tensor, found.append)
-        rows = {len(tensor) if tensor.dim() else None for tensor in found}
+        tensors: list[Tensor] = []
+        replaced(value, Tensor, tensors.append)
+        rows = {len(tensor) if tensor.dim() else None for tensor in tensors}
         if len(rows) != 1 or None in rows:
-            shapes = " and ".join(str(list(tensor.shape)) for tensor in found) or "no arrays"
+            shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors) or "no arrays"
             raise DataError(refused("batches.uneven", name=name, shapes=shapes))
         digest = 0
-        for tensor in found:
+        for tensor in tensors:
             digest = crc32(bytes_of(tensor.contiguous()).data, digest)
-        return cls(value, next(len(tensor) for tensor in found), digest)
+        return cls(value, next(len(tensor) for tensor in tensors), digest)
 
     def part(self, rows: slice) -> Any:
         """Some of its samples."""
@@ -85,14 +75,9 @@ class StreamBatch(NamedTuple):
 class OpenPass:
     """A pass over such a stream, read one batch ahead: only so is it known whether there is one.
 
-    Args:
-        stream: the stream.
-        number: the number of the pass.
-
     Attributes:
         done: the number of batches before the present one.
         before: the digest of the batch before that; None at the beginning.
-        batch: the present batch; None where the stream is over.
     """
 
     def __init__(self, stream: BatchStream, number: int) -> None:
@@ -116,33 +101,26 @@ class OpenPass:
 
     def _next(self) -> StreamBatch | None:
         try:
-            found = next(self._iterator, None)
+            batch = next(self._iterator, None)
         except Exception as error:
             error.add_note(f"(while a batch of {self._name} was read, behind {self.done})")
             raise
-        return None if found is None else StreamBatch.of(found, self._name)
+        return None if batch is None else StreamBatch.of(batch, self._name)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlace:
-    """What a reader tells of its state.
-
-    Attributes:
-        batches: the number of batches of the pass that are over.
-        digest: the digest of the last one.
-    """
+    """The state of a reader. ``digest`` is that of the last batch that is over."""
 
     batches: int
     digest: int
 
 
-class BatchReaders:
+class BatchReaders(Readers):
     """Readers that share the stream's batches: reader v gives the part of shard v of each.
 
     Args:
-        stream: the stream.
         passes: the number of passes that earlier loops of the script have asked it for.
-        readers: the number of readers, one for each shard of the job.
         begun: the first of its passes, at its first batch.
     """
 
@@ -154,18 +132,18 @@ class BatchReaders:
     def expect(self, wishes: Sequence[Wish]) -> None:
         """Whichever readers these are: all of them share one pass."""
 
-    def give(self, wish: Wish) -> Given:
-        """What a reader gives: its part, however much it was asked for."""
+    def give(self, wish: Wish) -> ReaderOutput:
+        """Return a reader's part of the batch, whatever number of samples the wish names."""
         here = self._at(wish)
         if here.batch is None:
-            return Given(wish.epoch, wish.number, 0, wish.at, wish.at, is_over=True)
+            return ReaderOutput(wish.epoch, wish.number, 0, wish.at, wish.at, is_over=True)
         samples = len(self._rows(here.batch, wish.number))
         place = {"batches": here.done + 1, "digest": here.batch.digest}
         after = ReaderState(wish.at.samples + samples, place)
-        return Given(wish.epoch, wish.number, samples, wish.at, after, here.is_last)
+        return ReaderOutput(wish.epoch, wish.number, samples, wish.at, after, here.is_last)
 
     def batch(self, wish: Wish) -> Any:
-        """The same, collated."""
+        """Return a reader's part of the batch, collated."""
         here = self._at(wish).batch
         rows = range(0) if here is None else self._rows(here, wish.number)
         return here.part(slice(rows.start, rows.stop)) if here is not None and rows else None
@@ -176,7 +154,7 @@ class BatchReaders:
         return 0 if here is None else here.digest
 
     def close(self) -> None:
-        """Let go of the pass; whoever asks again begins it anew."""
+        """Let go of the pass; a later call begins a pass anew."""
         self._open = None
 
     def _at(self, wish: Wish) -> OpenPass:
@@ -200,8 +178,8 @@ class BatchReaders:
         bounds = even_bounds(batch.samples, self._readers)
         return range(bounds[number], bounds[number + 1])
 
-    def _unlike(self, what: str) -> DataError:
+    def _unlike(self, difference: str) -> DataError:
         return DataError(
-            f"{self._stream.name} {what}. It has to give the same batches on all workers, to one that joins and to a "
-            f"run that resumes: {self._stream.cure}"
+            f"{self._stream.name} {difference}. It has to give the same batches on all workers, to one that joins and "
+            f"to a run that resumes: {self._stream.cure}"
         )

@@ -1,4 +1,4 @@
-"""What a few places of data hold, by which workers, joiners and resumed runs know whether theirs are the same."""
+"""Digests of a few places of data, by which workers, joiners and resumed runs know whether their data are the same."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from unisono.data.loader_processes import LoaderProcesses, Processes
+from unisono.data.generators import generators_in, generators_kept, own_generators_kept
+from unisono.data.loading import LoaderProcesses, Processes
 from unisono.data.shards import ShardSource, is_plain, one_thread
 from unisono.data.stream_reader import ReaderState
 from unisono.data.stream_readers import OpenReaders, Wish
-from unisono.data.streams import generators_in, generators_kept, own_generators_kept
 from unisono.errors import DataError
 from unisono.plan.split import even_bounds
 from unisono.words import Bytes, bytes_of
 
 MOST_BYTES = 2**20
-"""Of a tensor, an array or a text: of larger ones, blocks are looked at that lie evenly."""
+"""Bytes of a tensor, an array or a text that are read: of larger ones, evenly spaced blocks."""
 
 BLOCKS = 64
 
 MOST_ITEMS = 16
-"""Of a list of things that are no numbers: of longer ones, items are looked at that lie evenly."""
+"""Items of a list without numbers that are read: of longer lists, evenly spaced items."""
 
 DEEPEST = 8
 """Lists and mappings in each other, and no more."""
 
 MOST_PARTS = 2**12
-"""Of a sample with all that lies in it, which may be itself again: one that has more is left out."""
+"""Parts of a sample, with all that they hold, even the sample itself again. A sample with more parts is left out."""
 
 LEFT_OUT = b""
 """Stands for what cannot be told from others of its kind: samples are never called different because of it."""
@@ -158,28 +158,26 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 PLACES = 5
-"""Of an epoch whose samples are loaded, which may take long."""
+"""The number of places of an epoch whose samples have to be loaded, which may take long."""
 
 PLAIN_PLACES = 64
-"""Of an epoch whose samples lie in memory."""
+"""The number of places of an epoch whose samples lie in memory."""
 
 READERS = 4
-"""Of a stream: more than the files that a few hosts would draw alike by chance."""
+"""The readers of a stream that are compared: more than the files that a few hosts would draw alike by chance."""
 
 MOST_SAMPLES = 16
-"""That each of them reads: as many as a shard has if nothing is set, so the first step need not read them again."""
+"""The most samples that each reader reads: as many as a shard has by default, so the first step need not read again."""
 
 CONTENT = "samples at a few places, the first and the last among them"
 """Its name where workers compare it."""
 
 
 class Glance(NamedTuple):
-    """What is looked at.
+    """The places of data that workers look at.
 
     Attributes:
-        readers: the number of a stream's readers.
         samples: the number of samples that they all read for a step.
-        epoch: the number of the epoch whose samples are loaded.
         is_again: whether the same data were looked at before.
     """
 
@@ -193,17 +191,17 @@ class HasContent(Protocol):
     """Data that can be looked at."""
 
     def content(self, look: Glance) -> str:
-        """A digest of what a few places hold; empty where nothing was looked at."""
+        """A digest of the samples at a few places; empty where none were read."""
 
 
 class Contents:
-    """What the data of a run's loops, or of its evaluations, hold.
+    """Digests of the data of a run's loops, or of its evaluations.
 
     Data that come again are looked at once more in one place alone: a script may have a loop for each epoch, and
-    whoever resumes or joins looks at the data of each loop that it skips.
+    a worker that resumes or joins looks at the data of each loop that it skips.
 
     Args:
-        looks_again: whether they are. Not in evaluations: whoever joins has not made those in the bodies of loops.
+        looks_again: whether they are. Not in evaluations: a joiner has not made those in the bodies of loops.
     """
 
     def __init__(self, *, looks_again: bool = True) -> None:
@@ -211,13 +209,7 @@ class Contents:
         self._looks_again = looks_again
 
     def of(self, data: Any, feed: HasContent, look: Glance) -> str:
-        """A digest of what a few places hold; empty where that is compared in another way.
-
-        Args:
-            data: the data, as the script gives them.
-            feed: the same as they are read.
-            look: what to look at.
-        """
+        """A digest of the samples at a few places; empty where they are compared in another way."""
         with suppress(TypeError):  # a list, say
             if (first := self._first.get(data)) is not None:
                 again = feed.content(look._replace(is_again=True)) if self._looks_again else ""
@@ -229,13 +221,7 @@ class Contents:
 
 
 def content_of_samples(source: ShardSource, processes: Processes, look: Glance) -> str:
-    """A digest of samples at fixed places of an epoch's order, each seeded as in training.
-
-    Args:
-        source: gives the samples.
-        processes: the processes that load.
-        look: what to look at.
-    """
+    """A digest of samples at fixed places of an epoch's order, each seeded as in training."""
     count, is_in_memory = source.order.cut(look.epoch, 1).samples, is_plain(source.dataset)
     places = evenly(count, PLAIN_PLACES if is_in_memory else PLACES)
     places = places[:1] if look.is_again else places
@@ -268,7 +254,7 @@ def content_of_stream(readers: OpenReaders, processes: Processes, look: Glance) 
 def _held_at(source: ShardSource, epoch: int, place: int) -> str:
     try:
         return digest_of(source.sample(epoch, place))
-    except Exception as error:  # noqa: BLE001 (whoever trains on the sample is told)
+    except Exception as error:  # noqa: BLE001 (the worker that trains on the sample raises it)
         return type(error).__name__
 
 
@@ -277,7 +263,7 @@ def _held_by(readers: OpenReaders, wish: Wish) -> str:
         return digest_of(readers.batch(wish))
     except DataError:
         raise
-    except Exception as error:  # noqa: BLE001 (whoever trains on the samples is told)
+    except Exception as error:  # noqa: BLE001 (the worker that trains on the samples raises it)
         return type(error).__name__
 
 
@@ -286,7 +272,7 @@ def _joined(digests: Sequence[str]) -> str:
 
 
 class _LookRequest(NamedTuple):
-    """A request for what the data hold."""
+    """A request for a digest of the data."""
 
     name: str
 
@@ -298,8 +284,9 @@ def _apart(held: Callable[[], list[str]], processes: Processes) -> list[str]:
             return held()
     apart = LoaderProcesses(lambda request: held(), replace(processes, count=1), share_slots=True)
     try:
-        apart.ask(0, lambda: _LookRequest("samples at a few places, to compare them"))
-        result: list[str] = apart.answer(0)
-        return result
+        (process,) = apart.all
+        process.ask(lambda: _LookRequest("samples at a few places, to compare them"))
+        digests: list[str] = process.answer()
+        return digests
     finally:
         apart.close()

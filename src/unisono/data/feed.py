@@ -1,4 +1,4 @@
-"""What a loop or an evaluation reads: a data set, its order, and how it is loaded."""
+"""The feed of a loop or an evaluation: a data set, its order, and how it is loaded."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,25 +10,27 @@ from torch.utils.data._utils import worker
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.data.content import Glance, content_of_samples
-from unisono.data.loader_processes import Processes
-from unisono.data.order import BlockwiseOrder, KeyedOrder, Order
-from unisono.data.refused import refused
-from unisono.data.sampler_order import LoopKey, SamplerOrder, parts_of
+from unisono.data.loading import Processes
+from unisono.data.refusals import refused
+from unisono.data.sample_order import KeyedOrder, LoopKey, Order, SamplerOrder, parts_of
 from unisono.data.shards import Collate, ShardSource, check_dataset
 from unisono.errors import DataError, JobError
-from unisono.plan.block_order import BlockShuffle
+from unisono.plan.order import BlockShuffle
 from unisono.received import short
 
 SAME_SAMPLES = "All workers need the same samples, or some are trained on twice and others never"
 """Why."""
+
+MOST_PROCESSES = 4096
+"""That a worker may load with."""
 
 Shuffle = bool | str | BlockShuffle
 """Whether and how to shuffle."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a script asks for beside its data; None for what it leaves open.
+class Options:
+    """The options that a script sets beside its data; None for an option that it leaves open.
 
     Attributes:
         shuffle: whether to shuffle, or the blocks by which to; "blocks" for those that the data set names.
@@ -54,14 +56,16 @@ class Asked:
             JobError: there is no such number of them.
         """
         workers = self.loader_workers or 0
-        if workers < 0:
-            raise JobError(f"loader_workers={short(workers)}: use 0 to load in this process, or a number of processes")
+        if not 0 <= workers <= MOST_PROCESSES:
+            limit = f", at most {MOST_PROCESSES}" if workers > 0 else ""
+            how = f"use 0 to load in this process, or a number of processes{limit}"
+            raise JobError(f"loader_workers={short(workers)}: {how}")
         return Processes(workers, timeout_s)
 
 
 @dataclass(frozen=True)
 class Feed:
-    """What is read, and how.
+    """The samples that a loop reads, and the way in which it reads them.
 
     Attributes:
         source: gives the samples of each shard.
@@ -70,6 +74,7 @@ class Feed:
         is_batched: whether a loader's batch sampler decides which samples a batch has.
         shuffle: whether the order is shuffled, where no sampler decides it.
         drop_last: whether a last, smaller batch is left out.
+        sized_by: the part of the script's data that says ``batch_size``.
     """
 
     source: ShardSource
@@ -78,6 +83,7 @@ class Feed:
     is_batched: bool = False
     shuffle: bool = False
     drop_last: bool = False
+    sized_by: str = "loader"
 
     @property
     def order(self) -> Order:
@@ -85,21 +91,21 @@ class Feed:
         return self.source.order
 
     def decides(self, batch_size: int) -> str:
-        """What decides which samples a batch has, and what to do, for messages."""
+        """Say what decides which samples a batch has, and what to do; for messages."""
         return (
             f"the loader's batch_sampler decides which samples a batch has: give the DataLoader a sampler and "
             f"batch_size={batch_size} instead"
         )
 
     def same(self) -> Mapping[str, Any]:
-        """What has to be the same on all workers."""
-        told: dict[str, Any] = {"number of samples": len(self.source.dataset)}
-        return told | ({"order of the sampler": digest} if (digest := self.order.digest) else {})
+        """Return the values that have to be the same on all workers."""
+        values: dict[str, Any] = {"number of samples": len(self.source.dataset)}
+        return values | ({"order of the sampler": digest} if (digest := self.order.digest) else {})
 
     def content(self, look: Glance) -> str:
         """A digest of samples at a few places of an epoch; empty of data that change between epochs.
 
-        Whoever joins has such data as they were at first, until it is told of the epochs that it has missed.
+        A joiner has such data as they were at first, until it is told of the epochs that it has missed.
         """
         if getattr(self.source.dataset, "changes_between_epochs", False):
             return ""
@@ -107,7 +113,7 @@ class Feed:
 
     @property
     def cure(self) -> str:
-        """What to do where workers' samples differ."""
+        """The advice on what to do where workers' samples differ."""
         return (
             f"{SAME_SAMPLES}. Data that are split, shuffled or made with random numbers need a seed "
             f"(torch.Generator().manual_seed(0), numpy.random.default_rng(0)), or are drawn after unisono.init, which "
@@ -116,32 +122,26 @@ class Feed:
         )
 
     @classmethod
-    def of(cls, data: Any, asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":
+    def of(cls, data: Any, options: Options, key: LoopKey, timeout_s: float) -> "Feed":
         """Take data as a script gives it.
-
-        Args:
-            data: a map-style data set, or a ``torch.utils.data.DataLoader``.
-            asked: what the script asks for beside it.
-            key: what the order follows from.
-            timeout_s: seconds after which a loader process is taken to hang.
 
         Raises:
             DataError: the data set is empty or has no length, or the loader has what cannot be kept.
             JobError: something is asked for that the loader decides; or no number of processes.
         """
         if isinstance(data, DataLoader):
-            return cls._of_loader(data, asked, key, timeout_s)
-        processes = asked.processes(timeout_s)
-        shuffle, drop_last, samples = bool(asked.shuffle), bool(asked.drop_last), check_dataset(data)
-        order = KeyedOrder(samples, key.seed, shuffle, drop_last)
-        if (blocks := _blocks_of(data, asked.shuffle)) is not None:
-            order = BlockwiseOrder(samples, key.seed, True, drop_last, blocks)
-        source = ShardSource(data, order, asked.collate_fn, samples)
+            return cls._of_loader(data, options, key, timeout_s)
+        processes = options.processes(timeout_s)
+        shuffle, drop_last, samples = bool(options.shuffle), bool(options.drop_last), check_dataset(data)
+        blocks = _blocks_of(data, options.shuffle)
+        digest = "" if blocks is None else str(blocks)
+        order = KeyedOrder(samples, key.seed, shuffle, drop_last, blocks, digest)
+        source = ShardSource(data, order, options.collate_fn, samples)
         return cls(source, processes, shuffle=shuffle, drop_last=drop_last)
 
     @classmethod
-    def _of_loader(cls, loader: DataLoader[Any], asked: Asked, key: LoopKey, timeout_s: float) -> "Feed":
-        refuse_beside(asked)
+    def _of_loader(cls, loader: DataLoader[Any], options: Options, key: LoopKey, timeout_s: float) -> "Feed":
+        refuse_beside(options)
         _refuse(loader)
         dataset: Any = loader.dataset
         batched, sampler = loader.batch_sampler, loader.sampler
@@ -160,7 +160,8 @@ class Feed:
         begin = partial(_begin, loader.worker_init_fn, loader.num_workers, dataset)
         processes = replace(processes_of(loader, timeout_s), begin=begin)
         source = ShardSource(dataset, order, collate_of(loader), samples)
-        return cls(source, processes, size, is_batched, drop_last=drop_last)
+        sized_by = "loader" if loader.batch_size is not None else "loader's batch_sampler"
+        return cls(source, processes, size, is_batched, drop_last=drop_last, sized_by=sized_by)
 
 
 def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
@@ -181,18 +182,14 @@ def _blocks_of(data: Any, shuffle: Shuffle | None) -> BlockShuffle | None:
     return blocks
 
 
-def refuse_beside(asked: Asked, why: str = "beside a DataLoader: the loader decides it, so say it there") -> None:
+def refuse_beside(options: Options, why: str = "beside a DataLoader: the loader decides it, so say it there") -> None:
     """Refuse what a script says beside data that decide it.
-
-    Args:
-        asked: what the script says.
-        why: what to do, for the message.
 
     Raises:
         JobError: it says something.
     """
-    said = {one.name: getattr(asked, one.name) for one in fields(asked)}
-    if beside := [f"{name}={short(value)}" for name, value in said.items() if value is not None]:
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    if beside := [f"{name}={short(value)}" for name, value in values.items() if value is not None]:
         raise JobError(f"{', '.join(beside)} {why}")
 
 
@@ -209,7 +206,7 @@ def collate_of(loader: DataLoader[Any]) -> Collate | None:
     return None if loader.collate_fn is default_collate else loader.collate_fn
 
 
-def keeps_states(loader: DataLoader[Any]) -> bool:
+def is_stateful(loader: DataLoader[Any]) -> bool:
     """Whether it is torchdata's ``StatefulDataLoader``, which goes on from the states of its data set.
 
     It iterates as torch's loader does.
@@ -226,21 +223,17 @@ def _refuse(loader: DataLoader[Any]) -> None:
     kind = type(loader)
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(refused("loader.stream", kind=type(loader.dataset).__name__))
-    if kind.__iter__ is not DataLoader.__iter__ and not keeps_states(loader):
+    if kind.__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         raise DataError(refused("loader.own-iteration", module=kind.__module__, kind=kind.__name__))
     if loader.batch_sampler is None:
         raise DataError(refused("loader.no-batches"))
     for part in (*parts_of(loader.batch_sampler), loader.sampler):
-        if isinstance(part, DistributedSampler) or any(all(hasattr(part, one) for one in names) for names in SHARES):
+        if isinstance(part, DistributedSampler) or any(all(hasattr(part, name) for name in names) for names in SHARES):
             raise DataError(refused("loader.share-of-process", kind=type(part).__name__))
 
 
 def processes_of(loader: DataLoader[Any], timeout_s: float) -> Processes:
     """The processes that a loader asks for.
-
-    Args:
-        loader: the loader.
-        timeout_s: seconds after which a loader process is taken to hang, unless the loader says so.
 
     Raises:
         JobError: they are to be started in another way than by a fork.

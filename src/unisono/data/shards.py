@@ -1,6 +1,5 @@
-"""One shard's samples, fetched, augmented and collated alike wherever that happens."""
+"""The samples of a shard, fetched, augmented and collated alike on every worker and loader process."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,34 +11,37 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from unisono.data.order import KeyedOrder, Order
-from unisono.data.refused import refused
-from unisono.data.streams import DrawWatch, seed_generators
-from unisono.errors import DataError, UnisonoWarning
+from unisono.data.generators import DrawWatch, seed_generators
+from unisono.data.refusals import refused
+from unisono.data.sample_order import KeyedOrder, Order
+from unisono.errors import DataError
+from unisono.host.tracebacks import warn
 from unisono.plan.batches import Batch
 from unisono.plan.order import Indices
+from unisono.received import short
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(sample: Any, other: Any) -> bool:
     """Whether two samples hold the same: tensors, arrays, numbers, text and bytes, in lists, tuples and mappings.
 
     Of other things only the type is compared.
     """
-    if type(one) is not type(other):
+    if type(sample) is not type(other):
         return False
-    if isinstance(one, Tensor):
+    if isinstance(sample, Tensor):
         return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and bool(((one == other) | ((one != one) & (other != other))).all())
+            sample.shape == other.shape
+            and sample.dtype == other.dtype
+            and bool(((sample == other) | ((sample != sample) & (other != other))).all())  # NaN is like NaN
         )
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(alike(*pair) for pair in zip(one, other, strict=True))
-    return not isinstance(one, int | float | str | bytes) or bool(one == other or (one != one and other != other))
+    if isinstance(sample, np.ndarray):
+        return bool(sample.dtype == other.dtype and sample.tobytes() == other.tobytes())
+    if isinstance(sample, Mapping):
+        return sample.keys() == other.keys() and all(alike(sample[key], other[key]) for key in sample)
+    if isinstance(sample, list | tuple):
+        return len(sample) == len(other) and all(alike(*pair) for pair in zip(sample, other, strict=True))
+    is_plain_value = isinstance(sample, int | float | str | bytes)
+    return not is_plain_value or bool(sample == other or (sample != sample and other != other))
 
 
 Collate = Callable[[list[Any]], Any]
@@ -69,7 +71,7 @@ class ShardsRequest(NamedTuple):
 
 
 class LocatedShards(NamedTuple):
-    """The same with the samples that stand at these places."""
+    """A request for shards, with the samples at their places."""
 
     request: ShardsRequest
     samples: tuple[Indices, ...]
@@ -77,6 +79,8 @@ class LocatedShards(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in messages."""
+        if not self.request.places:  # a worker that only serves has no shards
+            return f"no places of epoch {self.request.epoch}"
         first, last = self.request.places[0].start, self.request.places[-1].stop - 1
         return f"places {first} … {last} of epoch {self.request.epoch}"
 
@@ -90,11 +94,8 @@ class ShardSource:
     finds what its first sample would.
 
     Attributes:
-        dataset: the data set, map-style with a length.
-        order: the order of the samples.
         collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
         samples: the number of samples that the data set has, as its order was made for; None to leave that open.
-        watch: the watch for samples that draw.
     """
 
     dataset: Any
@@ -133,8 +134,8 @@ class ShardSource:
         """
         at = range(place, place + 1)
         has_each = isinstance(self.order, KeyedOrder)  # which draws alike wherever it stands
-        (found,) = self._seeded(epoch, at, list(at) if has_each else self.order.samples_at(epoch, at).tolist())
-        return found
+        (sample,) = self._seeded(epoch, at, list(at) if has_each else self.order.samples_at(epoch, at).tolist())
+        return sample
 
     def mark(self, batch: Batch) -> int:
         """A number that tells which samples a step has, where a sampler says it."""
@@ -143,40 +144,33 @@ class ShardSource:
         return crc32(self.order.samples_at(batch.epoch, range(batch.start, batch.stop)).tobytes())
 
     def located(self, request: ShardsRequest) -> LocatedShards:
-        """Which samples are requested. Only the worker asks for them: a sampler is not asked in each loader process.
+        """Return the requested samples. Only the worker asks the sampler for them, and no loader process does.
 
         Raises:
             DataError: the data set has become longer or shorter.
         """
         if self.samples is not None and (now := len(self.dataset)) != self.samples:
-            raise DataError(
-                refused(
-                    "dataset.length-changed",
-                    kind=type(self.dataset).__name__,
-                    now=now,
-                    epoch=request.epoch,
-                    before=self.samples,
-                )
-            )
-        return LocatedShards(request, tuple(self.order.samples_at(request.epoch, one) for one in request.places))
+            kind, epoch, before = type(self.dataset).__name__, request.epoch, self.samples
+            raise DataError(refused("dataset.length-changed", kind=kind, now=now, epoch=epoch, before=before))
+        return LocatedShards(request, tuple(self.order.samples_at(request.epoch, places) for places in request.places))
 
     def fetch(self, shards: LocatedShards) -> list[Any]:
         """The shards whose samples are known; see :meth:`load`."""
         if self.collate is None and is_plain(self.dataset):
             return [_gathered(self.dataset, indices) if indices.size else None for indices in shards.samples]
-        (epoch, places), found = shards.request, list[Any]()
+        epoch, batches = shards.request.epoch, list[Any]()
         with one_thread():
             quiet = self._quiet(shards)
-            for number, indices in enumerate(each.tolist() for each in shards.samples):
-                if not indices:
-                    found.append(None)
+            for number, (places, samples) in enumerate(zip(shards.request.places, shards.samples, strict=True)):
+                if not (indices := samples.tolist()):
+                    batches.append(None)
                 elif quiet is None:
-                    found.append(self._collated(self._seeded(epoch, places[number], indices), indices))
+                    batches.append(self._collated(self._seeded(epoch, places, indices), indices))
                 else:
                     if self.collate is not None:  # it may draw: it finds what the last sample has left
-                        seed_generators(self.order.stream(epoch, places[number][-1], indices[-1]))
-                    found.append(self._collated(quiet[number], indices))
-        return found
+                        seed_generators(self.order.stream(epoch, places[-1], indices[-1]))
+                    batches.append(self._collated(quiet[number], indices))
+        return batches
 
     def _quiet(self, shards: LocatedShards) -> list[list[Any]] | None:
         """The samples of all shards without a seed for each; None if they draw, and so need one."""
@@ -191,52 +185,50 @@ class ShardSource:
             if self._watched(seed, [first]) is not None:
                 self._warn(first, "drew something when it was asked for, and nothing when it was asked for again")
             return None
-        found = self._watched(seed, wanted)
-        if found is not None and not alike(once[0], next((each[:1] for each in found if each), [])):
+        samples = self._watched(seed, wanted)
+        if samples is not None and not alike(once[0], next((shard[:1] for shard in samples if shard), [])):
             self._warn(first, "is another one each time that it is asked for, and draws nothing from the generators")
-        return found
+        return samples
 
-    def _warn(self, first: Sequence[int], what: str) -> None:
+    def _warn(self, first: Sequence[int], fault: str) -> None:
         """Warn of samples that depend on who has asked for them before; looked at once in a loop, in each process."""
-        warnings.warn(
-            f"sample {first[0]} of the data set ({type(self.dataset).__name__}) {what}: which samples are trained on "
+        warn(
+            f"sample {first[0]} of the data set ({type(self.dataset).__name__}) {fault}: which samples are trained on "
             f"then depends on workers and loader processes, and the weights with them. Draw in each __getitem__, keep "
             f"nothing of it, and draw from the global generators of torch, NumPy and Python, which are seeded before",
-            UnisonoWarning,
-            stacklevel=2,
         )
 
     def _watched(self, seed: int, wanted: Sequence[Sequence[int]]) -> list[list[Any]] | None:
         self.watch.begin(seed)
         try:
-            found = [self._fetched(indices) for indices in wanted]
+            samples = [self._fetched(indices) for indices in wanted]
         except Exception:
             if self.watch.end():  # with numbers that were not meant for it
                 return None
             raise
-        return None if self.watch.end() else found
+        return None if self.watch.end() else samples
 
     def _seeded(self, epoch: int, places: range, indices: Sequence[int]) -> list[Any]:
         if _fetches_many(self.dataset):  # a shard's samples are always asked for together
             seed_generators(self.order.stream(epoch, places[0], indices[0]))
             return _many(self.dataset, indices)
-        found = []
+        samples = []
         for place, index in zip(places, indices, strict=True):
             seed_generators(self.order.stream(epoch, place, index))
-            found += self._fetched([index])
-        return found
+            samples += self._fetched([index])
+        return samples
 
     def _fetched(self, indices: Sequence[int]) -> list[Any]:
-        found: list[Any] = []
+        samples: list[Any] = []
         try:
             for index in indices:
-                found.append(self.dataset[index])  # noqa: PERF401 (an error names the index)
+                samples.append(self.dataset[index])  # noqa: PERF401 (an error names the index)
         except StopIteration as error:  # which would end the loop over it, or come out of that as another error
-            raise DataError(f"sample {indices[len(found)]} of the data set: {_STOPPED}") from error
+            raise DataError(f"sample {indices[len(samples)]} of the data set: {_STOPPED}") from error
         except Exception as error:
-            error.add_note(f"(while sample {indices[len(found)]} of the data set was loaded)")
+            error.add_note(f"(while sample {indices[len(samples)]} of the data set was loaded)")
             raise
-        return found
+        return samples
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         return collated(self.collate, samples, indices, "the data set")
@@ -244,12 +236,6 @@ class ShardSource:
 
 def collated(collate: Collate | None, samples: list[Any], numbers: Sequence[int], whose: str) -> Any:
     """A batch of samples.
-
-    Args:
-        collate: a function that makes it; None for torch's ``default_collate``.
-        samples: the samples.
-        numbers: their numbers, for messages.
-        whose: the name of what has these numbers.
 
     Raises:
         DataError: they cannot be collated; names them, and the first one that is unlike the others.
@@ -270,15 +256,15 @@ def _fetches_many(dataset: Any) -> bool:
 
 def _many(dataset: Any, indices: Sequence[int]) -> list[Any]:
     try:
-        found = list(dataset.__getitems__(list(indices)))
+        samples = list(dataset.__getitems__(list(indices)))
     except StopIteration as error:
         raise DataError(f"samples {indices[0]} … {indices[-1]} of the data set: {_STOPPED}") from error
     except Exception as error:
         error.add_note(f"(while samples {indices[0]} … {indices[-1]} of the data set were loaded)")
         raise
-    if len(found) != len(indices):
-        raise DataError(refused("dataset.getitems", kind=type(dataset).__name__, given=len(found), asked=len(indices)))
-    return found
+    if (given := len(samples)) != len(indices):
+        raise DataError(refused("dataset.getitems", kind=type(dataset).__name__, given=given, asked=len(indices)))
+    return samples
 
 
 def is_plain(dataset: Any) -> bool:
@@ -287,7 +273,7 @@ def is_plain(dataset: Any) -> bool:
 
 
 def _gathered(dataset: Any, indices: Indices) -> list[Tensor]:
-    """What collating the samples one by one would give, in one gather."""
+    """Gather the samples at once, with the result that collating them one by one would have."""
     if type(dataset) is Subset:
         inner = range(check_dataset(dataset.dataset))  # makes negative indices positive
         return _gathered(dataset.dataset, np.array([inner[dataset.indices[index]] for index in indices.tolist()]))
@@ -296,7 +282,7 @@ def _gathered(dataset: Any, indices: Indices) -> list[Tensor]:
         raise DataError(f"the sampler gave the index {odd[0]}, and the data set has {samples} samples")
     rows = torch.from_numpy(np.where(indices < 0, indices + samples, indices))
     # Where it can be used, this is several times as fast as an index in brackets.
-    return [each.index_select(0, rows) if each.device.type == "cpu" else each[rows] for each in dataset.tensors]
+    return [tensor.index_select(0, rows) if tensor.device.type == "cpu" else tensor[rows] for tensor in dataset.tensors]
 
 
 @contextmanager
@@ -321,6 +307,16 @@ def is_indexed(dataset: Any) -> bool:
     return get is not Dataset.__getitem__ and isinstance(dataset, Sized)  # others give columns in brackets
 
 
+_TENSORS = "write torch.utils.data.TensorDataset(X, Y) of two tensors, or a class with __len__ and __getitem__"
+"""What to do about data that are none."""
+
+
+def _are_columns(parts: Sequence[Any]) -> bool:
+    """Whether these are arrays that have a row for each sample, such as inputs and labels, and no samples."""
+    shapes = [tuple(part.shape) for part in parts if isinstance(part, Tensor | np.ndarray)]
+    return len(shapes) == len(parts) and len({shape[:1] for shape in shapes}) == 1 < len(set(shapes))
+
+
 def check_dataset(dataset: Any) -> int:
     """The number of samples of a map-style data set.
 
@@ -328,6 +324,12 @@ def check_dataset(dataset: Any) -> int:
         DataError: it is empty, has no length, or is a stream; says what to use instead.
     """
     kind = type(dataset).__name__
+    if isinstance(dataset, str | bytes):
+        raise DataError(f"{short(dataset)} is text, and no data set: {_TENSORS}")
+    if isinstance(dataset, tuple) and _are_columns(dataset):
+        raise DataError(f"a tuple of {len(dataset)} arrays is no data set, which has a sample per index: {_TENSORS}")
+    if isinstance(dataset, dict) and not all(isinstance(key, int) for key in dataset):
+        raise DataError(f"a dict with names is no data set, which has a sample per index: {_TENSORS}")
     if not is_indexed(dataset):
         raise DataError(refused("dataset.no-index", kind=kind))
     if not isinstance(dataset, Sized):

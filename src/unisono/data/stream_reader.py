@@ -1,4 +1,4 @@
-"""One reader of a stream: it gives the samples of one logical shard, whichever worker asks."""
+"""A reader of a stream: it gives the samples of one shard, whichever worker computes that shard."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data._utils import worker
 
-from unisono.data.refused import refused
-from unisono.data.streams import seed_generators
+from unisono.data.generators import seed_generators
+from unisono.data.refusals import refused
 from unisono.errors import DataError
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import parse_json
@@ -20,13 +20,12 @@ class OpenedStream(NamedTuple):
     """A stream that is read.
 
     Attributes:
-        iterator: the iterator over its samples.
-        tell: a function that returns the state behind the last sample; None if nothing tells it. Then it is opened at
+        get_state: a function that returns the state behind the last sample; None if there is none. Then it is opened at
             the beginning, whatever state was given.
     """
 
     iterator: Any
-    tell: Callable[[], Any] | None
+    get_state: Callable[[], Any] | None
 
 
 def opens_readers(stream: Any) -> bool:
@@ -37,22 +36,16 @@ def opens_readers(stream: Any) -> bool:
 def open_stream(stream: Any, number: int, readers: int, state: Any, *, keeps: bool) -> OpenedStream:
     """Open a stream for one of its readers.
 
-    Args:
-        stream: the stream; nobody else reads it.
-        number: the number of the reader.
-        readers: the number of readers.
-        state: the state to go on from; None for the beginning.
-        keeps: whether the states of streams that do not open their readers themselves are exact: their iterator's, or
-            their own.
+    Nobody else reads the stream. ``state`` is None for the beginning. ``keeps`` says whether the states of streams that
+    do not open their readers themselves are exact: their iterator's, or their own.
     """
-    if opens_readers(stream):
-        return _going_on(stream.open_reader(number, readers), state)
-    iterator = iter(stream)
-    if not keeps:
-        return OpenedStream(iterator, None)
-    if iterator is not stream and _tells(iterator):
-        return _going_on(iterator, state)
-    if not _tells(stream):
+    opens = opens_readers(stream)
+    iterator = stream.open_reader(number, readers) if opens else iter(stream)
+    if (opens or (keeps and iterator is not stream)) and _has_state(iterator):
+        if state is not None:
+            iterator.load_state_dict(state)
+        return OpenedStream(iterator, iterator.state_dict)
+    if opens or not keeps or not _has_state(stream):
         return OpenedStream(iterator, None)
     if state is not None:
         stream.load_state_dict(state)
@@ -60,25 +53,15 @@ def open_stream(stream: Any, number: int, readers: int, state: Any, *, keeps: bo
     return OpenedStream(iterator, stream.state_dict)
 
 
-def _going_on(iterator: Any, state: Any) -> OpenedStream:
-    if not _tells(iterator):
-        return OpenedStream(iterator, None)
-    if state is not None:
-        iterator.load_state_dict(state)
-    return OpenedStream(iterator, iterator.state_dict)
-
-
-def _tells(thing: Any) -> bool:
+def _has_state(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderState:
-    """How far a reader has come in an epoch.
+    """The place that a reader has reached in an epoch.
 
-    Attributes:
-        samples: the number of samples that it has given.
-        state: what the stream's reader has told of itself; None if it tells nothing.
+    ``state`` is what the stream's reader has returned; None if it has none.
     """
 
     samples: int = 0
@@ -87,15 +70,11 @@ class ReaderState:
 
 @dataclass(frozen=True, slots=True)
 class ReaderKey:
-    """Which reader of which pass it is.
+    """The key of a reader of a pass.
 
     Attributes:
-        seed: the job's seed.
-        loop: the number of the loop in the script.
         passes: the number of epochs that earlier loops of the script have asked the stream for.
-        epoch: the number of the epoch in the loop.
         number: the number of the reader, which is that of its shard.
-        readers: the number of readers.
     """
 
     seed: int
@@ -106,24 +85,22 @@ class ReaderKey:
     readers: int
 
     def stream(self, sample: int, *, alike: bool) -> int:
-        """The seed of what a sample draws.
+        """The seed of a sample's draws.
 
-        Args:
-            sample: the number of the sample among those of the reader.
-            alike: whether all readers draw alike: else they do so in their first sample alone, before which streams
-                shuffle their files.
+        ``sample`` is counted among those of the reader. Unless all readers draw ``alike``, they do so in their first
+        sample alone, before which streams shuffle their files.
         """
         own = () if alike or not sample else (self.number,)
         return stream_seed(self.seed, Stream.READER, self.loop, self.epoch, sample, *own)
 
 
 class _ReaderInfo:
-    """What ``get_worker_info`` returns inside of a stream, and whether the stream has looked at it."""
+    """The result of ``get_worker_info`` inside of a stream, and whether the stream has used it."""
 
     def __init__(self, number: int, readers: int, dataset: Any) -> None:
         self._number, self._readers = number, readers
         self.seed, self._dataset = number, dataset
-        self.was_asked = self.was_counted = self.was_opened = False
+        self.was_used = self.was_counted = self.was_opened = False
 
     @property
     def dataset(self) -> Any:
@@ -132,12 +109,12 @@ class _ReaderInfo:
 
     @property
     def id(self) -> int:
-        self.was_asked = True
+        self.was_used = True
         return self._number
 
     @property
     def num_workers(self) -> int:
-        self.was_asked = self.was_counted = True
+        self.was_used = self.was_counted = True
         return self._readers
 
 
@@ -149,8 +126,6 @@ class Reader:
     reader, of which each takes every so many-th sample.
 
     Args:
-        stream: the stream.
-        key: the key of the reader.
         at: the state behind which it is to go on.
         begin: a function that is called with the reader's number before its copy of the stream is opened, as a loader
             process of torch calls ``worker_init_fn``. One that looks how many there are has split the copy.
@@ -159,10 +134,6 @@ class Reader:
 
     Raises:
         DataError: the stream cannot be copied, or has become shorter than it was.
-
-    Attributes:
-        at: the state that it has reached.
-        is_over: whether nothing is left.
     """
 
     def __init__(
@@ -183,33 +154,33 @@ class Reader:
         if begin is not None:
             with self._inside():
                 begin(key.number)
-            self._info.was_asked = self._info.was_counted
-            if self._info.was_opened and not self._info.was_asked:
+            self._info.was_used = self._info.was_counted
+            if self._info.was_opened and not self._info.was_used:
                 raise DataError(refused("stream.begun-unsplit"))
             seed_generators(key.stream(0, alike=True))
         with self._inside():
             opened = open_stream(self._stream, key.number, key.readers, at.state, keeps=keeps)
-        self._iterator, self._tell = opened
+        self._iterator, self._get_state = opened
         self._ahead: list[Any] = []
         self.at, self.is_over = ReaderState(), False
-        if at.state is not None and self._tell is not None:
+        if at.state is not None and self._get_state is not None:
             self._read, self.at = at.samples, at
         self._look_ahead()
-        if not opens_readers(stream) and not self._info.was_asked:
+        if not opens_readers(stream) and not self._info.was_used:
             self._share(key)
         if skipped := at.samples - self.at.samples:
             self._skip(skipped)
 
     def take(self, count: int) -> list[Any]:
         """The next samples; fewer where the stream ends."""
-        found: list[Any] = []
-        while len(found) < count and not self.is_over:
-            found.append(self._ahead.pop())
-            samples = self.at.samples + 1
-            self.at = self._state(samples) if len(found) == count else ReaderState(samples)
+        samples: list[Any] = []
+        while len(samples) < count and not self.is_over:
+            samples.append(self._ahead.pop())
+            given = self.at.samples + 1
+            self.at = self._state(given) if len(samples) == count else ReaderState(given)
             self._pass_over(self._step - 1)
             self._look_ahead()
-        return found
+        return samples
 
     def _share(self, key: ReaderKey) -> None:
         """Take every so many-th sample of a stream that all readers read."""
@@ -222,26 +193,19 @@ class Reader:
 
     def _state(self, samples: int) -> ReaderState:
         """The state behind so many samples, before the stream is asked for another one."""
-        if self._tell is None:
+        if self._get_state is None:
             return ReaderState(samples)
-        told, teller = self._tell(), type(getattr(self._tell, "__self__", self._iterator)).__name__
+        state, kind = self._get_state(), type(getattr(self._get_state, "__self__", self._iterator)).__name__
         try:
-            return ReaderState(samples, parse_json(json.dumps(told)))
+            return ReaderState(samples, parse_json(json.dumps(state)))
         except (TypeError, ValueError) as error:
-            raise DataError(refused("stream.state-no-json", name=teller, error=error)) from error
+            raise DataError(refused("stream.state-no-json", name=kind, error=error)) from error
 
     def _skip(self, samples: int) -> None:
         if len(self.take(samples)) < samples:
-            raise DataError(
-                refused(
-                    "stream.shorter",
-                    reader=self._key.number,
-                    name=type(self._stream).__name__,
-                    now=self.at.samples,
-                    epoch=self._key.epoch,
-                    before=samples,
-                )
-            )
+            reader, name, now, epoch = self._key.number, type(self._stream).__name__, self.at.samples, self._key.epoch
+            why = refused("stream.shorter", reader=reader, name=name, now=now, epoch=epoch, before=samples)
+            raise DataError(why)
 
     def _look_ahead(self) -> None:
         """Read one sample more than was asked for: only so is it known whether there is one."""
@@ -261,16 +225,17 @@ class Reader:
         seed_generators(self._key.stream(self._read, alike=self._step > 1))
         with self._inside():
             try:
-                found = next(self._iterator)
+                sample = next(self._iterator)
+            except StopIteration:
+                raise
             except Exception as error:
-                if not isinstance(error, StopIteration):
-                    error.add_note(
-                        f"(while reader {self._key.number} of {type(self._stream).__name__} was asked for number "
-                        f"{self._read} of what it reads in epoch {self._key.epoch})"
-                    )
+                error.add_note(
+                    f"(while reader {self._key.number} of {type(self._stream).__name__} was asked for number "
+                    f"{self._read} of what it reads in epoch {self._key.epoch})"
+                )
                 raise
         self._read += 1
-        return found
+        return sample
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -34,12 +34,7 @@ subjectKeyIdentifier = hash
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate and its private key.
-
-    Attributes:
-        chain: the certificate, with those above it, PEM.
-        key: its private key, PEM.
-    """
+    """A certificate, with those above it, and its private key, both PEM."""
 
     chain: Path
     key: Path

@@ -10,10 +10,10 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from unisono.errors import ModelError
-from unisono.integrations.refused import refused
+from unisono.integrations.kit import refused
 
 RULES = {dim_zero_sum: "sum", dim_zero_mean: "mean", dim_zero_max: "max", dim_zero_min: "min", dim_zero_cat: "cat"}
-"""How a run combines what shards make of a metric's state, by torchmetrics' reduction of it."""
+"""The rule by which a run combines shards' states of a metric, by torchmetrics' reduction of it."""
 
 
 def state_of(metrics: nn.Module, name: str = "metrics") -> dict[str, Any]:
@@ -29,8 +29,8 @@ def state_of(metrics: nn.Module, name: str = "metrics") -> dict[str, Any]:
     Raises:
         ModelError: a metric's state is combined in a way of its own, or metrics share their states.
     """
-    found = dict(_metrics_in(metrics, name))
-    for path, metric in found.items():
+    by_path = dict(_metrics_in(metrics, name))
+    for path, metric in by_path.items():
         metric.sync_on_compute = False
         metric.compute_with_cache = False  # a result that was kept before others' samples came
         for key, combine in metric._reductions.items():
@@ -44,7 +44,9 @@ def state_of(metrics: nn.Module, name: str = "metrics") -> dict[str, Any]:
                         way=getattr(combine, "__name__", combine),
                     )
                 )
-    return {path: (one, {key: RULES[how] for key, how in one._reductions.items()}) for path, one in found.items()}
+    return {
+        path: (metric, {key: RULES[how] for key, how in metric._reductions.items()}) for path, metric in by_path.items()
+    }
 
 
 def _metrics_in(root: nn.Module, name: str) -> Iterator[tuple[str, Metric]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.host.processor_paths import LEVEL, numerics_variables
+from unisono.host.machine import LEVEL, numerics_variables
 from unisono.launch.settings import LaunchSettings
 from unisono.settings.reading import variables_of
 
@@ -21,12 +21,7 @@ PER_WORKER = (
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSocket:
-    """The listening socket at which the workers of one launch meet; the launcher opened it.
-
-    Attributes:
-        port: its port on loopback.
-        fd: its descriptor, handed to rank 0.
-    """
+    """The listening socket on loopback at which the workers of one launch meet; the launcher opened it for rank 0."""
 
     port: int | str
     fd: int | str
@@ -37,13 +32,8 @@ class ElasticSeat:
     """The id of an elastic job's worker, and the way to its coordinator; of one of its devices, if it has several.
 
     Attributes:
-        worker: its id.
         place: a number below the host's most workers that no other running worker of the host has.
-        coordinator: the coordinator's URL.
-        token_file: the file with the job's token.
         certificate: the certificate to trust; None for those that the system trusts, or without TLS.
-        device: the place of the device among those of the worker.
-        devices: their number.
         rendezvous: the socket at which they meet; None for a worker of one device.
     """
 
@@ -58,7 +48,7 @@ class ElasticSeat:
 
     @property
     def variables(self) -> dict[str, str]:
-        """As the worker is told."""
+        """The variables by which the worker knows."""
         trusted = {} if self.certificate is None else {"UNISONO_CERTIFICATE": os.path.abspath(self.certificate)}  # noqa: PTH100
         return {
             "UNISONO_COORDINATOR": self.coordinator,
@@ -132,7 +122,7 @@ def elastic_command(settings: LaunchSettings, run_dir: Path, seat: ElasticSeat |
 
 
 def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
-    threads, told = str(settings.threads), variables_of(settings.options)
+    threads, options = str(settings.threads), variables_of(settings.options)
     return {
         "UNISONO_RUN_DIR": os.path.abspath(run_dir),  # noqa: PTH100 (resolve() would follow the user's links)
         "UNISONO_LAUNCHER_PID": str(os.getpid()),
@@ -141,8 +131,8 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
         # Else each process, and each run that resumes, goes through sets of words in an order of its own.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         **settings.tuning.variables,
-        **numerics_variables(told.get(LEVEL) or os.environ.get(LEVEL)),
-        **told,
+        **numerics_variables(options.get(LEVEL) or os.environ.get(LEVEL)),
+        **options,
     }
 
 
@@ -155,8 +145,8 @@ def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
 
 def _shown(command: WorkerCommand) -> str:
     """A command as it would be typed: who starts it says its process id."""
-    told = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
-    return str(WorkerCommand(command.script, told))
+    variables = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
+    return str(WorkerCommand(command.script, variables))
 
 
 def dry_run(settings: LaunchSettings, run_dir: Path) -> str:

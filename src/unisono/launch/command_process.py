@@ -1,4 +1,4 @@
-"""A command of Unisono that a program runs, and which ends with it."""
+"""Commands of Unisono that run beside a program or a job, and end with it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
 from unisono.errors import FIRST_SIGNAL
@@ -86,3 +88,46 @@ class CommandProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._guard.close()
+
+
+# The page of a job, as a process beside its launcher.
+
+PATIENCE_S = 5.0
+LONGEST_LINK = 256
+
+
+@contextmanager
+def page_beside(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Until the context ends, a process serves the page of a run; ``say`` is called from any thread."""
+    log = run_dir / "logs" / "page.log"
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "unisono", "page", str(run_dir), "--parent", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is for the workers; the page tells what comes of it
+        )
+    assert process.stdout is not None
+    reading = threading.Thread(target=_tell, args=(process, say, log), name="unisono-page", daemon=True)
+    reading.start()
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reading.join()
+        process.stdout.close()
+
+
+def _tell(process: subprocess.Popen[bytes], say: Callable[[str], None], log: Path) -> None:
+    assert process.stdout is not None
+    link = process.stdout.readline(LONGEST_LINK).decode("ascii", errors="replace").strip()
+    if link:
+        say(f"the page: {link} (opens once, within an hour; Share, there, gives a link for others)")
+    elif process.wait() not in (0, -signal.SIGTERM):
+        say(f"there is no page: see {log}")

@@ -1,5 +1,7 @@
 """The settings of a launch, as values: the script or module to run, and how."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -7,15 +9,17 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from unisono.errors import JobError
-from unisono.launch.notices.source import NoticeSource
-from unisono.launch.pinning.pins import Pinning
+from unisono.job import shards_of_workers
+from unisono.launch.pins import Pinning
 from unisono.launch.tuning import Tuning
-from unisono.loggers.named import require_loggers
-from unisono.settings.reading import said_in, settings_by_path
+from unisono.loggers.by_name import require_loggers
+from unisono.received import short
+from unisono.settings.reading import settings_by_path, specified_in
 from unisono.settings.table import Settings
-from unisono.sync.named import strategy_of
+from unisono.sync import strategy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,6 @@ class Script:
 
     Attributes:
         target: the path as the user gave it, or a module's dotted name.
-        args: what follows it, untouched.
-        is_module: whether ``target`` names a module.
     """
 
     target: str
@@ -33,7 +35,7 @@ class Script:
     is_module: bool = False
 
     @classmethod
-    def from_argv(cls, argv: Sequence[str]) -> "Script":
+    def from_argv(cls, argv: Sequence[str]) -> Script:
         """The inverse of ``argv``."""
         if argv[0] == "-m":
             return cls(argv[1], tuple(argv[2:]), is_module=True)
@@ -77,19 +79,14 @@ def _require_file(path: Path) -> None:
 def _require_module(name: str) -> None:
     # Only the outermost package is looked for: finding what is inside it would import it here.
     outermost = name.partition(".")[0]
-    found = outermost in sys.builtin_module_names or PathFinder.find_spec(outermost, [os.getcwd(), *sys.path])  # noqa: PTH109
-    if not found:
+    is_there = outermost in sys.builtin_module_names or PathFinder.find_spec(outermost, [os.getcwd(), *sys.path])  # noqa: PTH109
+    if not is_there:
         raise JobError(f"there is no module {name} (looked in {Path.cwd()} and the installed packages)")
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many workers a job has, and of how many devices each.
-
-    Attributes:
-        workers: the number of workers.
-        devices: the number of devices of each worker.
-    """
+    """How many workers a job has, and of how many devices each."""
 
     workers: int
     devices: int = 1
@@ -114,13 +111,9 @@ class LaunchSettings:
     """The settings with which the workers of one job start on this host.
 
     Attributes:
-        script: the script or module that each worker runs.
-        workers: the number of workers on this host.
         run_dir: the run folder; None makes a new one below ``runs``.
         options: what the person who starts the job says of it; the workers find out whether named policies, loggers
             and packages are there.
-        tuning: the settings of the workers' memory allocator.
-        extra_environment: further variables for every worker.
         memory_limit_mib: the most memory of the host that each worker may need, with its loader processes, in MiB; a
             worker that needs more is ended. None does not look.
     """
@@ -134,7 +127,7 @@ class LaunchSettings:
     memory_limit_mib: float | None = None
 
     @classmethod
-    def tuned(cls, script: Script, options: Settings, **more: Any) -> "LaunchSettings":
+    def tuned(cls, script: Script, options: Settings, **more: Any) -> LaunchSettings:
         """Settings whose workers' memory allocator is tuned as the options say, on top of this process's variables."""
         devices = options.communication.devices_per_worker
         tuning = Tuning.of_this_process(wanted=options.launch.tuning, devices=devices)
@@ -170,20 +163,16 @@ class LaunchSettings:
         cloud = self.options.launch.notices
         return None if cloud is None else NoticeSource.of_environment(cloud, os.environ)
 
-    def told(self, variables: Mapping[str, str]) -> "LaunchSettings":
-        """The same, with further variables for every worker."""
+    def told(self, variables: Mapping[str, str]) -> LaunchSettings:
+        """These settings with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
 
-    def with_options(self, values: Mapping[str, Any]) -> "LaunchSettings":
-        """The same, with further options, by the paths of their settings."""
-        return replace(self, options=settings_by_path({**said_in(self.options), **values}))
+    def with_options(self, values: Mapping[str, Any]) -> LaunchSettings:
+        """These settings with further options, by the paths of their settings."""
+        return replace(self, options=settings_by_path({**specified_in(self.options), **values}))
 
     def check(self, fewest: int = 1, *, is_here: bool = True) -> None:
         """Refuse what cannot work, before anything is started.
-
-        Args:
-            fewest: the smallest number of workers that this host may have.
-            is_here: whether the script is on this host.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
@@ -194,17 +183,82 @@ class LaunchSettings:
         if self.processes > MOST_WORKERS:
             raise JobError(f"--workers {self.workers}: at most {MOST_WORKERS} on one host")
         if options.shards is not None and self.workers > options.shards:
+            shards, plural = shards_of_workers(self.workers, options.batch_size), "s" if options.shards > 1 else ""
             raise JobError(
                 f"--workers {self.workers} with --shards {options.shards}: every worker needs at least one shard; "
-                f"set --shards {self.workers}, or start at most {options.shards} workers"
+                f"set --shards {shards}, or start at most {options.shards} worker{plural}"
             )
         _ = self.notice_source
         if options.strategy is not None:
             strategy_of(options.strategy)
         if options.policies:
-            from unisono.adapt.named import require_policies  # loads numpy, whose thread no fork server may have
+            from unisono.adapt.policy_names import require_policies  # loads numpy, whose thread no fork server may have
 
             require_policies(list(map(str, options.policies)), "--policy")
         require_loggers(list(map(str, options.records.loggers)), "--log-to")
         if is_here:
             self.script.require_readable()
+
+
+# The addresses of the clouds' metadata services, as values.
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The address of a metadata service."""
+
+    host: str
+    port: int = 80
+
+    @classmethod
+    def read(cls, text: str, variable: str) -> Endpoint:
+        """``http://HOST:PORT`` or ``HOST:PORT``.
+
+        Raises:
+            JobError: it is no such address.
+        """
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            host, port = parts.hostname, parts.port or 80
+            (host or "").encode("idna")
+        except ValueError:
+            host, port = None, 80
+        if not host or parts.scheme != "http":
+            raise JobError(f"{variable}={short(text)}: write the address of the metadata service as http://HOST:PORT")
+        return cls(host, port)
+
+
+AUTO = "auto"
+LINK_LOCAL = Endpoint("169.254.169.254")
+
+VARIABLES = {
+    "aws": "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+    "gcp": "GCE_METADATA_HOST",
+    "azure": "AZURE_POD_IDENTITY_AUTHORITY_HOST",
+}
+"""The variables by which the clouds' own libraries are told of another address."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeSource:
+    """The clouds that are listened to.
+
+    Attributes:
+        cloud: ``aws``, ``gcp``, ``azure``, or ``auto`` for whichever of them this machine is of.
+    """
+
+    cloud: str
+    endpoints: Mapping[str, Endpoint]
+
+    @classmethod
+    def of_environment(cls, cloud: str, environ: Mapping[str, str]) -> NoticeSource:
+        """With the addresses that variables name, and else that of all clouds.
+
+        Raises:
+            JobError: there is no such cloud, or a variable is no address.
+        """
+        if cloud not in (*VARIABLES, AUTO):
+            raise JobError(f"--notices {cloud}: the clouds are {', '.join(VARIABLES)}, and {AUTO}")
+        named = {name: environ.get(variable, "") for name, variable in VARIABLES.items()}
+        endpoints = {name: Endpoint.read(text, VARIABLES[name]) if text else LINK_LOCAL for name, text in named.items()}
+        return cls(cloud, endpoints if cloud == AUTO else {cloud: endpoints[cloud]})

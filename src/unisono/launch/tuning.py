@@ -17,7 +17,6 @@ class _Decision:
     """Variables of the GNU C library that belong together: who has set one of them has decided on all.
 
     Attributes:
-        variables: what is set.
         others: variables by which a person may have decided the same.
     """
 
@@ -28,8 +27,8 @@ class _Decision:
         """What a person has set of it."""
         names = (*self.variables, *self.others)
         tunables = environ.get(TUNABLES, "")
-        found = {name: environ[name] for name in names if name in environ}
-        return found | ({TUNABLES: tunables} if any(f"{_tunable(name)}=" in tunables for name in names) else {})
+        set_here = {name: environ[name] for name in names if name in environ}
+        return set_here | ({TUNABLES: tunables} if any(f"{_tunable(name)}=" in tunables for name in names) else {})
 
 
 def _tunable(name: str) -> str:
@@ -66,7 +65,6 @@ class Tuning:
     """The settings of the workers' memory allocator.
 
     Attributes:
-        variables: what workers get on top of the launcher's environment.
         kept: what the person has set, which goes first.
         missing: why nothing is set, if so.
     """
@@ -102,11 +100,7 @@ def assignments(variables: Mapping[str, str]) -> str:
 def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True, devices: int = 1) -> Tuning:
     """Decide how the workers' memory allocator is set.
 
-    Args:
-        environ: the environment that workers would inherit.
-        c_library: its name, as ``platform.libc_ver`` gives it.
-        wanted: whether the person wants it.
-        devices: the number of devices of each worker. Where there are several, memory goes back to the system.
+    The C library has the name that ``platform.libc_ver`` gives it. With several devices memory goes back to the system.
     """
     if not wanted:
         return Tuning(missing=SWITCHED_OFF)
@@ -126,4 +120,4 @@ def tune(environ: Mapping[str, str], c_library: str, *, wanted: bool = True, dev
 def _foreign_allocator(preloaded: str) -> str | None:
     """The first library of LD_PRELOAD that is an allocator, by its name."""
     libraries = preloaded.replace(":", " ").split()
-    return next((each for each in libraries if "malloc" in Path(each).name.lower()), None)
+    return next((library for library in libraries if "malloc" in Path(library).name.lower()), None)

@@ -18,12 +18,10 @@ from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import FIRST_SIGNAL, PREEMPTED
-from unisono.host.parent_death import end_with_parent
-from unisono.host.script_end import OF_THIS_PROCESS
-from unisono.host.stacks import write_when_asked
-from unisono.launch.ending.failure import Failure, dismissal_in, note_end, says_all
+from unisono.host.process import OF_THIS_PROCESS, end_with_parent, write_when_asked
+from unisono.launch.failure import Failure, dismissal_in, note_end, says_all
 from unisono.launch.settings import Script
-from unisono.launch.terminal.terminal import WorkerName
+from unisono.launch.terminal import WorkerName
 from unisono.membership.environment import device_name
 
 failures: list[int] = []
@@ -59,8 +57,8 @@ def main() -> None:
         sys.exit(FIRST_SIGNAL + signal.SIGINT)
     except BaseException as error:  # noqa: BLE001 (reported, recorded, and turned into the exit code)
         if (dismissed := dismissal_in(error)) is not None:
-            said = "".join(traceback.format_exception_only(error)).strip()
-            print(f"unisono: left ({dismissed.reason}); the script answered that with {said}", file=sys.stderr)  # noqa: T201
+            words = "".join(traceback.format_exception_only(error)).strip()
+            print(f"unisono: left ({dismissed.reason}); the script answered that with {words}", file=sys.stderr)  # noqa: T201
             ends.append((os.getpid(), code_of(dismissed)))
             sys.exit(dismissed.code)
         fail(error)

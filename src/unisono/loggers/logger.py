@@ -16,7 +16,7 @@ OF_EVERY_STEP = "epoch"
 """A figure that every step has. What is logged beside one that was not computed lacks it."""
 
 BOOK = "loggers.json"
-"""In the run folder: how far loggers have come, and the ids of their runs elsewhere."""
+"""In the run folder: the notes of loggers, by name: how far they have come, and the ids of their runs elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +97,24 @@ class Logger:
             )
 
 
-class Book:
-    """The notes of loggers in a run folder, by name: numbers and text.
+def read_note(folder: Path, name: str) -> Any:
+    """A note of a logger in the run folder; None if there is none, or it cannot be read."""
+    try:
+        return read_object(folder / BOOK).get(name)
+    except (OSError, Unreadable):
+        return None
 
-    Args:
-        folder: the run folder.
+
+def write_note(folder: Path, name: str, value: int | str) -> None:
+    """Write a note, in one piece with the others.
+
+    Raises:
+        OSError: it cannot be written.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / BOOK
-
-    def read(self, name: str) -> Any:
-        """A note; None if there is none, or it cannot be read."""
-        try:
-            return read_object(self._path).get(name)
-        except (OSError, Unreadable):
-            return None
-
-    def write(self, name: str, value: int | str) -> None:
-        """Write a note, in one piece with the others.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        try:
-            known = read_object(self._path)
-        except (OSError, Unreadable):
-            known = {}
-        beside = self._path.with_name(f".{BOOK}.new")
-        beside.write_text(json.dumps({**known, name: value}, indent=2) + "\n")
-        beside.replace(self._path)
+    try:
+        known = read_object(folder / BOOK)
+    except (OSError, Unreadable):
+        known = {}
+    beside = folder / f".{BOOK}.new"
+    beside.write_text(json.dumps({**known, name: value}, indent=2) + "\n")
+    beside.replace(folder / BOOK)

@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import messages
 from unisono.membership import state as machine
-from unisono.membership.agent_messages import AgentHello, FromAgent, from_agent
 from unisono.membership.keyvalue import Answer, KeyValue
-from unisono.membership.parser import parse
+from unisono.membership.messages import AgentHello, parse
 from unisono.membership.state_log import Everything, Journal, StateLog, changes, merge, restored, whole
 
 STATE_LOG = "coordinator.jsonl"
@@ -50,14 +49,7 @@ class Coordinator:
         clock: a clock in seconds, from any start, which never goes back.
         fresh: whether to begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers
             go on from there: none is ever used twice in a run folder.
-        state_log: a function that opens the state log.
-        journal: a function that opens the journal for people.
         changed: a function that is called after everything that may move the next deadline.
-
-    Attributes:
-        run_folder: the job's run folder.
-        values: the key-value store.
-        state: all that it knows.
 
     Raises:
         JobError: another coordinator works in this folder, or what one left cannot be understood.
@@ -107,8 +99,8 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When :meth:`tick` has something to do; None while there is nothing to wait for."""
-        found = (machine.next_deadline(self.state), self.values.deadline())
-        return min((deadline for deadline in found if deadline is not None), default=None)
+        deadlines = (machine.next_deadline(self.state), self.values.deadline())
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def tick(self) -> None:
         """Time has passed."""
@@ -255,7 +247,7 @@ class Coordinator:
             return
         if fresh:
             numbers: dict[str, Any] = {name: known.get(name) for name in LASTING}
-            if all(type(each) is int and 0 <= each < 2**62 for each in numbers.values()):
+            if all(type(number) is int and 0 <= number < 2**62 for number in numbers.values()):
                 self.state = replace(self.state, **numbers)
             return
         self.state = restored(known)
@@ -297,10 +289,13 @@ class Session:
     nothing else.
     """
 
+    MESSAGES: ClassVar[TypeAdapter[Any]]
+    """What is taken here."""
+
     def __init__(self, coordinator: Coordinator, peer: Peer) -> None:
         self._coordinator = coordinator
         self._peer = peer
-        self._name: str | None = None
+        self._name = ""
         self._over = False
 
     def receive(self, data: str | bytes) -> None:
@@ -319,62 +314,58 @@ class Session:
         self._peer.hang_up()
 
     def close(self) -> None:
-        """The connection has ended."""
+        """The connection has ended: nothing more is told over it."""
         self._over = True
+        if self._name:
+            self._gone()
 
     def _take(self, data: str | bytes) -> None:
+        message = parse(self.MESSAGES, data)
+        if isinstance(message, messages.WorkerHello | AgentHello) == bool(self._name):
+            raise Unreadable("a connection begins with a hello, and has no other")
+        if not self._name and message.protocol != messages.PROTOCOL:
+            raise Unreadable(
+                f"this coordinator speaks version {messages.PROTOCOL}, not {message.protocol}: install one version "
+                f"everywhere"
+            )
+        self._hear(message)
+
+    def _hear(self, message: Any) -> None:
+        raise NotImplementedError
+
+    def _gone(self) -> None:
         raise NotImplementedError
 
 
 class WorkerSession(Session):
     """A worker's connection."""
 
-    def _take(self, data: str | bytes) -> None:
-        message: messages.FromWorker = parse(messages.from_worker, data)
-        if isinstance(message, messages.WorkerHello) != (self._name is None):
-            raise Unreadable("a connection begins with a hello, and has no other")
+    MESSAGES = messages.from_worker
+
+    def _hear(self, message: messages.FromWorker) -> None:
         if isinstance(message, messages.WorkerHello):
-            _check_protocol(message.protocol)
             self._name = message.worker
             self._coordinator.greet_worker(self._name, self._peer, message)
-            return
-        assert self._name is not None
-        if isinstance(message, messages.StoreRequest):
+        elif isinstance(message, messages.StoreRequest):
             self._coordinator.store(self._name, message)
         else:
             self._coordinator.handle(machine.Heard((self._name,), message))
 
-    def close(self) -> None:
-        """The worker is told nothing more."""
-        super().close()
-        if self._name is not None:
-            self._coordinator.worker_gone(self._name, self._peer)
+    def _gone(self) -> None:
+        self._coordinator.worker_gone(self._name, self._peer)
 
 
 class AgentSession(Session):
     """An agent's connection."""
 
-    def _take(self, data: str | bytes) -> None:
-        message: FromAgent = parse(from_agent, data)
-        if isinstance(message, AgentHello) != (self._name is None):
-            raise Unreadable("a connection begins with a hello, and has no other")
+    MESSAGES = messages.from_agent
+
+    def _hear(self, message: messages.FromAgent) -> None:
         if isinstance(message, AgentHello):
-            _check_protocol(message.protocol)
             self._name = message.agent
             self._coordinator.greet_agent(self._name, self._peer, message)
-            return
-        assert self._name is not None
-        self._coordinator.handle(machine.AgentHeard(self._name, message))
+        else:
+            self._coordinator.handle(machine.AgentHeard(self._name, message))
 
-    def close(self) -> None:
-        """The agent is told nothing more."""
-        super().close()
-        if self._name is not None:
-            self._coordinator.agent_gone(self._name, self._peer)
-
-
-def _check_protocol(theirs: int) -> None:
-    if theirs != messages.PROTOCOL:
-        raise Unreadable(
-            f"this coordinator speaks version {messages.PROTOCOL}, not {theirs}: install one version everywhere"
-        )
+    def _gone(self) -> None:
+        self._coordinator.agent_gone(self._name, self._peer)

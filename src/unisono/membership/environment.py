@@ -1,4 +1,4 @@
-"""This worker's rank and host, read from its launcher's variables: one small class for each launcher."""
+"""This worker's rank and host, read from its launcher's variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from unisono.errors import JobError
 from unisono.received import short
-from unisono.settings.variables import LAST_PORT, Variables
+from unisono.settings.reading import LAST_PORT, Variables
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm numbers what is no real step (a batch script, an interactive shell) from the top of 32 bits."""
@@ -25,8 +25,6 @@ class RendezvousAddress:
     """The address at which the workers meet.
 
     Attributes:
-        address: the name or address of rank 0's host.
-        port: the TCP port on that host.
         store_fd: on rank 0, the file descriptor of the listening socket that the launcher opened; else None.
     """
 
@@ -45,10 +43,6 @@ class Environment:
     Attributes:
         launcher: the launcher that started it: ``unisono``, ``torchrun``, ``env``, ``slurm`` or ``single``.
         rank: its place, 0 … ``world_size`` - 1.
-        world_size: the number of workers.
-        local_rank: its place among the workers of its host.
-        local_world_size: the number of workers of its host.
-        host: the name of its host.
         rendezvous: the address at which the workers meet; None for a worker that is alone.
         note: the assumptions that had to be made, for people; empty if there were none.
     """
@@ -111,149 +105,127 @@ def device_name(worker: str, device: int) -> str:
 def recognise(environ: Mapping[str, str], host: str | None = None) -> Environment:
     """Where this worker stands, as the first of ``LAUNCHERS`` that recognises it says; else alone.
 
-    Args:
-        environ: the environment's variables.
-        host: the name of this host; the system's own name for it unless given.
-
     Raises:
         JobError: a variable is missing, no number, or contradicts another; names it and its value.
     """
     variables = Variables(environ)
     host = host or socket.gethostname()
-    for launcher in LAUNCHERS:
-        if launcher.recognises(variables):
-            return launcher.read(variables, host)
+    for launched_by in LAUNCHERS:
+        if (environment := launched_by(variables, host)) is not None:
+            return environment
     # The worker of an elastic job learns its rank from the coordinator, and its place on this host from its agent.
     place = variables.count("UNISONO_LOCAL_RANK", "") if "UNISONO_LOCAL_RANK" in variables else 0
     return Environment("single", 0, 1, place, place + 1, host)
 
 
-class Unisono:
+def _unisono(variables: Variables, host: str) -> Environment | None:
     """``unisono run``: the socket where the workers meet is open before they start."""
-
-    def recognises(self, variables: Variables) -> bool:
-        """Told by its rank."""
-        return "UNISONO_RANK" in variables or "UNISONO_WORLD_SIZE" in variables
-
-    def read(self, variables: Variables, host: str) -> Environment:
-        """All of its variables are there."""
-        because = "this worker was started by unisono run"
-        rank, size = variables.rank("UNISONO_RANK", "UNISONO_WORLD_SIZE", because)
-        local = variables.rank("UNISONO_LOCAL_RANK", "UNISONO_LOCAL_WORLD_SIZE", because)
-        rendezvous = self._rendezvous(variables, because) if size > 1 else None
-        return Environment("unisono", rank, size, *local, host, rendezvous)
-
-    def _rendezvous(self, variables: Variables, because: str) -> RendezvousAddress:
-        store = variables.text("UNISONO_STORE", because)
-        address, _, port = store.rpartition(":")
-        if not address or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > LAST_PORT:
-            raise variables.refusal("UNISONO_STORE", "needs ADDRESS:PORT")
-        inherited = "UNISONO_STORE_FD" in variables
-        descriptor = variables.count("UNISONO_STORE_FD", because) if inherited else None
-        return RendezvousAddress(address.strip("[]"), int(port), descriptor)
+    if "UNISONO_RANK" not in variables and "UNISONO_WORLD_SIZE" not in variables:
+        return None
+    because = "this worker was started by unisono run"
+    rank, size = variables.rank("UNISONO_RANK", "UNISONO_WORLD_SIZE", because)
+    local = variables.rank("UNISONO_LOCAL_RANK", "UNISONO_LOCAL_WORLD_SIZE", because)
+    rendezvous = _unisono_store(variables, because) if size > 1 else None
+    return Environment("unisono", rank, size, *local, host, rendezvous)
 
 
-class Torchrun:
+def _unisono_store(variables: Variables, because: str) -> RendezvousAddress:
+    address, _, port = variables.text("UNISONO_STORE", because).rpartition(":")
+    if not address or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > LAST_PORT:
+        raise variables.refusal("UNISONO_STORE", "needs ADDRESS:PORT")
+    inherited = "UNISONO_STORE_FD" in variables
+    descriptor = variables.count("UNISONO_STORE_FD", because) if inherited else None
+    return RendezvousAddress(address.strip("[]"), int(port), descriptor)
+
+
+def _torchrun(variables: Variables, host: str) -> Environment | None:
     """``torchrun``: its agent sets everything."""
-
-    def recognises(self, variables: Variables) -> bool:
-        """Told by the identity that torchrun gives to its run."""
-        return "TORCHELASTIC_RUN_ID" in variables
-
-    def read(self, variables: Variables, host: str) -> Environment:
-        """All of its variables are there."""
-        because = "this worker was started by torchrun (TORCHELASTIC_RUN_ID is set)"
-        rank, size = variables.rank("RANK", "WORLD_SIZE", because)
-        local = variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", because)
-        return Environment("torchrun", rank, size, *local, host, _master(variables, size))
+    if "TORCHELASTIC_RUN_ID" not in variables:
+        return None
+    because = "this worker was started by torchrun (TORCHELASTIC_RUN_ID is set)"
+    rank, size = variables.rank("RANK", "WORLD_SIZE", because)
+    local = variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", because)
+    return Environment("torchrun", rank, size, *local, host, _master(variables, size))
 
 
-class Plain:
+def _by_hand(variables: Variables, host: str) -> Environment | None:
     """The variables of ``torch.distributed``, set by hand or by an operator of a cluster."""
+    # A batch script often exports WORLD_SIZE and leaves the rank to Slurm's step.
+    if "RANK" not in variables and ("WORLD_SIZE" not in variables or _is_slurm_step(variables)):
+        return None
+    because = f"{variables.describe('RANK', 'WORLD_SIZE')}: set both, or neither"
+    rank, size = variables.rank("RANK", "WORLD_SIZE", because)
+    rendezvous = _master(variables, size)
+    address = "localhost" if rendezvous is None else rendezvous.address
+    one_host = address == "localhost" or address.startswith(("127.", "::1"))
+    local_rank, local_size, note = _local_by_hand(variables, rank, size, one_host)
+    return Environment("env", rank, size, local_rank, local_size, host, rendezvous, note)
 
-    def recognises(self, variables: Variables) -> bool:
-        """Told by RANK. A batch script often exports WORLD_SIZE and leaves the rank to Slurm's step."""
-        return "RANK" in variables or ("WORLD_SIZE" in variables and not Slurm().recognises(variables))
 
-    def read(self, variables: Variables, host: str) -> Environment:
-        """RANK and WORLD_SIZE; where to meet if there are several; the local ones as far as they are set."""
-        because = f"{variables.said('RANK', 'WORLD_SIZE')}: set both, or neither"
-        rank, size = variables.rank("RANK", "WORLD_SIZE", because)
-        rendezvous = _master(variables, size)
-        one_host = (
-            rendezvous is None or rendezvous.address == "localhost" or rendezvous.address.startswith(("127.", "::1"))
+def _local_by_hand(variables: Variables, rank: int, size: int, one_host: bool) -> tuple[int, int, str]:
+    """Every worker must come to the same conclusion, so only what all of them see may count."""
+    if "LOCAL_WORLD_SIZE" in variables and "LOCAL_RANK" in variables:
+        return *variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", ""), ""
+    if "LOCAL_RANK" in variables:
+        local = variables.count("LOCAL_RANK", "")
+        if local >= size:
+            raise JobError(f"LOCAL_RANK={local} and WORLD_SIZE={size} in the environment contradict each other")
+        note = "" if one_host else f"LOCAL_WORLD_SIZE is not set: taking all {size} workers to be on one host"
+        return local, size, note
+    if one_host:
+        return rank, size, ""
+    return 0, 1, "LOCAL_RANK is not set: taking this worker to be the only one of its host"
+
+
+def _is_slurm_step(variables: Variables) -> bool:
+    """Only a real step counts: a batch script or a shell of salloc has SLURM_NTASKS and a number of a step, too."""
+    if not all(name in variables for name in ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")):
+        return False
+    return variables.count("SLURM_STEP_ID", "") < FIRST_SPECIAL_STEP
+
+
+def _slurm(variables: Variables, host: str) -> Environment | None:
+    """``srun``: the step's tasks are the workers; they meet on the first host of the step."""
+    if not _is_slurm_step(variables):
+        return None
+    because = "this is a task of a Slurm step (SLURM_STEP_ID is set)"
+    rank, size = variables.rank("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", because)
+    if "WORLD_SIZE" in variables and variables.count("WORLD_SIZE", because) != size:
+        raise JobError(
+            f"WORLD_SIZE={variables.text('WORLD_SIZE', because)} and SLURM_STEP_NUM_TASKS={size} in the "
+            f"environment contradict each other: leave WORLD_SIZE out, or start as many tasks"
         )
-        local_rank, local_size, note = self._local(variables, rank, size, one_host)
-        return Environment("env", rank, size, local_rank, local_size, host, rendezvous, note)
-
-    def _local(self, variables: Variables, rank: int, size: int, one_host: bool) -> tuple[int, int, str]:
-        """Every worker must come to the same conclusion, so only what all of them see may count."""
-        if "LOCAL_WORLD_SIZE" in variables and "LOCAL_RANK" in variables:
-            return *variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", ""), ""
-        if "LOCAL_RANK" in variables:
-            local = variables.count("LOCAL_RANK", "")
-            if local >= size:
-                raise JobError(f"LOCAL_RANK={local} and WORLD_SIZE={size} in the environment contradict each other")
-            note = "" if one_host else f"LOCAL_WORLD_SIZE is not set: taking all {size} workers to be on one host"
-            return local, size, note
-        if one_host:
-            return rank, size, ""
-        return 0, 1, "LOCAL_RANK is not set: taking this worker to be the only one of its host"
+    local_rank = variables.count("SLURM_LOCALID", because)
+    local_size, note = _local_size_of_slurm(variables, size, local_rank)
+    node = variables.get("SLURMD_NODENAME") or host
+    rendezvous = _rendezvous_of_slurm(variables, because) if size > 1 else None
+    return Environment("slurm", rank, size, local_rank, local_size, node, rendezvous, note)
 
 
-class Slurm:
-    """``srun``: only a real step counts. A batch script or a shell of salloc has SLURM_NTASKS too."""
-
-    def recognises(self, variables: Variables) -> bool:
-        """Told by the step; the shells that Slurm calls a step have numbers of their own."""
-        if not all(name in variables for name in ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")):
-            return False
-        return variables.count("SLURM_STEP_ID", "") < FIRST_SPECIAL_STEP
-
-    def read(self, variables: Variables, host: str) -> Environment:
-        """The step's tasks are the workers; they meet on the first host of the step."""
-        because = "this is a task of a Slurm step (SLURM_STEP_ID is set)"
-        rank, size = variables.rank("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", because)
-        if "WORLD_SIZE" in variables and variables.count("WORLD_SIZE", because) != size:
-            raise JobError(
-                f"WORLD_SIZE={variables.text('WORLD_SIZE', because)} and SLURM_STEP_NUM_TASKS={size} in the "
-                f"environment contradict each other: leave WORLD_SIZE out, or start as many tasks"
-            )
-        local_rank = variables.count("SLURM_LOCALID", because)
-        local_size, note = self._local_size(variables, size, local_rank)
-        here = variables.text("SLURMD_NODENAME", because) if "SLURMD_NODENAME" in variables else host
-        rendezvous = self._rendezvous(variables, because) if size > 1 else None
-        return Environment("slurm", rank, size, local_rank, local_size, here, rendezvous, note)
-
-    def _local_size(self, variables: Variables, size: int, local_rank: int) -> tuple[int, str]:
-        text, node = f"SLURM_STEP_NUM_TASKS={size}", 0
-        counts = [size]
-        note = f"SLURM_STEP_TASKS_PER_NODE is not set: taking all {size} workers to be on one host"
-        if "SLURM_STEP_TASKS_PER_NODE" in variables and "SLURM_NODEID" in variables:
-            given = variables.text("SLURM_STEP_TASKS_PER_NODE", "")
-            node = variables.count("SLURM_NODEID", "")
-            text, counts, note = (
-                f"SLURM_STEP_TASKS_PER_NODE={short(given)}, SLURM_NODEID={node}",
-                tasks_per_node(given),
-                "",
-            )
-        if node >= len(counts) or local_rank >= counts[node]:
-            raise JobError(f"{text} and SLURM_LOCALID={local_rank} in the environment contradict each other")
-        return counts[node], note
-
-    def _rendezvous(self, variables: Variables, because: str) -> RendezvousAddress:
-        given = "MASTER_ADDR" in variables
-        nodes = "" if given else variables.text("SLURM_STEP_NODELIST", because)
-        address = variables.text("MASTER_ADDR", because) if given else first_host(nodes)
-        if "MASTER_PORT" in variables:
-            return RendezvousAddress(address, variables.port("MASTER_PORT", because))
-        job = variables.count("SLURM_JOB_ID", because)
-        step = variables.count("SLURM_STEP_ID", because)
-        # Two jobs that share a host, or two steps of one job, must not meet at the same port.
-        return RendezvousAddress(address, PORTS[(job * 31 + step) % len(PORTS)])
+def _local_size_of_slurm(variables: Variables, size: int, local_rank: int) -> tuple[int, str]:
+    text, node, counts = f"SLURM_STEP_NUM_TASKS={size}", 0, [size]
+    note = f"SLURM_STEP_TASKS_PER_NODE is not set: taking all {size} workers to be on one host"
+    if "SLURM_STEP_TASKS_PER_NODE" in variables and "SLURM_NODEID" in variables:
+        per_node = variables.text("SLURM_STEP_TASKS_PER_NODE", "")
+        node = variables.count("SLURM_NODEID", "")
+        text = f"SLURM_STEP_TASKS_PER_NODE={short(per_node)}, SLURM_NODEID={node}"
+        counts, note = tasks_per_node(per_node), ""
+    if node >= len(counts) or local_rank >= counts[node]:
+        raise JobError(f"{text} and SLURM_LOCALID={local_rank} in the environment contradict each other")
+    return counts[node], note
 
 
-LAUNCHERS: tuple[Unisono | Torchrun | Plain | Slurm, ...] = (Unisono(), Torchrun(), Plain(), Slurm())
+def _rendezvous_of_slurm(variables: Variables, because: str) -> RendezvousAddress:
+    address = variables.get("MASTER_ADDR") or first_host(variables.text("SLURM_STEP_NODELIST", because))
+    if "MASTER_PORT" in variables:
+        return RendezvousAddress(address, variables.port("MASTER_PORT", because))
+    job = variables.count("SLURM_JOB_ID", because)
+    step = variables.count("SLURM_STEP_ID", because)
+    # Two jobs that share a host, or two steps of one job, must not meet at the same port.
+    return RendezvousAddress(address, PORTS[(job * 31 + step) % len(PORTS)])
+
+
+LAUNCHERS = (_unisono, _torchrun, _by_hand, _slurm)
 """In this order: whoever stands nearest to the worker comes first."""
 
 
@@ -263,10 +235,10 @@ def first_host(nodelist: str) -> str:
     Raises:
         JobError: the text is no such list.
     """
-    found = re.match(r"(?:[^\s,\[\]]|\[[0-9][-0-9,]*\])+(?=,|$)", nodelist)
-    if found is None:
+    first = re.match(r"(?:[^\s,\[\]]|\[[0-9][-0-9,]*\])+(?=,|$)", nodelist)
+    if first is None:
         raise JobError(f"SLURM_STEP_NODELIST={short(nodelist)} in the environment: no list of hosts")
-    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", found.group())
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first.group())
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -277,17 +249,17 @@ def tasks_per_node(text: str) -> list[int]:
     """
     counts = []
     for part in text.split(","):
-        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
-        if found is None:
+        counted = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if counted is None:
             raise JobError(f"SLURM_STEP_TASKS_PER_NODE={short(text)} in the environment: no list of counts")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(counted[1])] * int(counted[2] or 1)
     return counts
 
 
 def _master(variables: Variables, size: int) -> RendezvousAddress | None:
     if size == 1:
         return None
-    because = f"{variables.said('RANK', 'WORLD_SIZE')}: the workers meet at that {{}} of rank 0's host"
+    because = f"{variables.describe('RANK', 'WORLD_SIZE')}: the workers meet at that {{}} of rank 0's host"
     address = variables.text("MASTER_ADDR", because.format("address"))
     return RendezvousAddress(address, variables.port("MASTER_PORT", because.format("port")))
 
@@ -307,11 +279,7 @@ know of its job, such as SLURM_JOB_ID, is none of them."""
 
 
 class LaunchVariables:
-    """Hides them from the rest of a process, and puts them back.
-
-    Args:
-        environ: the variables of the process.
-    """
+    """Hides them from the rest of a process, and puts them back."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._environ = environ

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from unisono.errors import JobError, Unreadable
@@ -22,10 +23,10 @@ LARGEST = 2**62
 
 PHASES = ("forming", "training", "regrouping", "stopping", "over")
 OF_LINES = {
-    "loss": ("unisono_loss", "Mean loss over the newest global batch."),
-    "epoch": ("unisono_epoch", "Epoch of the newest step, from 0."),
-    "lr": ("unisono_learning_rate", "Learning rate of the first parameter group in the newest step."),
-    "batch_size": ("unisono_batch_size", "Samples in the newest global batch."),
+    "loss": ("loss", "Mean loss over the newest global batch."),
+    "epoch": ("epoch", "Epoch of the newest step, from 0."),
+    "lr": ("learning_rate", "Learning rate of the first parameter group in the newest step."),
+    "batch_size": ("batch_size", "Samples in the newest global batch."),
 }
 OURS = frozenset(
     (*OF_LINES, "step", "time", "position", "generation", "world_size", "samples_per_s", "shards", "lr_factor")
@@ -34,85 +35,81 @@ OURS = frozenset(
 
 
 def exposition(state: machine.State, line: Mapping[str, Any] | None, version: str) -> bytes:
-    """The job as Prometheus scrapes it.
-
-    Args:
-        state: the coordinator's state.
-        line: the newest step's line of ``metrics.jsonl``; None if there is none, or it is not of this job's host.
-        version: the version of Unisono.
+    """The job as Prometheus scrapes it, with the newest line of ``metrics.jsonl``, if this job's host has one.
 
     Raises:
         JobError: the package that writes the format is not installed; says how to install it.
     """
     try:
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
     except ImportError:
         raise JobError(
             "/metrics needs prometheus-client, which is not installed where the coordinator runs: pip install "
             "'unisono[prometheus]' (in a clone of Unisono: pip install -c constraints.txt '.[prometheus]')"
         ) from None
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(state, line, version))
-    return bytes(generate_latest(registry))
+    if line is not None and int(line["step"]) + 1 < _step(state):
+        line = None
+    collector: Any = SimpleNamespace(collect=lambda: _families(state, line or {}, version))
+    return bytes(generate_latest(collector))
 
 
-class _Families:
-    """The metrics, made when they are asked for."""
+def _families(state: machine.State, line: Mapping[str, Any], version: str) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-    def __init__(self, state: machine.State, line: Mapping[str, Any] | None, version: str) -> None:
-        self._state, self._line, self._version = state, line, version
+    yield InfoMetricFamily("unisono", "The version of Unisono.", {"version": version})
+    yield CounterMetricFamily(
+        "unisono_departures", "Members that were lost, or left on notice.", value=state.departures
+    )
+    yield CounterMetricFamily("unisono_restarts", "Lost workers that were replaced.", value=state.restarts)
+    for name, about, value in (*_figures(state), *_figures_of_step(line)):
+        yield GaugeMetricFamily(f"unisono_{name}", about, value=value)
+    for name, about, labels, values in (*_labelled(state), *_labelled_of_step(line)):
+        family = GaugeMetricFamily(f"unisono_{name}", about, labels=labels)
+        for key, value in values.items():
+            family.add_metric([key] if isinstance(key, str) else key, value)
+        yield family
 
-    def collect(self) -> Iterator[Any]:
-        """All of them."""
-        from prometheus_client.core import InfoMetricFamily
 
-        yield InfoMetricFamily("unisono", "The version of Unisono.", {"version": self._version})
-        yield from self._of_job()
-        yield from self._of_workers()
-        if self._line is not None and int(self._line["step"]) + 1 >= _step(self._state):
-            yield from self._of_step(self._line)
+def _figures(state: machine.State) -> Iterator[tuple[str, str, float]]:
+    yield "generation", "Number of the newest generation of workers.", state.generation
+    yield "step", "Committed steps. Goes back where a job resumes.", _step(state)
+    rate = max((worker.signs.samples_per_s for worker in state.members), default=0.0)
+    yield "samples_per_second", "Samples of all workers together in a second.", rate
+    yield "workers_wanted", "Workers that are to train.", state.size
+    yield "workers_smallest", "The fewest workers that can be asked for.", state.limits[0]
+    yield "workers_largest", "The most workers that can be asked for.", state.limits[1]
+    yield "agents", "Agents that are connected.", sum(agent.signs.connected for agent in state.agents.values())
 
-    def _of_job(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
 
-        state = self._state
-        phase = machine.status(state)["phase"]
-        yield _gauges("unisono_job_phase", "1 for what the job does now.", "phase", {p: p == phase for p in PHASES})
-        yield _gauge("unisono_generation", "Number of the newest generation of workers.", state.generation)
-        yield _gauge("unisono_step", "Committed steps. Goes back where a job resumes.", _step(state))
-        rate = max((worker.signs.samples_per_s for worker in state.members), default=0.0)
-        yield _gauge("unisono_samples_per_second", "Samples of all workers together in a second.", rate)
-        yield _gauge("unisono_workers_wanted", "Workers that are to train.", state.size)
-        yield _gauge("unisono_workers_smallest", "The fewest workers that can be asked for.", state.limits[0])
-        yield _gauge("unisono_workers_largest", "The most workers that can be asked for.", state.limits[1])
-        connected = sum(agent.signs.connected for agent in state.agents.values())
-        yield _gauge("unisono_agents", "Agents that are connected.", connected)
-        about = "Members that were lost, or left on notice."
-        yield CounterMetricFamily("unisono_departures", about, value=state.departures)
-        yield CounterMetricFamily("unisono_restarts", "Lost workers that were replaced.", value=state.restarts)
-        about = "Seconds that the newest generation took to form on its slowest member, by part."
-        yield _gauges("unisono_regroup_duration_seconds", about, "part", state.seconds)
+def _figures_of_step(line: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+    for field, (name, about) in OF_LINES.items():
+        if _is_number(line.get(field)):
+            yield name, about, line[field]
 
-    def _of_workers(self) -> Iterator[Any]:
-        from prometheus_client.core import GaugeMetricFamily
 
-        phases = Counter(map(self._state.phase_of, self._state.workers.values()))
-        yield _gauges("unisono_workers", "Workers by what they do; those that train are working.", "phase", phases)
-        about = "Seconds since a member's main thread made progress, by its own measure."
-        still = GaugeMetricFamily("unisono_worker_still_seconds", about, labels=["worker", "host"])
-        for worker in self._state.members:
-            still.add_metric([worker.id, worker.host], worker.signs.pulse.still_s)
-        yield still
+Labelled = tuple[str, str, list[str], Mapping[Any, float]]
+"""A family of gauges: its name, what it is about, its labels, and of each label's value, or of several labels', one."""
 
-    def _of_step(self, line: Mapping[str, Any]) -> Iterator[Any]:
-        for field, (name, about) in OF_LINES.items():
-            if _is_number(line.get(field)):
-                yield _gauge(name, about, line[field])
+
+def _labelled(state: machine.State) -> Iterator[Labelled]:
+    phase = machine.status(state)["phase"]
+    yield "job_phase", "1 for what the job does now.", ["phase"], {other: other == phase for other in PHASES}
+    about = "Seconds that the newest generation took to form on its slowest member, by part."
+    yield "regroup_duration_seconds", about, ["part"], state.seconds
+    phases = Counter(map(state.phase_of, state.workers.values()))
+    yield "workers", "Workers by what they do; those that train are working.", ["phase"], phases
+    about = "Seconds since a member's main thread made progress, by its own measure."
+    still = {(worker.id, worker.host): worker.signs.pulse.still_s for worker in state.members}
+    yield "worker_still_seconds", about, ["worker", "host"], still
+
+
+def _labelled_of_step(line: Mapping[str, Any]) -> Iterator[Labelled]:
+    if line:
         seconds = line.get("seconds")
         parts = _bounded(seconds) if type(seconds) is dict else {}
-        yield _gauges("unisono_step_duration_seconds", "Seconds of the newest step, by part.", "part", parts)
+        yield "step_duration_seconds", "Seconds of the newest step, by part.", ["part"], parts
         logged = _bounded({name: value for name, value in line.items() if name not in OURS})
-        yield _gauges("unisono_logged", "What the script logged in the newest step, by name.", "name", logged)
+        yield "logged", "What the script logged in the newest step, by name.", ["name"], logged
 
 
 def newest_line(folder: Path) -> Mapping[str, Any] | None:
@@ -122,25 +119,10 @@ def newest_line(folder: Path) -> Mapping[str, Any] | None:
         file.seek(max(0, size - END))
         for text in reversed(file.read(END).split(b"\n")):
             with suppress(Unreadable):
-                found = parse_json(text) if b'"loss"' in text else None
-                if isinstance(found, dict) and type(found.get("step")) is int:
-                    return found
+                line = parse_json(text) if b'"loss"' in text else None
+                if isinstance(line, dict) and type(line.get("step")) is int:
+                    return line
     return None
-
-
-def _gauge(name: str, about: str, value: float) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return GaugeMetricFamily(name, about, value=value)
-
-
-def _gauges(name: str, about: str, label: str, values: Mapping[Any, float]) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    family = GaugeMetricFamily(name, about, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
 
 
 def _step(state: machine.State) -> int:

@@ -70,10 +70,6 @@ class KeyValue:
 
     Keys begin with ``run/``, or with the generation that uses them, as in ``g3/``. Those of a generation that is over
     are forgotten, and nobody can bring them back.
-
-    Args:
-        changed: a function that gets every change, in order.
-        room: the size that the store may reach.
     """
 
     def __init__(self, changed: Callable[[Entry], None] = lambda entry: None, room: Room | None = None) -> None:
@@ -210,10 +206,10 @@ class KeyValue:
 
     def _compare_set(self, worker: str, request: StoreRequest, key: str) -> list[Answer]:
         # As torch's own stores: an absent key matches only an empty expectation, and otherwise answers with it.
-        found, expected, wanted = self._values.get(key), _decode(request.expected), _decode(request.value)
-        if found == expected or (found is None and not expected):
+        value, expected, wanted = self._values.get(key), _decode(request.expected), _decode(request.value)
+        if value == expected or (value is None and not expected):
             return self._set(worker, request, key, wanted, _encode(wanted))
-        return [self._reply(worker, request, _encode(expected if found is None else found))]
+        return [self._reply(worker, request, _encode(expected if value is None else value))]
 
     def _reply(self, worker: str, request: StoreRequest, value: str) -> Answer:
         return worker, StoreReply(id=request.id, value=value)

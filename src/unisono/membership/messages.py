@@ -1,9 +1,12 @@
-"""The messages between workers and the coordinator: frozen, validated values, as JSON on the wire."""
+"""The messages of workers and agents to and from the coordinator: frozen, validated values, as JSON on the wire."""
 
+import re
 from itertools import accumulate
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+
+from unisono.errors import Unreadable
 
 PROTOCOL = 4
 """Both ends of a connection need the same."""
@@ -31,12 +34,7 @@ class Message(BaseModel):
 
 
 class Unreached(Message):
-    """A host to which no connection can be made.
-
-    Attributes:
-        agent: the agent that runs its workers.
-        why: the reason, for people.
-    """
+    """A host to which no connection can be made."""
 
     agent: Name
     why: Text
@@ -46,8 +44,6 @@ class Target(Message):
     """A host that is to be probed.
 
     Attributes:
-        agent: the agent that runs its workers.
-        host: its name.
         address: the address at which the agent answers probes.
     """
 
@@ -103,10 +99,8 @@ class Arrived(Message):
     """A member has left its generation's work and waits for the next generation.
 
     Attributes:
-        generation: the number of the generation that it was in.
         acts: the number of collective calls (steps, evaluations …) that it has completed. Members differ by one at
             most.
-        loop: the number of the loop that it is in.
         at_boundary: whether it stands between two steps of that loop, where joiners can enter.
         step: the number of its last committed step, for people.
         address: the address at which its peers reach it, for the transport alone; with several devices one for each,
@@ -180,11 +174,7 @@ class Progress(Message):
 
 
 class Finished(Message):
-    """This worker's script has finished its run; with it, the job is done.
-
-    Attributes:
-        digest: the weights' digest, in hex.
-    """
+    """This worker's script has finished its run; with it, the job is done."""
 
     kind: Literal["finished"] = "finished"
     digest: Name
@@ -198,12 +188,7 @@ class ResizeRequest(Message):
 
 
 class Replace(Message):
-    """A policy wants another worker instead of one that is too slow.
-
-    Attributes:
-        generation: the number of the worker's generation.
-        rank: the worker's rank in that generation.
-    """
+    """A policy wants another worker instead of one that is too slow."""
 
     kind: Literal["replace"] = "replace"
     generation: Count
@@ -284,10 +269,8 @@ class Ranks(Message):
     """Workers of consecutive ranks that are alike.
 
     Attributes:
-        workers: their number.
         shards: the number of shards that each of them computes.
         acts: the number of collective calls that each has completed; 0 for joiners.
-        joins: whether they are new.
     """
 
     workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)]
@@ -300,8 +283,6 @@ class Neighbour(Message):
     """A worker of the same host.
 
     Attributes:
-        rank: its rank.
-        worker: its id.
         address: the address at which workers of its host reach it; with several devices one for each.
     """
 
@@ -314,7 +295,6 @@ class NewGeneration(Message):
     """A new generation, as far as a worker has to know it.
 
     Attributes:
-        generation: its number.
         ranks: all of its workers, in the order of ranks.
         here: those with this worker's host name, it among them, in the order of ranks.
         hosts: other hosts that this worker probes while the generation forms: for its own host, one worker does.
@@ -338,25 +318,25 @@ class NewGeneration(Message):
 
     @model_validator(mode="after")
     def _names_ranks_that_are_there(self) -> Self:
-        workers = sum(each.workers for each in self.ranks)
-        if workers > MOST_WORKERS or max((self.source, *(one.rank for one in self.here))) >= workers:
+        workers = sum(ranks.workers for ranks in self.ranks)
+        if workers > MOST_WORKERS or max((self.source, *(neighbour.rank for neighbour in self.here))) >= workers:
             raise ValueError(f"{workers} workers: too many, or fewer than a rank that is named")
         return self
 
     @property
     def bounds(self) -> tuple[int, ...]:
         """The shards of each worker: rank r computes those from ``bounds[r]`` to ``bounds[r + 1]``."""
-        return (0, *accumulate(each.shards for each in self.ranks for _ in range(each.workers)))
+        return (0, *accumulate(ranks.shards for ranks in self.ranks for _ in range(ranks.workers)))
 
     @property
     def acts(self) -> list[int]:
         """Of each rank, the number of collective calls that it has completed."""
-        return [each.acts for each in self.ranks for _ in range(each.workers)]
+        return [ranks.acts for ranks in self.ranks for _ in range(ranks.workers)]
 
     @property
     def joiners(self) -> frozenset[int]:
         """The ranks that are new."""
-        joins = (each.joins for each in self.ranks for _ in range(each.workers))
+        joins = (ranks.joins for ranks in self.ranks for _ in range(ranks.workers))
         return frozenset(rank for rank, is_new in enumerate(joins) if is_new)
 
 
@@ -364,7 +344,6 @@ class Removed(Message):
     """This worker takes part no more, and ends.
 
     Attributes:
-        reason: the reason, for people.
         preempted: whether the job is to go on later: the last members to leave write a checkpoint.
     """
 
@@ -374,11 +353,7 @@ class Removed(Message):
 
 
 class Refused(Message):
-    """The answer to a message that cannot be served; the connection is closed.
-
-    Attributes:
-        reason: the reason, for people.
-    """
+    """The answer to a message that cannot be served; the connection is closed."""
 
     kind: Literal["refused"] = "refused"
     reason: Text
@@ -394,7 +369,6 @@ class JobOver(Message):
         finished: the workers that have the complete result, if the job is done.
         agents: the agents that run those.
         worker: the worker whose script has ended the job, if it failed for that.
-        reason: the reason, for people.
         preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
     """
 
@@ -418,7 +392,6 @@ class StoreReply(Message):
     """The answer to a :class:`StoreRequest`.
 
     Attributes:
-        id: the request's number.
         value: the value, as base64; a decimal number for ``add``, and nanoseconds for ``clock``; ``1`` or ``0`` for
             ``check`` and ``delete``.
         error: an error message for people; empty if the request succeeded.
@@ -441,3 +414,179 @@ ToWorker = Annotated[
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
 to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)
+
+
+# -- from and to an agent ----------------------------------------------------------------------------------------------
+
+
+class AgentHello(Message):
+    """The first message on an agent's connection.
+
+    Attributes:
+        agent: its id: made up at random when it started, or that of a place, which its successor there has, too.
+        workers: the number of workers that it can run; 0 for one that only keeps the coordinator.
+        running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
+            after the coordinator was gone.
+        probes: the address at which it answers probes of other hosts; empty if it does not.
+    """
+
+    kind: Literal["agent"] = "agent"
+    protocol: Count = PROTOCOL
+    agent: Name
+    host: Name
+    workers: Annotated[int, Field(ge=0, le=4096)]
+    running: tuple[Name, ...] = Field(default=(), max_length=4096)
+    probes: Text = ""
+
+
+class WorkerEnded(Message):
+    """A worker's process has ended.
+
+    Attributes:
+        code: its exit code; negative for a signal.
+        error: the worker's own account of why it ended, if it left one.
+    """
+
+    kind: Literal["ended"] = "ended"
+    worker: Name
+    code: int = Field(ge=-4096, le=4096)
+    error: Text = ""
+
+
+class AgentLeaving(Message):
+    """This agent was asked to leave, and all of its workers with it; by one without room, the whole job.
+
+    Attributes:
+        reason: the notice that the machine is taken away, for people; empty if a person or a batch system has asked.
+    """
+
+    kind: Literal["agent_leaving"] = "agent_leaving"
+    reason: Text = ""
+
+
+class Probed(Message):
+    """The result of a :class:`Probe`: the agents whose hosts and this one reach each other, and the others."""
+
+    kind: Literal["probed"] = "probed"
+    reached: tuple[Name, ...] = Field(default=(), max_length=4096)
+    unreached: tuple[Unreached, ...] = Field(default=(), max_length=4096)
+
+
+class Start(Message):
+    """Start these workers, whose ids were never used before, at once or, after failures, in a while."""
+
+    kind: Literal["start"] = "start"
+    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
+    delay_s: Seconds = 0.0
+
+
+class End(Message):
+    """End these workers.
+
+    Attributes:
+        how: ``leave`` sends SIGTERM; ``kill`` lets them write their stacks into their logs, and kills them; ``drop``
+            kills those that nobody needs.
+    """
+
+    kind: Literal["end"] = "end"
+    workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
+    how: Literal["leave", "kill", "drop"]
+
+
+class Probe(Message):
+    """Find out whether connections can be made to these hosts, and from them to this one."""
+
+    kind: Literal["probe"] = "probe"
+    targets: tuple[Target, ...] = Field(min_length=1, max_length=4096)
+
+
+class LeftOut(Message):
+    """Workers of this host take no part, since they and others could not connect; without a reason, they can again."""
+
+    kind: Literal["left_out"] = "left_out"
+    reason: Text = ""
+
+
+class TurnedAway(Message):
+    """Workers of this host have failed before they took part, and no others are started in their places.
+
+    Attributes:
+        reason: the end of the last of them, for people; empty if places are filled again.
+        places: the number of workers that may still run there.
+    """
+
+    kind: Literal["turned_away"] = "turned_away"
+    reason: Text = ""
+    places: Count = 0
+
+
+FromAgent = Annotated[AgentHello | WorkerEnded | AgentLeaving | Probed, Field(discriminator="kind")]
+ToAgent = Annotated[
+    Welcome | Start | End | Probe | LeftOut | TurnedAway | JobOver | Refused,
+    Field(discriminator="kind"),
+]
+
+from_agent: TypeAdapter[FromAgent] = TypeAdapter(FromAgent)
+to_agent: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)
+
+
+# -- from received bytes to messages, within limits that hold before anything is parsed -------------------------------
+
+LONGEST_MESSAGE = LARGEST_VALUE + 2**16
+"""Bytes of a message: the largest value, and what is around it."""
+
+DEEPEST = 8
+"""Lists and objects inside each other."""
+
+MOST_PARTS = 20_000
+"""Names, texts, brackets and commas."""
+
+_LONG_NUMBER = 300  # digits; turning very long ones into a number takes for ever
+_PARTS = re.compile(rf'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{{}},]|[0-9]{{{_LONG_NUMBER}}}', re.DOTALL)
+
+M = TypeVar("M")
+
+
+def parse(adapter: TypeAdapter[M], data: str | bytes) -> M:
+    """A message, or another validated value, from its JSON text. The error does not repeat what came.
+
+    Raises:
+        Unreadable: it is too long, nested too deep, has too many parts, or is no such value.
+    """
+    if len(data) > LONGEST_MESSAGE:
+        raise Unreadable(f"a message has at most {LONGEST_MESSAGE} bytes")
+    try:
+        text = data if isinstance(data, str) else data.decode()
+    except UnicodeDecodeError as error:
+        raise Unreadable("a message is UTF-8 text") from error
+    _check_shape(text)
+    try:
+        return adapter.validate_json(text)
+    except ValidationError as error:
+        raise Unreadable(_first(error)) from error
+
+
+def _check_shape(text: str) -> None:
+    if len(text) < _LONG_NUMBER and text.count("[") + text.count("{") <= DEEPEST:
+        return  # as nearly all messages: it can pass no limit
+    depth = 0
+    for number, part in enumerate(_PARTS.finditer(text)):
+        if number >= MOST_PARTS:
+            raise Unreadable(f"a message has at most {MOST_PARTS} parts")
+        match part[0][0]:
+            case "[" | "{":
+                depth += 1
+                if depth > DEEPEST:
+                    raise Unreadable(f"a message is nested at most {DEEPEST} deep")
+            case "]" | "}":
+                depth -= 1
+            case '"' | ",":
+                pass
+            case _:
+                raise Unreadable(f"a number has fewer than {_LONG_NUMBER} digits")
+
+
+def _first(error: ValidationError) -> str:
+    details = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in details["loc"])
+    return f"{where}: {details['msg']}"[:200] if where else details["msg"][:200]

@@ -1,4 +1,4 @@
-"""Probes of whether two hosts reach each other: a short connection from one to the other, and one back.
+"""At which address others reach a host, and probes of whether two hosts connect: from one to the other, and back.
 
 Agents answer probes at a port that the system chooses, as workers do with theirs, and on the same network. Both ends
 show that they have the job's token, without sending it.
@@ -7,19 +7,78 @@ show that they have the job's token, without sending it.
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
+import socket
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, TypeVar
 
+import psutil
 from pydantic import StringConstraints, TypeAdapter
 
-from unisono.errors import Unreadable
-from unisono.membership.messages import Message, Name, Target, Text, Unreached
-from unisono.membership.parser import parse
+from unisono.errors import LaunchError, Unreadable
+from unisono.membership.messages import Message, Name, Target, Text, Unreached, parse
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_ELSEWHERE = "192.0.2.1"
+"""An address for examples. Nothing is sent there."""
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def data_address(coordinator: str, towards_it: str) -> str:
+    """The address of the network interface ``GLOO_SOCKET_IFNAME``, or the one from which the coordinator is reached.
+
+    Args:
+        coordinator: its host. Workers that reach it on loopback share a host.
+        towards_it: this host's address on that connection; empty if it is not known.
+
+    Raises:
+        LaunchError: it is an address that has no meaning on other hosts.
+    """
+    if coordinator in _LOOPBACK:
+        return "127.0.0.1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    known = psutil.net_if_addrs().get(interface, [])
+    given = [own.address for family in _FAMILIES for own in known if own.family == family]
+    usable = (own for own in given if "%" not in own)
+    address = next(usable, None) or towards_it or _own(coordinator)
+    if "%" in address or address.lower().startswith("fe80:"):
+        raise LaunchError(
+            f"this host is reached at {address}, which other hosts cannot call: it belongs to one interface. Reach the "
+            f"coordinator at another address, or set GLOO_SOCKET_IFNAME to an interface that has one"
+        )
+    return address
+
+
+def _own(coordinator: str) -> str:
+    """This host's, towards the coordinator: a host that is the coordinator itself may know its name as loopback."""
+    address = _towards(coordinator)
+    if not ipaddress.ip_address(address).is_loopback:
+        return address
+    try:
+        return _towards(_ELSEWHERE)
+    except LaunchError:  # this host knows no other
+        return address
+
+
+def _towards(host: str) -> str:
+    """The address from which this host would send to another one: nothing is sent."""
+    try:
+        infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, _, _, _, where = min(infos, key=lambda info: _FAMILIES.index(info[0]))
+        with socket.socket(family, socket.SOCK_DGRAM) as probing:
+            probing.connect(where)
+            return str(probing.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(f"this host finds no way to {host}: {error}") from error
+
+
+# Probes.
 
 PATIENCE_S = 10.0
 """Seconds after which a host counts as out of reach; less where the job's failure timeout is."""
@@ -52,7 +111,6 @@ class ProbeRequest(Message):
     """The message of the agent that calls.
 
     Attributes:
-        wanted: the agent that it means to reach.
         back: the address at which it answers probes itself; none if nobody is to connect back.
     """
 
@@ -85,34 +143,23 @@ class _Failed(Exception):
 
 
 async def probe(targets: Sequence[Target], token: str, patience_s: float, back: Target | None = None) -> dict[str, str]:
-    """Try to reach hosts, all at once, each again and again until it answers.
+    """Try to reach hosts, all at once, each again and again until it answers or the seconds are over.
 
-    Args:
-        targets: the agents of those hosts.
-        token: the job's token.
-        patience_s: seconds after which one is given up.
-        back: the address to which they are to connect back; None if they need not.
-
-    Returns:
-        of each agent, why it is not reached; empty if it is.
+    Of each agent this tells why it is not reached; empty if it is. They are to connect back to ``back``, unless it is
+    None.
     """
     tries = (_insist(target, token, patience_s, back) for target in targets)
-    found = await asyncio.gather(*tries)
-    return {target.agent: why for target, why in zip(targets, found, strict=True)}
+    reasons = await asyncio.gather(*tries)
+    return {target.agent: why for target, why in zip(targets, reasons, strict=True)}
 
 
-def unreached(found: dict[str, str]) -> tuple[Unreached, ...]:
+def unreached(reasons: dict[str, str]) -> tuple[Unreached, ...]:
     """Those of them that are not reached."""
-    return tuple(Unreached(agent=agent, why=why[:1000]) for agent, why in found.items() if why)
+    return tuple(Unreached(agent=agent, why=why[:1000]) for agent, why in reasons.items() if why)
 
 
 class Answering:
-    """A listener that answers probes.
-
-    Args:
-        agent: the id of the agent that answers.
-        token: the job's token.
-    """
+    """A listener that answers probes."""
 
     def __init__(self, agent: str, token: str) -> None:
         self._agent, self._token = agent, token
@@ -183,10 +230,10 @@ async def _insist(target: Target, token: str, patience_s: float, back: Target | 
     loop = asyncio.get_running_loop()
     end, why = loop.time() + patience_s, ""
     while (left := end - loop.time()) > 0:
-        found = await _try(target, token, min(ATTEMPT_S, left), back)
-        if not found:
+        newest = await _try(target, token, min(ATTEMPT_S, left), back)
+        if not newest:
             return ""
-        why = found if found != TIMED_OUT or not why else why  # an attempt cut short says less than one before
+        why = newest if newest != TIMED_OUT or not why else why  # an attempt cut short says less than one before
         await asyncio.sleep(min(PAUSE_S, max(0.0, end - loop.time())))
     return why
 
@@ -212,8 +259,8 @@ async def _attempt(target: Target, token: str, back: Target | None) -> str:
     reader, writer = await asyncio.open_connection(host, int(port), limit=LONGEST_LINE)
     try:
         challenge = await _hear(reader, _challenge)
-        said = ProbeRequest(nonce=secrets.token_hex(32), wanted=target.agent, back=back, proof="0" * 64)
-        request = said.model_copy(update={"proof": _proof(token, "call", challenge, said)})
+        unsigned = ProbeRequest(nonce=secrets.token_hex(32), wanted=target.agent, back=back, proof="0" * 64)
+        request = unsigned.model_copy(update={"proof": _proof(token, "call", challenge, unsigned)})
         await _say(writer, request)
         answer = await _hear(reader, _answer)
         _check(answer.proof, _proof(token, "answer", challenge, request, answer.why))

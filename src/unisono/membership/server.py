@@ -16,6 +16,7 @@ import sys
 from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,13 @@ import uvicorn
 from starlette.applications import Starlette
 
 from unisono.errors import FIRST_SIGNAL, PREEMPTED, USAGE, JobError, UnisonoError
-from unisono.host.open_files import allow_open_files
-from unisono.host.signals import ignore_notices
-from unisono.membership import listener
+from unisono.host.process import allow_open_files, ignore_notices
+from unisono.membership import reception
 from unisono.membership import state as machine
-from unisono.membership.auth import AuthMiddleware, RequestLimits
 from unisono.membership.coordinator import Coordinator
-from unisono.membership.parser import LONGEST_MESSAGE
-from unisono.membership.service import Service
+from unisono.membership.messages import LONGEST_MESSAGE
+from unisono.membership.reception import AuthMiddleware, NotAdmitted, RequestLimits
+from unisono.membership.service import Service, refused
 from unisono.membership.token import make_token
 
 LONELY_S = 60.0
@@ -51,12 +51,8 @@ class Server(uvicorn.Server):
     """Serves a coordinator, with its authentication and its clock, until the job is over or a signal comes.
 
     Args:
-        coordinator: the coordinator that decides.
         changed: set whenever its next deadline may be another one.
-        token: the token that clients need.
         names: the ``name:port`` under which they know this address.
-        tls: uvicorn's options for it; empty for none.
-        limits: the limits of each connection, and of all together.
     """
 
     error: BaseException | None = None
@@ -73,11 +69,13 @@ class Server(uvicorn.Server):
         self._coordinator, self._changed = coordinator, changed
         self._limits = limits or RequestLimits()
         protocols: dict[str, Any] = {
-            "http": partial(listener.HttpProtocol, request_line_s=self._limits.request_line_s),
-            "ws": partial(listener.WebSocketProtocol, stuck_s=self._limits.stuck_s),
+            "http": partial(reception.HttpProtocol, request_line_s=self._limits.request_line_s),
+            "ws": partial(reception.WebSocketProtocol, stuck_s=self._limits.stuck_s),
         }
         ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
-        app = AuthMiddleware(Starlette(lifespan=self._running), token, names, self._limits)
+        app = AuthMiddleware(
+            Starlette(lifespan=self._running, exception_handlers={NotAdmitted: refused}), token, names, self._limits
+        )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -105,7 +103,7 @@ class Server(uvicorn.Server):
 
     @asynccontextmanager
     async def _running(self, app: Starlette) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_exception_handler(listener.FewDescriptors(sys.stderr.write))
+        asyncio.get_running_loop().set_exception_handler(reception.FewDescriptors(sys.stderr.write))
         service = Service(self._coordinator, self._limits, self.end, self._changed)
         app.router.routes.extend(service.routes())
         lonely_s = LONELY_S + 2 * self._coordinator.state.settings.failure_timeout_s
@@ -137,19 +135,22 @@ def main() -> None:
 def _run(options: argparse.Namespace) -> int:
     folder: Path = options.run_dir
     tls = _tls(options)
-    address = listener.ListenAddress(options.host, options.port, options.fd, tuple(options.name))
-    listening = listener.listen(address, tls=bool(tls))
+    address = reception.ListenAddress(options.host, options.port, options.fd, tuple(options.name))
+    listening = reception.listen(address, tls=bool(tls))
     if not folder.is_dir():
         raise JobError(f"{folder} is no run folder")
     changed = asyncio.Event()
-    coordinator = Coordinator(folder, _settings(options), fresh=options.fresh, changed=changed.set)
+    settings = machine.ElasticConfig(
+        **{field.name: getattr(options, field.name) for field in fields(machine.ElasticConfig)}
+    )
+    coordinator = Coordinator(folder, settings, fresh=options.fresh, changed=changed.set)
     allow_open_files(4 * RequestLimits().connections)  # fewer have to do where it is not let
     SSLProtocol.max_size = TLS_BUFFER
     where = folder / "coordinator.json"
     try:
         token = make_token(folder)
-        _say_where(where, listener.url(listening, address, tls=bool(tls)))
-        server = Server(coordinator, changed, token, listener.hosts(listening, address), tls)
+        _say_where(where, reception.url(listening, address, tls=bool(tls)))
+        server = Server(coordinator, changed, token, reception.hosts(listening, address), tls)
         ignore_notices()
         signal.signal(
             signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number)
@@ -177,27 +178,17 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--wanted", type=int, help="how many workers to begin with; otherwise as many as there is room")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often each worker is replaced")
     parser.add_argument("--restart-on-error", action="store_true", help="also after an exception of the script")
-    parser.add_argument("--failure-timeout", type=float, default=300.0, metavar="SECONDS", help="who is silent is lost")
+    parser.add_argument(
+        "--failure-timeout",
+        dest="failure_timeout_s",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="who is silent is lost",
+    )
     parser.add_argument("--devices", type=int, default=1, help="how many devices each worker has")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever an earlier coordinator left here")
     return parser.parse_args(arguments)
-
-
-def _settings(options: argparse.Namespace) -> machine.ElasticConfig:
-    try:
-        return machine.ElasticConfig(
-            smallest=options.smallest,
-            largest=options.largest,
-            wanted=options.wanted,
-            max_restarts=options.max_restarts,
-            restart_on_error=options.restart_on_error,
-            failure_timeout_s=options.failure_timeout,
-            devices=options.devices,
-        )
-    except JobError:
-        raise
-    except ValueError as error:
-        raise JobError(str(error)) from error
 
 
 def _tls(options: argparse.Namespace) -> dict[str, Any]:

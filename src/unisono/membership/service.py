@@ -17,11 +17,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from unisono.errors import JobError, Unreadable
 from unisono.membership import state as machine
-from unisono.membership.auth import Rate, RequestLimits
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
 from unisono.membership.exposition import exposition, newest_line
-from unisono.membership.messages import Name
-from unisono.membership.parser import parse
+from unisono.membership.messages import M, Name, parse
+from unisono.membership.reception import NotAdmitted, Rate, RequestLimits
 from unisono.received import read_part, whole_number
 
 # What waits to be sent on one connection: whoever reads slowly makes nobody else wait.
@@ -31,11 +30,7 @@ MOST_CHARACTERS = 32 * 2**20
 
 
 class SendQueue:
-    """A bounded queue of messages. One that would grow beyond its bounds hangs up instead.
-
-    Args:
-        most: messages that may wait.
-    """
+    """A bounded queue of messages. One that would grow beyond its bounds hangs up instead."""
 
     def __init__(self, most: int = MOST_MESSAGES) -> None:
         self._most = most
@@ -112,8 +107,6 @@ class Service:
     """The coordinator's routes, and its clock.
 
     Args:
-        coordinator: the coordinator that decides.
-        limits: the limits of each connection.
         end: a function that is called when the service is no longer of use.
         changed: an event that is set whenever the coordinator's next deadline may be another one.
     """
@@ -225,12 +218,12 @@ class Service:
         """Some bytes of what the job has written down, for a page on another host."""
         first, most = (whole_number(request.query_params.get(name, "")) for name in ("first", "most"))
         if first is None or most is None or not (first >= 0 and 0 < most <= LARGEST_PART):
-            return _refused(400, JobError(f"say first, and most: up to {LARGEST_PART} bytes"))
+            raise NotAdmitted(400, f"say first, and most: up to {LARGEST_PART} bytes")
         path = self._coordinator.run_folder / request.url.path.rpartition("/")[2]
         try:
             data = await asyncio.to_thread(read_part, path, first, most)
         except (OSError, Unreadable) as error:
-            return _refused(404, error)
+            raise NotAdmitted(404, str(error)) from error
         return Response(data, media_type="application/octet-stream")
 
     async def _metrics(self, request: Request) -> Response:
@@ -238,14 +231,11 @@ class Service:
             line = await asyncio.to_thread(newest_line, self._coordinator.run_folder)
             text = exposition(self._coordinator.state, line, version("unisono"))
         except JobError as error:
-            return _refused(501, error)
+            raise NotAdmitted(501, str(error)) from error
         return Response(text, media_type=TEXT_FORMAT)
 
     async def _resize(self, request: Request) -> Response:
-        try:
-            body = parse(_resize, await request.body())
-        except Unreadable as error:
-            return _refused(400, error)
+        body = await _body(request, _resize)
         return self._done(machine.Resized(body.workers))
 
     async def _leave(self, request: Request) -> Response:
@@ -257,20 +247,16 @@ class Service:
     async def _of_one(
         self, request: Request, event: Callable[[str], machine.Event], obstacle: Callable[[machine.State, str], str]
     ) -> Response:
-        try:
-            body = parse(_leave, await request.body())
-        except Unreadable as error:
-            return _refused(400, error)
-        state = self._coordinator.state
-        if machine.find(state, str(body.who)) is None:
-            return _refused(404, JobError(f"{body.who} takes no part in this job"))
-        if why := obstacle(state, str(body.who)):
-            return _refused(409, JobError(why))
-        return self._done(event(str(body.who)))
+        who, state = str((await _body(request, _leave)).who), self._coordinator.state
+        if machine.find(state, who) is None:
+            raise NotAdmitted(404, f"{who} takes no part in this job")
+        if why := obstacle(state, who):
+            raise NotAdmitted(409, why)
+        return self._done(event(who))
 
     async def _checkpoint(self, request: Request) -> Response:
         if why := machine.why_no_checkpoint(self._coordinator.state):
-            return _refused(409, JobError(why))
+            raise NotAdmitted(409, why)
         return self._done(machine.CheckpointAsked())
 
     async def _stop(self, request: Request) -> Response:
@@ -288,5 +274,14 @@ async def _send(socket: WebSocket, text: str) -> None:
         raise WebSocketDisconnect from error
 
 
-def _refused(status: int, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=status)
+async def _body(request: Request, adapter: TypeAdapter[M]) -> M:
+    try:
+        return parse(adapter, await request.body())
+    except Unreadable as error:
+        raise NotAdmitted(400, str(error)) from error
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to a request that cannot be served; a plain function would be called on a thread of its own."""
+    assert isinstance(error, NotAdmitted)
+    return JSONResponse({"error": error.reason}, status_code=error.status)

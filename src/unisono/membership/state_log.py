@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -13,10 +12,10 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from unisono.errors import JobError, UnisonoWarning
+from unisono.errors import JobError
+from unisono.host.tracebacks import warn_without_script
 from unisono.jsonl import append_line, open_lines, read_lines, to_json
-from unisono.membership.state.rows import Agent, Worker
-from unisono.membership.state.state import SAID_AGAIN, State
+from unisono.membership.state.state import SAID_AGAIN, Agent, State, Worker
 from unisono.received import parse_json
 
 Plain = dict[str, Any]
@@ -33,29 +32,23 @@ _FIELDS: dict[str, TypeAdapter[Any]] = {
 
 def whole(state: State) -> Plain:
     """All of a state, as plain values: but for what is said again whenever somebody connects."""
-    found: Plain = {name: adapter.dump_python(getattr(state, name), mode="json") for name, adapter in _FIELDS.items()}
+    plain: Plain = {name: adapter.dump_python(getattr(state, name), mode="json") for name, adapter in _FIELDS.items()}
     for name in _ROWS:
-        found[name] = {row.id: _plain(name, row) for row in getattr(state, name).values()}
-    return found
+        plain[name] = {row.id: _plain(name, row) for row in getattr(state, name).values()}
+    return plain
 
 
 def changes(before: State, after: State, rows: Rows) -> Plain:
-    """What has changed, as plain values.
-
-    Args:
-        before: the state before.
-        after: the state after.
-        rows: the ids of the rows that may differ.
-    """
-    found: Plain = {}
+    """What has changed, as plain values."""
+    plain: Plain = {}
     for name, adapter in _FIELDS.items():
         new = getattr(after, name)
         if new is not getattr(before, name) and new != getattr(before, name):
-            found[name] = adapter.dump_python(new, mode="json")
+            plain[name] = adapter.dump_python(new, mode="json")
     for name, ids in rows.items():
         table = getattr(after, name)
-        found[name] = {each: _plain(name, table[each]) if each in table else None for each in sorted(ids)}
-    return found
+        plain[name] = {row_id: _plain(name, table[row_id]) if row_id in table else None for row_id in sorted(ids)}
+    return plain
 
 
 def merge(known: Plain, new: Plain) -> None:
@@ -72,11 +65,11 @@ def merge(known: Plain, new: Plain) -> None:
         table = known.setdefault(name, {})
         if not isinstance(table, dict) or not isinstance(value, dict):
             raise JobError(f"its {name} are damaged; remove it to begin anew")
-        for each, row in value.items():
+        for row_id, row in value.items():
             if row is None:
-                table.pop(each, None)
+                table.pop(row_id, None)
             else:
-                table[each] = row
+                table[row_id] = row
 
 
 def restored(known: Plain) -> State:
@@ -102,9 +95,6 @@ class Journal:
     """Appends events to a file of JSON lines, each with the time it happened.
 
     What cannot be written is warned of and left out: no job ends for want of a line in its journal.
-
-    Args:
-        path: the file's path. The file is made with the first line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,7 +114,7 @@ class Journal:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            warnings.warn(f"{self._path} is incomplete: {error}. The job goes on", UnisonoWarning, stacklevel=2)
+            warn_without_script(f"{self._path} is incomplete: {error}. The job goes on")
 
     def complete(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append those of the lines that are not there: whoever was about to write them has been killed."""
@@ -201,7 +191,7 @@ class StateLog:
             elif durable:
                 os.fsync(self._descriptor)
         except OSError as error:
-            warnings.warn(f"{self._path} is incomplete: {error}. The job goes on", UnisonoWarning, stacklevel=3)
+            warn_without_script(f"{self._path} is incomplete: {error}. The job goes on")
             return False
         return True
 

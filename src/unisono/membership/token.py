@@ -20,8 +20,8 @@ from unisono.host.certificate import PINNED
 def is_private(url: str) -> bool:
     """Whether nobody can read a token that is sent there: over TLS, or without leaving this host."""
     try:
-        found = urlsplit(url)
-        return found.scheme == "https" or (found.scheme == "http" and is_loopback(found.hostname or ""))
+        parts = urlsplit(url)
+        return parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
     except ValueError:  # an address that is none
         return False
 
@@ -54,8 +54,8 @@ def context_for(url: str, certificate: Path | None) -> ssl.SSLContext | None:
     context = ssl.create_default_context(cafile=certificate)
     if certificate is not None:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        found = context.cert_store_stats()
-        if (found["x509"], found["x509_ca"]) == (1, 0):
+        counts = context.cert_store_stats()
+        if (counts["x509"], counts["x509_ca"]) == (1, 0):
             context.check_hostname = False
             context.verify_flags |= PINNED
     return context
@@ -97,10 +97,6 @@ def make_token(run_folder: Path) -> str:
 def new_token(run_folder: Path, token: str | None = None) -> str:
     """Another token for a run folder: who has the one before does not take part in what starts now.
 
-    Args:
-        run_folder: the run folder.
-        token: the token, if somebody has made it beforehand.
-
     Raises:
         JobError: it cannot be written.
     """
@@ -119,9 +115,9 @@ def read_token(path: Path) -> str:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN_ONLY_ITSELF)  # a pipe is not waited for
         with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
-            found = os.fstat(file.fileno())
-            mode, is_shared = found.st_mode, found.st_uid == 0 != os.geteuid()  # by root, who knows the group
-            token = file.read(LARGEST + 1).strip() if stat.S_ISREG(mode) and found.st_size <= LARGEST else ""
+            status = os.fstat(file.fileno())
+            mode, is_shared = status.st_mode, status.st_uid == 0 != os.geteuid()  # by root, who knows the group
+            token = file.read(LARGEST + 1).strip() if stat.S_ISREG(mode) and status.st_size <= LARGEST else ""
     except OSError as error:
         raise JobError(f"the token of the job cannot be read: {error}") from error
     if mode & (EVERYBODY if is_shared else EVERYBODY | GROUP):

@@ -1,4 +1,4 @@
-"""The order of samples: a keyed permutation with random access and constant memory."""
+"""The order of samples: keyed permutations with random access, of all of them or by blocks; and seeds."""
 
 import hashlib
 import struct
@@ -37,10 +37,8 @@ class Stream(IntEnum):
 def stream_seed(seed: int, stream: Stream, *key: int) -> int:
     """The 64-bit seed of one random stream.
 
-    Args:
-        seed: the job's seed, of any sign and below 2**63 in size.
-        stream: the purpose of the numbers.
-        key: the place in the job, as listed beside each :class:`Stream`.
+    ``seed`` has any sign and is below 2**63 in size; ``key`` is the place in the job, as listed beside each
+    :class:`Stream`.
     """
     words = struct.pack(f"<{len(key) + 2}q", seed, stream, *key)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8, person=b"unisono").digest(), "little")
@@ -112,3 +110,67 @@ def _hash(words: _Words, key: int) -> _Words:
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return words ^ (words >> np.uint64(31))
+
+
+# A shuffle by blocks: blocks of neighbouring samples in a keyed order, and the samples of a few blocks mixed.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShuffle:
+    """A shuffle for data sets whose samples lie in blocks (of a compressed file, of a file far away).
+
+    Each epoch goes through the blocks in a keyed order, and mixes the samples of some blocks at a time. So whoever
+    keeps these blocks reads each of them once in an epoch.
+
+    Args:
+        size: the number of samples in a block: block b has those from ``b * size`` on.
+        window: the number of blocks whose samples are mixed; more of them shuffle better, and take more memory.
+    """
+
+    size: int
+    window: int = 16
+
+    def __str__(self) -> str:
+        return f"blocks of {self.size}, {self.window} at a time"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedOrder:
+    """The order of one epoch: a permutation of ``0 … samples-1``, of which any entry can be had alone.
+
+    Keeps eight bytes for each block.
+    """
+
+    seed: int
+    epoch: int
+    samples: int
+    how: BlockShuffle
+
+    def __call__(self, positions: Indices) -> Indices:
+        """The entries at ``positions``, an int64 array of one dimension with values in ``0 … samples-1``."""
+        blocks, short_at = _blocks_in_order(self.seed, self.epoch, self.samples, self.how.size)
+        full, entries = self.how.size * self.how.window, np.empty_like(positions)
+        missing = -self.samples % self.how.size  # in the last block, and so in the window that has it
+        short = short_at // self.how.window
+        windows = positions // full
+        behind = windows >= short
+        windows[behind] = np.maximum((positions[behind] + missing) // full, short)
+        for window in np.unique(windows).tolist():
+            here, members = windows == window, blocks[window * self.how.window : (window + 1) * self.how.window]
+            start = window * full - (missing if window > short else 0)
+            if window == short:  # its short block is its last, so that all others are full
+                members = np.concatenate([members[members != len(blocks) - 1], [len(blocks) - 1]])
+            count = len(members) * self.how.size - (missing if window == short else 0)
+            key = signed(stream_seed(self.seed, Stream.WINDOW, self.epoch, window))
+            mixed = Permutation(count, key)(positions[here] - start)
+            entries[here] = members[mixed // self.how.size] * self.how.size + mixed % self.how.size
+        return entries
+
+
+@lru_cache(maxsize=4)
+def _blocks_in_order(seed: int, epoch: int, samples: int, size: int) -> tuple[Indices, int]:
+    """The blocks as an epoch goes through them, and the place among them of the last block, which may be short."""
+    count = -(-samples // size)
+    key = signed(stream_seed(seed, Stream.BLOCKS, epoch))
+    blocks = Permutation(count, key)(np.arange(count))
+    return blocks, int(np.flatnonzero(blocks == count - 1)[0])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Summand(NamedTuple):
         return Node(min(self.shards), max(self.shards) + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SummationTree:
     """The binary tree over shards ``0 … shards-1`` along which everything is added.
 
@@ -48,7 +48,7 @@ class SummationTree:
         if self.shards < 1:
             raise ValueError(f"a summation tree needs at least 1 shard, got {self.shards}")
 
-    @property
+    @cached_property
     def root(self) -> Node:
         """The node of all shards."""
         return Node(0, self.shards)
@@ -68,7 +68,13 @@ class SummationTree:
         Raises:
             KeyError: a leaf of the tree is covered by no partial sum.
         """
-        return _finish(node or self.root, partials, add)
+        whole = node or self.root
+        if whole in partials:
+            return partials[whole]
+        values = dict(partials)
+        for left, right, both in _additions(whole, frozenset(values)):
+            values[both] = add(values[left], values[right])
+        return values[whole]
 
     def most_kept(self, shards: Sequence[int]) -> int:
         """The largest number of partial sums that a worker with these shards keeps at a time, in their order."""
@@ -80,13 +86,13 @@ class SummationTree:
 
     def longest_summands(self, shards: Sequence[int]) -> list["Summand"]:
         """The same, but shards together of which each is added onto the sum of those just before it."""
-        found: list[Summand] = []
-        for one in self.summands(shards):
-            if found and not found[-1].siblings and one.siblings[:1] == (found[-1].node,):
-                found.append(Summand((*found.pop().shards, *one.shards), one.siblings[1:]))
+        summands: list[Summand] = []
+        for summand in self.summands(shards):
+            if summands and not summands[-1].siblings and summand.siblings[:1] == (summands[-1].node,):
+                summands.append(Summand((*summands.pop().shards, *summand.shards), summand.siblings[1:]))
             else:
-                found.append(one)
-        return found
+                summands.append(summand)
+        return summands
 
     def merges(self, shards: Sequence[int]) -> tuple[tuple[Node, ...], ...]:
         """How a worker adds up shards as they arrive, one after the other, in whatever order.
@@ -98,11 +104,26 @@ class SummationTree:
         return _merges(self.shards, tuple(shards))
 
 
+def total(values: Sequence[float]) -> float:
+    """The sum of a number for each shard, along the summation tree."""
+    sums = list(values)
+    for left, right in _pairs(len(sums)):
+        sums[left] += sums[right]
+    return sums[0]
+
+
+@cache
+def _pairs(shards: int) -> tuple[tuple[int, int], ...]:
+    """The first shards of the two halves of every node, siblings before what they become."""
+    leaves = frozenset(Node(shard, shard + 1) for shard in range(shards))
+    return tuple((left.start, right.start) for left, right, _ in _additions(Node(0, shards), leaves))
+
+
 def most_kept(summands: Sequence[Summand]) -> int:
     """The largest number of partial sums that are kept at a time."""
     kept = most = 0
-    for one in summands:
-        kept += 1 - len(one.siblings)
+    for summand in summands:
+        kept += 1 - len(summand.siblings)
         most = max(most, kept)
     return most
 
@@ -114,6 +135,7 @@ def children(node: Node) -> tuple[Node, Node]:
     return Node(node.start, middle), Node(middle, node.stop)
 
 
+@lru_cache(maxsize=2**12)
 def _cover(node: Node, start: int, stop: int) -> tuple[Node, ...]:
     if stop <= node.start or node.stop <= start:
         return ()
@@ -123,34 +145,36 @@ def _cover(node: Node, start: int, stop: int) -> tuple[Node, ...]:
     return _cover(left, start, stop) + _cover(right, start, stop)
 
 
-def _finish(node: Node, partials: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
-    if node in partials:
-        return partials[node]
+@lru_cache(maxsize=2**8)
+def _additions(node: Node, known: frozenset[Node]) -> tuple[tuple[Node, Node, Node], ...]:
+    """What is added to make a node of those that are known, one after the other: left, right, and both together."""
+    if node in known:
+        return ()
     if node.stop - node.start == 1:
         raise KeyError(f"no partial sum covers shard {node.start}")
     left, right = children(node)
-    return add(_finish(left, partials, add), _finish(right, partials, add))
+    return (*_additions(left, known), *_additions(right, known), (left, right, node))
 
 
 @cache
 def _siblings(shards: int) -> Mapping[Node, tuple[Node, Node]]:
     """Of each node but the root, its sibling and what both are together."""
-    found: dict[Node, tuple[Node, Node]] = {}
+    siblings: dict[Node, tuple[Node, Node]] = {}
     pending = [Node(0, shards)]
     while pending:
         node = pending.pop()
         if node.stop - node.start > 1:
             left, right = children(node)
-            found |= {left: (right, node), right: (left, node)}
+            siblings |= {left: (right, node), right: (left, node)}
             pending += (left, right)
-    return found
+    return siblings
 
 
 @cache
 def _merges(shards: int, order: tuple[int, ...]) -> tuple[tuple[Node, ...], ...]:
     siblings = _siblings(shards)
     held: set[Node] = set()
-    found = []
+    merges = []
     for shard in order:
         node, merged = Node(shard, shard + 1), list[Node]()
         while node in siblings and siblings[node][0] in held:
@@ -158,5 +182,5 @@ def _merges(shards: int, order: tuple[int, ...]) -> tuple[tuple[Node, ...], ...]
             held.remove(sibling)
             merged.append(sibling)
         held.add(node)
-        found.append(tuple(merged))
-    return tuple(found)
+        merges.append(tuple(merged))
+    return tuple(merges)

@@ -1,9 +1,11 @@
-"""The admission of callers to a worker: both sides prove that they know its secret, on one thread and within limits."""
+"""Where workers can be called, and who is let in: both sides prove that they know a secret, within limits."""
 
 from __future__ import annotations
 
 import errno
 import hmac
+import ipaddress
+import re
 import secrets
 import selectors
 import socket
@@ -19,13 +21,13 @@ from typing import Any, TypeVar
 from unisono.received import is_same_user
 
 MOST_CALLERS = 1024
-"""That the kernel keeps waiting for us."""
+"""The most callers that the kernel lets wait."""
 
 MOST_STRANGERS = 64
 """Callers that have not shown yet that they know the secret. One more, and one is dropped."""
 
 PATIENCE_S = 5.0
-"""How long a caller may take for its part: three short messages."""
+"""Seconds that a caller may take for its part: three short messages."""
 
 RETRY_S = 0.02
 """After which a caller that was dropped calls again."""
@@ -56,7 +58,6 @@ class Admission:
 
     Args:
         listening: the listening socket; closed in the end.
-        secret: the secret that callers know.
         admit: a function that gets each admitted connection, on the thread.
         most: the largest number of callers at a time whose secret is not checked yet.
         patience_s: the seconds that each caller may take.
@@ -84,7 +85,7 @@ class Admission:
 
     @property
     def strangers(self) -> int:
-        """How many callers are under way."""
+        """The number of callers under way."""
         return len(self._callers)
 
     def end(self) -> None:
@@ -114,7 +115,7 @@ class Admission:
             if key.fileobj is self._listening:
                 self._accept()
             elif key.fd in self._callers:  # not dropped in this turn
-                self._hear(self._callers[key.fd])
+                self._receive(self._callers[key.fd])
         now = time.monotonic()
         for caller in [caller for caller in self._callers.values() if caller.until <= now]:
             self._drop(caller)
@@ -142,8 +143,8 @@ class Admission:
             self._make_room()
 
     def _make_room(self) -> None:
-        # From where most come, who has waited the longest: whoever floods, floods its own. Workers are through in an
-        # instant, and call again.
+        # The caller that has waited longest in the network with most callers: a flood displaces its own callers.
+        # Workers are through in an instant, and call again.
         callers = Counter(caller.network for caller in self._callers.values())
         if callers:
             most, _ = callers.most_common(1)[0]
@@ -151,9 +152,9 @@ class Admission:
         else:
             time.sleep(RETRY_S)
 
-    def _hear(self, caller: _Caller) -> None:
+    def _receive(self, caller: _Caller) -> None:
         try:
-            rank = caller.hear()
+            rank = caller.receive()
         except (OSError, EOFError):
             self._drop(caller)
             return
@@ -188,25 +189,25 @@ class _Caller:
     talk: Generator[int, bytes, int]
     until: float
     awaited: int = 0
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self.awaited = next(self.talk)
 
-    def hear(self) -> int | None:
-        """Take what has come; the caller's rank once it has shown that it may talk.
+    def receive(self) -> int | None:
+        """Receive bytes; return the caller's rank once it has shown that it may talk.
 
         Raises:
             EOFError, OSError: it may not.
         """
-        data = self.connection.recv(self.awaited - len(self.heard))
+        data = self.connection.recv(self.awaited - len(self.received))
         if not data:
             raise EOFError
-        self.heard += data
-        if len(self.heard) == self.awaited:
-            said, self.heard = bytes(self.heard), bytearray()
+        self.received += data
+        if len(self.received) == self.awaited:
+            message, self.received = bytes(self.received), bytearray()
             try:
-                self.awaited = self.talk.send(said)
+                self.awaited = self.talk.send(message)
             except StopIteration as end:
                 return int(end.value)
         return None
@@ -221,11 +222,7 @@ def _network_of(family: int, address: Any) -> bytes:
 
 
 def greet(connection: socket.socket, secret: str) -> Generator[int, bytes, int]:
-    """What is heard from a caller and said to it: yields how many bytes come next, and returns its rank.
-
-    Args:
-        connection: the connection to the caller.
-        secret: this worker's secret.
+    """Greet a caller: yields the number of bytes to receive next, and returns the caller's rank.
 
     Raises:
         Impostor: it does not know the secret.
@@ -245,11 +242,7 @@ def greet(connection: socket.socket, secret: str) -> Generator[int, bytes, int]:
 def present(connection: socket.socket, rank: int, secret: str) -> None:
     """Show the one who is called that this worker knows its secret, and have it show the same.
 
-    Args:
-        connection: the connection to the worker; on a Unix socket, the process at its other end has to belong to this
-            user.
-        rank: this worker's rank.
-        secret: the secret of the worker that is called.
+    On a Unix socket, the process at its other end has to belong to this user. ``secret`` is the called worker's.
 
     Raises:
         Impostor: somebody else answers.
@@ -259,8 +252,8 @@ def present(connection: socket.socket, rank: int, secret: str) -> None:
         raise Impostor("a process of another user answers there")
     ours = secrets.token_bytes(_NONCE)
     connection.sendall(_CALL.pack(_MARK, rank, ours))
-    said = receive(connection, _NONCE + _PROOF)
-    theirs, proof = said[:_NONCE], said[_NONCE:]
+    answer = receive(connection, _NONCE + _PROOF)
+    theirs, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _proof(secret, b"answers", rank, ours, theirs)):
         raise Impostor("who answers there is no worker of this generation")
     connection.sendall(_proof(secret, b"calls", rank, ours, theirs))
@@ -271,13 +264,8 @@ def present(connection: socket.socket, rank: int, secret: str) -> None:
 def call_again(call: Callable[[], T], timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> T:
     """Call a worker. It may drop this one together with strangers: then it is called again.
 
-    Args:
-        call: a function that connects, and leaves nothing open where it raises an error of a connection.
-        timeout_s: the seconds within which one may have to call again.
-        is_over: a function that says whether nobody is to be called any more.
-
-    Returns:
-        the result of the call.
+    ``call`` connects, and leaves nothing open where it raises an error of a connection. ``timeout_s`` are the seconds
+    within which one may have to call again; ``is_over`` says whether nobody is to be called any more.
 
     Raises:
         ConnectionRefusedError: nobody listens there.
@@ -300,11 +288,6 @@ def identify(connection: socket.socket, caller: int, called: int) -> None:
 
     Both sides do it.
 
-    Args:
-        connection: the connection, whose keys only workers of this generation have.
-        caller: the rank of the worker that has called.
-        called: the rank of the other one.
-
     Raises:
         Impostor: it is somebody else.
         EOFError, OSError: the other side does not belong here, has hung up, or says nothing.
@@ -316,7 +299,7 @@ def identify(connection: socket.socket, caller: int, called: int) -> None:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """So many bytes.
+    """Receive so many bytes.
 
     Raises:
         EOFError: the other side has hung up.
@@ -338,3 +321,57 @@ def fill(connection: socket.socket, room: memoryview) -> None:
 
 def _proof(secret: str, role: bytes, rank: int, caller: bytes, called: bytes) -> bytes:
     return hmac.digest(secret.encode(), _CALL.pack(role, rank, caller) + called, "sha256")
+
+
+# Where workers can be called: addresses that are made here, and those that came from others.
+
+_NAME = re.compile(r"\0unisono-[0-9a-f]{32}")
+
+
+def listen(host: str) -> socket.socket:
+    """A socket that listens.
+
+    ``host`` is the address at which workers of other hosts call; empty for a Unix socket, which has no name among
+    files.
+    """
+    listening = socket.socket(family_of(host) if host else socket.AF_UNIX)
+    try:
+        listening.bind((host, 0) if host else f"\0unisono-{secrets.token_hex(16)}")
+        listening.listen(MOST_CALLERS)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+Address = str | tuple[str, int]
+"""Where a worker can be called: the name of a Unix socket, or host and port."""
+
+
+def calling(address: Address) -> socket.socket:
+    """A socket from which to call there."""
+    return socket.socket(socket.AF_UNIX if isinstance(address, str) else family_of(address[0]))
+
+
+def address_of(listening: socket.socket) -> Address:
+    """Where to call, as JSON values."""
+    address = listening.getsockname()
+    return address.decode("ascii") if isinstance(address, bytes) else (address[0], address[1])
+
+
+def is_name(name: str) -> bool:
+    """Whether workers listen at Unix sockets of such names."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_host(host: str) -> bool:
+    """Whether this is an address of a host, and not a name that somebody would have to be asked for."""
+    try:
+        return "%" not in str(ipaddress.ip_address(host))  # that would be an interface of the other host
+    except ValueError:
+        return False
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 where the address is one of these."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

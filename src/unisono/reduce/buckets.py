@@ -1,8 +1,8 @@
-"""Buckets: several tensors fused into one flat buffer that is reduced together."""
+"""Buckets: several tensors fused into one flat buffer that is reduced together; and tensors packed as bytes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """One tensor in a bucket: where it lies, and in which shape."""
+    """A tensor in a bucket: its place and its shape."""
 
     index: int  # in the list of tensors that the buckets were planned for
     offset: int  # in elements
@@ -58,13 +58,9 @@ def plan_buckets(
 
     The first bucket of a kind has 1 MiB at most, unless its first tensor alone has more.
 
-    Args:
-        tensors: the tensors that the buckets will hold.
-        bucket_bytes: the size of a bucket, in bytes of the buffer.
-        compressed: the dtype of the buffer for floating-point tensors of a wider one; by default each keeps its own.
-
-    The plan follows from the tensors' list alone, never from the order in which gradients arrive, so every
-    worker has the same one at any time. Backward passes visit parameters roughly from last to first.
+    The plan follows from the tensors' list alone, never from the order in which gradients arrive, so every worker has
+    the same one at any time. Backward passes visit parameters roughly from last to first. Sizes are in bytes of the
+    buffer, which has the dtype ``compressed`` for floating-point tensors of a wider one; by default each keeps its own.
     """
     kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in reversed(tensors)))
     buckets: list[Bucket] = []
@@ -115,7 +111,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What was packed, with the shapes, dtypes and devices of these tensors: views on the CPU, copies elsewhere.
+    """Unpack tensors with the shapes, dtypes and devices of ``like``: views on the CPU, copies elsewhere.
 
     Raises:
         ValueError: not as many bytes as these tensors have when they are packed.
@@ -134,69 +130,3 @@ def _views(packed: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-# Which topology carries buckets of which size: by what was measured between these workers.
-
-REPETITIONS = 5
-"""At most so many for each topology; the shortest counts."""
-
-ENOUGH_S = 0.2
-"""Seconds after which a topology is not repeated."""
-
-Timing = Callable[[], float]
-"""Reduces a bucket once; returns the seconds of the slowest worker, the same number on every worker."""
-
-
-class Choice:
-    """Takes the fastest topology for each class of sizes; a class is a power of two of bytes.
-
-    Every worker gets the same numbers from its trials, and so decides alike.
-
-    Args:
-        names: the topologies to choose from. The first is taken as long as nothing is measured.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
-        self._seconds: dict[int, dict[str, float]] = {}
-
-    def topology(self, size: int) -> str:
-        """The one to take for a bucket of ``size`` bytes: the fastest for what was measured of about that size."""
-        if not self._seconds:
-            return self._names[0]
-        seconds = self._seconds[min(self._seconds, key=lambda known: abs(known - size.bit_length()))]
-        return min(seconds, key=lambda name: seconds[name])
-
-    def open(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The largest bucket of each class about which nothing is known yet, from small to large."""
-        largest: dict[int, Bucket] = {}
-        for bucket in sorted(buckets, key=_size):
-            largest[_size(bucket).bit_length()] = bucket
-        unknown = [bucket for known, bucket in largest.items() if known not in self._seconds]
-        return unknown if len(self._names) > 1 else []
-
-    def measure(self, bucket: Bucket, trial: Callable[[str], Timing]) -> dict[str, float]:
-        """Try every topology on buckets of this one's class.
-
-        Args:
-            bucket: a bucket of the class.
-            trial: gives a topology the buffers it needs.
-
-        Returns:
-            the seconds of each.
-        """
-        seconds: dict[str, float] = {}
-        for name in self._names:
-            once, best, spent = trial(name), inf, 0.0
-            for _ in range(REPETITIONS):
-                if spent < ENOUGH_S:
-                    last = once()
-                    best, spent = min(best, last), spent + last
-            seconds[name] = best
-        self._seconds[_size(bucket).bit_length()] = seconds
-        return seconds
-
-
-def _size(bucket: Bucket) -> int:
-    return bucket.numel * bucket.dtype.itemsize

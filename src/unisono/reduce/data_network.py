@@ -21,9 +21,8 @@ from time import monotonic
 from unisono.errors import JobError, LaunchError, NoProgress, Unreadable, WorkerLost
 from unisono.host.certificate import PINNED, NoCertificate, make
 from unisono.received import parse_json, short
-from unisono.reduce.admission import PATIENCE_S, Admission, call_again, identify, present
+from unisono.reduce import admission
 from unisono.reduce.peers import RendezvousStore, limit
-from unisono.reduce.rpc_message import Address, address_of, calling, is_host, is_name, listen
 from unisono.reduce.wire import Wire
 
 LARGEST_PEM = 2**14
@@ -37,7 +36,7 @@ _CERTIFICATE_ENDS = "-----END CERTIFICATE-----"
 
 @dataclass(frozen=True, slots=True)
 class NetworkKeys:
-    """What the workers of a generation know, and nobody else.
+    """The secrets of the workers of a generation.
 
     Attributes:
         secret: the text by which callers are recognised.
@@ -62,14 +61,14 @@ class NetworkKeys:
         return cls(secrets.token_hex(32), _new_pem())
 
     @classmethod
-    def unpacked(cls, told: bytes) -> NetworkKeys:
+    def unpacked(cls, data: bytes) -> NetworkKeys:
         """From what :meth:`packed` returned.
 
         Raises:
             LaunchError: it is something else.
         """
         with suppress(Unreadable, ssl.SSLError, ValueError):
-            match parse_json(told):
+            match parse_json(data):
                 case [str(secret), str(pem)] if secret.isascii() and pem.isascii() and len(pem) <= LARGEST_PEM:
                     keys = cls(secret, pem)
                     keys.context(calls=False)
@@ -85,7 +84,7 @@ class NetworkKeys:
         return replace(self, secret=hmac.digest(self.secret.encode(), scope.encode(), "sha256").hex())
 
     def secret_of(self, rank: int) -> str:
-        """What callers of this worker show, and callers of no other one."""
+        """Return the secret that callers of this worker show, and callers of no other worker."""
         return hmac.digest(self.secret.encode(), f"worker {rank}".encode(), "sha256").hex()
 
     def context(self, *, calls: bool) -> ssl.SSLContext | None:
@@ -142,10 +141,6 @@ def _new_pem() -> str:
 def keys_from(path: Path, scope: str) -> NetworkKeys:
     """Keys from a file with a certificate and its private key, PEM, which all hosts have.
 
-    Args:
-        path: the file.
-        scope: a name for those that meet.
-
     Raises:
         JobError: it cannot be read, others can read it, or it holds something else; says what to do.
     """
@@ -170,16 +165,10 @@ def connect_all(
 ) -> list[Wire]:
     """Connect with all other workers of a generation.
 
-    Each of them listens until all have met, and hangs up on whoever does not know the generation's secret. Over TLS,
+    Each of them listens until all have met, and hangs up on callers that do not know the generation's secret. Over TLS,
     both sides also have to hold its private key. On Unix sockets, the kernel says that both belong to one user.
-
-    Args:
-        rank: this worker's rank.
-        host: the address at which the others call this worker; empty if all of them are on one host.
-        workers: the number of workers.
-        board: a store that only they use.
-        keys: what only they know.
-        timeout_s: the longest wait for another worker, in seconds.
+    ``host`` is the address at which the others call this worker; empty if all of them are on one host. ``board`` is a
+    store that only they use.
 
     Returns:
         the connections to the others, in the order of ranks.
@@ -199,54 +188,54 @@ class _Meeting:
     ) -> None:
         self._rank, self._host, self._workers = rank, host, workers
         self._board, self._keys, self._timeout_s = board, keys, timeout_s
-        self._hears, self._calls = keys.context(calls=False), keys.context(calls=True)
+        self._server_context, self._client_context = keys.context(calls=False), keys.context(calls=True)
         self._admitted: set[int] = set()
         self._callers: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
     def connect(self) -> list[Wire]:
-        found: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}
         with ExitStack() as opened, ExitStack() as failed:
-            listening = listen(self._host)
-            address = address_of(listening)
-            admission = Admission(listening, self._keys.secret_of(self._rank), self._admit)
+            listening = admission.listen(self._host)
+            address = admission.address_of(listening)
+            doorkeeper = admission.Admission(listening, self._keys.secret_of(self._rank), self._admit)
             opened.callback(self._turn_away)
-            opened.callback(admission.close)
+            opened.callback(doorkeeper.close)
             self._board.post(f"data/{self._rank}", json.dumps(address).encode())
             for other in range(self._rank):
-                found[other] = self._called(other)
-                failed.callback(found[other].close)
+                sockets[other] = self._called(other)
+                failed.callback(sockets[other].close)
             until = monotonic() + self._timeout_s
-            while len(found) < self._workers - 1:
+            while len(sockets) < self._workers - 1:
                 other, caller = self._next(until)
                 failed.callback(caller.close)
-                found[other] = caller
+                sockets[other] = caller
             failed.pop_all()
-        return [Wire(found[other], f"rank {other}") for other in sorted(found)]
+        return [Wire(sockets[other], f"rank {other}") for other in sorted(sockets)]
 
     def _called(self, other: int) -> socket.socket:
         address = self._address_from(other, self._board.read(f"data/{other}"))
         try:
-            return call_again(partial(self._call, other, address), self._timeout_s)
+            return admission.call_again(partial(self._call, other, address), self._timeout_s)
         except ConnectionRefusedError as error:
             raise WorkerLost(f"rank {self._rank} found rank {other} gone: nobody listens at {address}") from error
         except (OSError, EOFError) as error:
             raise self._lost(other, error) from error
 
-    def _address_from(self, rank: int, told: bytes) -> Address:
-        match parse_json(told):
-            case [str(host), int(port)] if self._host and is_host(host) and 0 < port < 2**16:
+    def _address_from(self, rank: int, data: bytes) -> admission.Address:
+        match parse_json(data):
+            case [str(host), int(port)] if self._host and admission.is_host(host) and 0 < port < 2**16:
                 return host, port
-            case str(name) if not self._host and is_name(name):
+            case str(name) if not self._host and admission.is_name(name):
                 return name
-        raise WorkerLost(f"rank {rank} says that it can be called at {short(told)}, which is no address of a worker")
+        raise WorkerLost(f"rank {rank} says that it can be called at {short(data)}, which is no address of a worker")
 
-    def _call(self, other: int, address: Address) -> socket.socket:
-        connection = calling(address)
+    def _call(self, other: int, address: admission.Address) -> socket.socket:
+        connection = admission.calling(address)
         try:
             limit(connection, self._timeout_s)
             connection.connect(address)
-            present(connection, self._rank, self._keys.secret_of(other))
-            return self._greeted(connection, self._calls, self._rank, other)
+            admission.present(connection, self._rank, self._keys.secret_of(other))
+            return self._greeted(connection, self._client_context, self._rank, other)
         except (OSError, EOFError):
             connection.close()
             raise
@@ -261,7 +250,7 @@ class _Meeting:
                     f"rank {self._rank} on host {platform.node()} waited in vain for the other workers to call"
                 ) from None
             try:
-                return other, self._greeted(caller, self._hears, other, self._rank)
+                return other, self._greeted(caller, self._server_context, other, self._rank)
             except (OSError, EOFError) as error:
                 caller.close()
                 raise self._lost(other, error) from error
@@ -269,15 +258,15 @@ class _Meeting:
     def _greeted(
         self, connection: socket.socket, context: ssl.SSLContext | None, caller: int, called: int
     ) -> socket.socket:
-        connection.settimeout(min(PATIENCE_S, self._timeout_s))
+        connection.settimeout(min(admission.PATIENCE_S, self._timeout_s))
         if self._host:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         else:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNDER_WAY)
         if context is not None:
-            connection = context.wrap_socket(connection, server_side=context is self._hears)
-        identify(connection, caller, called)
+            connection = context.wrap_socket(connection, server_side=context is self._server_context)
+        admission.identify(connection, caller, called)
         return connection
 
     def _admit(self, rank: int, connection: socket.socket) -> bool:

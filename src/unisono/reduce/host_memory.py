@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import psutil
 import torch
@@ -25,10 +26,8 @@ class Segment:
 
     Args:
         descriptor: the memory's file descriptor; taken over, and closed with this object.
-        size: the size in bytes.
 
     Attributes:
-        descriptor: the file descriptor.
         bytes: the memory, 1-D uint8.
     """
 
@@ -43,7 +42,6 @@ class PrivateView:
     """Memory of this worker alone that shows the beginning of a segment, until somebody writes here: then it differs.
 
     Args:
-        segment: the segment.
         size: the size in bytes, a multiple of a page.
 
     Attributes:
@@ -55,7 +53,7 @@ class PrivateView:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def refresh(self) -> None:
-        """Forget what was written here: it is again as what it shows."""
+        """Forget the writes to this copy: it equals its origin again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -110,11 +108,9 @@ def flats_in(memory: Tensor, buckets: Sequence[Bucket], offset: int = 0) -> tupl
 
 
 def share_segments(peers: Peers, sizes: Sequence[int]) -> list[Segment]:
-    """One segment per worker, mapped by all; collective.
+    """Share segments of memory, one per worker, mapped by all. Collective.
 
-    Args:
-        peers: the workers of this host.
-        sizes: bytes of each worker's segment, by rank; multiples of a page.
+    ``sizes`` are bytes of each worker's segment, by rank; multiples of a page.
 
     Raises:
         JobError: there is too little memory for this worker's segment; says how much is needed and what to do.
@@ -143,9 +139,10 @@ class HostMemory:
         self._places: dict[int, _Place] = {}
         self._twins: dict[int, tuple[_Pool, Tensor]] = {}
         self._scratch: dict[tuple[Hashable, int, torch.dtype], _Pool] = {}
+        self._gathered: dict[_Where, Gathered] = {}
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
-        """So many rows for this worker; others may want another number. Collective."""
+        """Allocate so many rows for this worker; other workers may want other numbers. Collective."""
         pool = self._pool(buckets, rows)
         mine = pool.rows[self._peers.rank]
         for total, twin in zip(pool.result, pool.twins, strict=True):
@@ -178,20 +175,21 @@ class HostMemory:
         Returns:
             everybody's partial sums, and the buffer for the result.
         """
-        places = [self._places.get(partial.data_ptr()) for partial in partials]
-        if any(place is None for place in places):
-            places = list(self._copied(bucket, partials))
-        known = [place for place in places if place is not None]
-        pool, number = known[0].pool, known[0].bucket
+        places = [*filter(None, map(self._places.get, map(Tensor.data_ptr, partials)))]
+        if len(places) < len(partials):
+            places = self._copied(bucket, partials)
+        pool, number = places[0].pool, places[0].bucket
         own = self._covers[self._peers.rank]
-        told = self._peers.exchange(bytes(place.row for place, _ in zip(known, own, strict=False)))
-        leaves = {
-            node: pool.rows[rank][row][number]
-            for rank, cover in enumerate(self._covers)
-            for node, row in zip(cover, told[rank], strict=True)
-        }
-        rows = b"".join(told[rank] for rank in range(len(self._covers)))
-        return Gathered((id(pool), number, rows), leaves, pool.result[number])
+        rows = self._peers.exchange(bytes(map(_ROW, places[: len(own)])))
+        key = id(pool), number, (*map(rows.__getitem__, range(len(self._covers))),)
+        if key not in self._gathered:
+            leaves = {
+                node: pool.rows[rank][row][number]
+                for rank, cover in enumerate(self._covers)
+                for node, row in zip(cover, rows[rank], strict=True)
+            }
+            self._gathered[key] = Gathered(key, leaves, pool.result[number])
+        return self._gathered[key]
 
     def meet(self) -> None:
         """Wait until all workers of this host are here."""
@@ -202,10 +200,11 @@ class HostMemory:
         self._places.clear()
         self._twins.clear()
         self._scratch.clear()
+        self._gathered.clear()
 
     def _pool(self, buckets: Sequence[Bucket], rows: int) -> "_Pool":
-        told = self._peers.exchange(bytes([rows]))
-        return _Pool.shared(self._peers, buckets, [told[rank][0] for rank in range(len(self._covers))])
+        counts = self._peers.exchange(bytes([rows]))
+        return _Pool.shared(self._peers, buckets, [counts[rank][0] for rank in range(len(self._covers))])
 
     def _copied(self, bucket: Hashable, partials: Sequence[Tensor]) -> list["_Place"]:
         first = partials[0]
@@ -225,6 +224,9 @@ def part_of(numel: int, number: int, parts: int) -> range:
     return range(bounds[number] * ALIGNMENT, bounds[number + 1] * ALIGNMENT)
 
 
+_Where = tuple[int, int, tuple[bytes, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """The partial sums of a bucket, as all workers of this host have written them.
@@ -232,10 +234,9 @@ class Gathered:
     Attributes:
         place: a key that is equal for equal places in memory.
         partials: the partial sums by node of the tree.
-        result: the buffer for the result.
     """
 
-    place: tuple[int, int, bytes]
+    place: _Where
     partials: dict[Node, Tensor]
     result: Tensor
 
@@ -247,6 +248,9 @@ class _Place:
     pool: "_Pool"
     row: int
     bucket: int
+
+
+_ROW = attrgetter("row")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ import re
 import secrets
 import socket
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, closing, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -20,13 +20,15 @@ LARGEST_MESSAGE = 32 * 1024
 """Bytes that always fit into a socket's buffer, so that everybody may send before anybody receives."""
 
 MOST_CALLERS = 1024
-"""That may wait at a listener."""
+"""The most callers that may wait at a listener."""
 
 HELLO_S = 5.0
-"""Seconds that whoever calls may take to say who it is: it is the first thing that it says."""
+"""Seconds that a caller may take to send its rank, which is its first message."""
 
 _MARK = b"m"
 """Before every message: an empty one would look like the end of the connection."""
+
+_LARGEST = len(_MARK) + LARGEST_MESSAGE
 
 _HELLO = struct.Struct("<ii16s")  # who calls, who is called, and the digest of what they meet for
 _FORM = re.compile(rb"\0unisono-(?:[0-9a-f]{16}-)?[0-9a-f]{32}")  # with what the addresses of one kernel have in common
@@ -38,10 +40,6 @@ class Peers:
 
     A receiver blocks in the kernel: it takes no processor time, and wakes at once when the peer sends or dies.
 
-    Args:
-        rank: this worker's rank on this host.
-        sockets: the sockets to the other workers, by rank.
-
     Attributes:
         waits: whether this worker is in the middle of an exchange.
     """
@@ -49,22 +47,14 @@ class Peers:
     def __init__(self, rank: int, sockets: dict[int, socket.socket]) -> None:
         self.rank = rank
         self.waits = False
-        self._sockets = sockets
+        self._sockets = dict(sorted(sockets.items()))
+        self.ranks = list(self._sockets)
         self._failed: WorkerLost | None = None
-
-    @property
-    def ranks(self) -> list[int]:
-        """The other workers."""
-        return sorted(self._sockets)
 
     def exchange(self, message: bytes) -> dict[int, bytes]:
         """Send a message to everybody and receive everybody's.
 
-        Args:
-            message: the message, ``LARGEST_MESSAGE`` bytes at most.
-
-        Returns:
-            everybody's message by rank, this worker's own among them.
+        A message has ``LARGEST_MESSAGE`` bytes at most. Return everybody's by rank, this worker's own among them.
 
         Raises:
             WorkerLost: a peer is gone.
@@ -72,83 +62,70 @@ class Peers:
                 exchange that failed must not be taken for what they send for another one.
         """
         assert len(message) <= LARGEST_MESSAGE
-        marked, self.waits = _MARK + message, True
+        if self._failed is not None:
+            raise self._failed
+        marked, messages, self.waits = _MARK + message, {self.rank: message}, True
         try:
-            with self._or_never_again():
-                for rank, peer in self._sockets.items():
-                    try:
-                        peer.send(marked)
-                    except OSError as error:
-                        raise self._failure(rank, error) from error
-                return {self.rank: message} | {rank: self._receive(rank) for rank in self.ranks}
+            for rank, peer in self._sockets.items():  # noqa: B007 (an error names it)
+                peer.send(marked)
+            for rank, peer in self._sockets.items():
+                if not (received := peer.recv(_LARGEST)):
+                    raise self._lost(rank)
+                messages[rank] = received[len(_MARK) :]
+        except OSError as error:
+            raise self._failure(rank, error) from error
         finally:
             self.waits = False
+        return messages
 
     def exchange_descriptors(self, descriptor: int) -> dict[int, int]:
         """Give everybody an open file, and receive everybody's: new descriptors, by rank."""
-        with self._or_never_again():
-            for rank, peer in self._sockets.items():
-                try:
-                    socket.send_fds(peer, [_MARK], [descriptor])
-                except OSError as error:
-                    raise self._failure(rank, error) from error
-            return {rank: self._receive_descriptor(rank) for rank in self.ranks}
-
-    @contextmanager
-    def _or_never_again(self) -> Iterator[None]:
         if self._failed is not None:
             raise self._failed
+        descriptors: dict[int, int] = {}
         try:
-            yield
-        except WorkerLost as lost:
-            self._failed = lost
-            raise
+            for rank, peer in self._sockets.items():  # noqa: B007 (an error names it)
+                socket.send_fds(peer, [_MARK], [descriptor])
+            for rank, peer in self._sockets.items():
+                _, received, _, _ = socket.recv_fds(peer, len(_MARK), 1)
+                if not received:
+                    raise self._lost(rank)
+                descriptors[rank] = received[0]
+        except OSError as error:
+            raise self._failure(rank, error) from error
+        return descriptors
 
     def close(self) -> None:
-        """Hang up: whoever waits for this worker wakes."""
+        """Hang up: all that wait for this worker wake."""
         self.hang_up()
         for peer in self._sockets.values():
             peer.close()
 
     def hang_up(self) -> None:
-        """Wake whoever waits for this worker, and whoever waits in this process. From any thread."""
+        """Wake all that wait for this worker, and all that wait in this process. Any thread may call it."""
         for peer in self._sockets.values():
             with suppress(OSError):  # a peer that is gone
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def _receive(self, rank: int) -> bytes:
-        try:
-            message = self._sockets[rank].recv(len(_MARK) + LARGEST_MESSAGE)
-        except OSError as error:
-            raise self._failure(rank, error) from error
-        if not message:
-            raise self._lost(rank)
-        return message[len(_MARK) :]
-
-    def _receive_descriptor(self, rank: int) -> int:
-        try:
-            _, descriptors, _, _ = socket.recv_fds(self._sockets[rank], len(_MARK), 1)
-        except OSError as error:
-            raise self._failure(rank, error) from error
-        if not descriptors:
-            raise self._lost(rank)
-        return descriptors[0]
-
     def _failure(self, rank: int, error: OSError) -> WorkerLost:
         if not isinstance(error, BlockingIOError):
             return self._lost(rank)
-        return NoProgress(
+        self._failed = NoProgress(
             f"rank {self.rank} of host {platform.node()} waited for rank {rank} of the same host in vain. It hangs, or "
             f"takes longer for something than the others: see its log, or allow more with "
             f"unisono.init(faults={{'timeout_s': …}})"
         )
+        return self._failed
 
     def _lost(self, rank: int) -> WorkerLost:
-        return WorkerLost(f"rank {self.rank} lost rank {rank}: its end of the connection is closed. See its log")
+        self._failed = WorkerLost(
+            f"rank {self.rank} lost rank {rank}: its end of the connection is closed. See its log"
+        )
+        return self._failed
 
 
 LOOK_S = 0.1
-"""How often a listener that is waited at is looked at."""
+"""Seconds between two checks of a listener for which somebody waits."""
 
 
 class PeerListener:
@@ -175,12 +152,9 @@ class PeerListener:
     def gather(self, rank: int, workers: int, lower: Iterable[bytes], purpose: str = "") -> Peers:
         """Connect with every other worker. Processes of another user are neither heard nor called.
 
-        Args:
-            rank: this worker's rank on this host.
-            workers: the number of workers on this host.
-            lower: the addresses of the workers of lower rank, in order: this worker calls them, and the others call
-                this worker.
-            purpose: a text that all of them share, so that workers of this user's other jobs are not taken for them.
+        ``lower`` are the addresses of the workers of lower rank, in order: this worker calls them, and the others call
+        this worker. ``purpose`` is a text that all of them share, so that workers of this user's other jobs are not
+        taken for them.
 
         Raises:
             WorkerLost: a peer is gone, or somebody else is where it should be, or this listener was closed meanwhile.
@@ -194,16 +168,16 @@ class PeerListener:
             until = monotonic() + self._timeout_s
             while len(sockets) < workers - 1:
                 caller = calls.enter_context(self._next_caller(rank, until))
-                said = self._heard(caller, rank, about)
-                if said is not None and said in range(rank + 1, workers) and said not in sockets:
-                    sockets[said] = caller
+                other_rank = self._rank_of(caller, rank, about)
+                if other_rank is not None and other_rank in range(rank + 1, workers) and other_rank not in sockets:
+                    sockets[other_rank] = caller
                 else:
                     caller.close()
             calls.pop_all()
         return Peers(rank, sockets)
 
     def close(self) -> None:
-        """Wake whoever waits at the listener, and let nobody in any more. From any thread, and more than once."""
+        """Wake all that wait at the listener, and accept nobody any more. Any thread may call it, also twice."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -227,7 +201,7 @@ class PeerListener:
         return caller
 
     def _next_caller(self, rank: int, until: float) -> socket.socket:
-        # Whoever is turned away does not make the wait for the others longer.
+        # A caller that is turned away does not make the wait for the others longer.
         while (left := until - monotonic()) > 0:
             try:
                 # A socket that another thread closes while this one waits may leave it waiting for the next that gets
@@ -241,20 +215,20 @@ class PeerListener:
             return caller
         raise NoProgress(f"rank {rank} of host {platform.node()} waited in vain for the others to call")
 
-    def _heard(self, caller: socket.socket, rank: int, about: bytes) -> int | None:
+    def _rank_of(self, caller: socket.socket, rank: int, about: bytes) -> int | None:
         """The rank of a caller; None for one that does not belong here."""
         try:
             limit(caller, self._hello_s)
-            said = caller.recv(_HELLO.size) if is_same_user(caller) else b""
+            hello = caller.recv(_HELLO.size) if is_same_user(caller) else b""
             limit(caller, self._timeout_s)
         except OSError:  # it says nothing, or has hung up
             return None
-        who, whom, what = _HELLO.unpack(said) if len(said) == _HELLO.size else (None, None, b"")
-        return who if (whom, what) == (rank, about) else None
+        caller_rank, called_rank, purpose = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (None, None, b"")
+        return caller_rank if (called_rank, purpose) == (rank, about) else None
 
 
 def address_from(text: str) -> bytes:
-    """The address of a listener, as it was told in hex; empty, and so within nobody's call, if that is none."""
+    """Read the address of a listener in hex; empty, so that nobody can call it, if the text is no address."""
     try:
         return bytes.fromhex(text)
     except ValueError:
@@ -273,7 +247,7 @@ def _is_door(address: bytes) -> bool:
 
 @cache
 def _common() -> str:
-    """What addresses have in common whose listeners can call each other: one kernel, and one network namespace."""
+    """The common part of addresses whose listeners can call each other: one kernel, and one network namespace."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         network = Path("/proc/self/ns/net").stat().st_ino
@@ -285,12 +259,7 @@ def _common() -> str:
 def meet(rank: int, workers: int, addresses: "RendezvousStore", timeout_s: float, purpose: str = "") -> Peers:
     """Connect every worker of this host with every other.
 
-    Args:
-        rank: this worker's rank on this host.
-        workers: the number of workers on this host.
-        addresses: the store in which they post the addresses of their listeners.
-        timeout_s: the longest wait for a peer, here and in every exchange, in seconds.
-        purpose: the argument of that name of :meth:`PeerListener.gather`.
+    They post the addresses of their listeners in ``addresses``. ``purpose`` is that of :meth:`PeerListener.gather`.
 
     Raises:
         WorkerLost: a peer is gone, or somebody else is where it should be.
@@ -312,7 +281,7 @@ class RendezvousStore(Protocol):
 
 
 def limit(connection: socket.socket, timeout_s: float) -> None:
-    """Have whoever waits for the other side give up: with ``BlockingIOError``, if nothing moves for so many seconds.
+    """Limit waits for the other side: they end with ``BlockingIOError``, if nothing moves for so many seconds.
 
     It is the kernel's own limit: Python's would cost a system call more for every message.
     """

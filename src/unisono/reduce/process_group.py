@@ -14,12 +14,11 @@ from torch import Tensor
 
 from unisono.device import current_stream, is_accelerator, page_locked, sent_to
 from unisono.errors import NoProgress, WorkerLost
-from unisono.plan.links import Links
 from unisono.plan.split import Split
-from unisono.plan.topology import distinct
-from unisono.reduce.buckets import Bucket, Choice, Timing
-from unisono.reduce.exchange import Collectives, Exchange, Messages
-from unisono.reduce.tally import Tally
+from unisono.plan.topology import Links, distinct
+from unisono.reduce.buckets import Bucket
+from unisono.reduce.exchange import Choice, Collectives, Exchange, Messages, Timing
+from unisono.reduce.partial_sums import UNTALLIED, Tally
 from unisono.reduce.transport import Transport
 from unisono.reduce.wire import SocketGroup
 
@@ -30,13 +29,13 @@ LARGEST = 2**40
 """Bytes that no bucket has."""
 
 LINKS = 2**31 - 2
-"""The tag of what is sent to measure a connection."""
+"""The tag of messages that measure a connection."""
 
 PROBE = 2**20
 """Bytes that are sent to measure a bandwidth."""
 
 ROUNDS = 3
-"""Of which the shortest counts."""
+"""Round trips of a measurement, of which the shortest counts."""
 
 
 OF_OWN_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
@@ -44,7 +43,7 @@ OF_OWN_DEVICE = (torch.AcceleratorError, torch.OutOfMemoryError)
 
 
 class ProcessGroupTransport(Transport):
-    """Partial sums travel between workers, and whoever holds two siblings adds them.
+    """Partial sums travel between workers, and the worker that holds two siblings adds them.
 
     Args:
         group: a ``SocketGroup``, ``ProcessGroupGloo`` or ``ProcessGroupNCCL``; used by one thread, closed by
@@ -78,7 +77,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def topology(self) -> str:
-        """Of the largest buckets; to servers it is always direct."""
+        """The topology of the largest buckets; to servers it is always direct."""
         return "direct" if self._by_collectives or self._must_be_direct else self._choice.topology(LARGEST)
 
     @property
@@ -87,33 +86,33 @@ class ProcessGroupTransport(Transport):
         return self._waits
 
     def resplit(self, split: Split) -> None:
-        """With new exchanges, by the topologies that were measured."""
+        """Split the shards anew, with new exchanges, by the measured topologies."""
         super().resplit(split)
         self._exchanges.clear()
         self._copies.clear()
         self._buckets.clear()
 
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
-        """Rows anywhere. With ``auto``, topologies are compared on buckets of these sizes."""
+        """Allocate rows anywhere in memory. With ``auto``, topologies are compared on buckets of these sizes."""
         self._buckets += buckets
         self._compare(buckets)
         return super().allocate(buckets, rows)
 
     def use_topology(self, name: str) -> None:
-        """Another way; with ``auto``, the fastest on buckets of the sizes that there are, measured before the next."""
+        """Use another topology; with ``auto``, the fastest on buckets of the present sizes, measured first."""
         if self._by_collectives:
             return
         self._choice = _choice(name, self.world_size)
         self._exchanges.clear()
 
     def go_direct(self, *, always: bool) -> None:
-        """What was chosen or measured stays for later."""
+        """Always use the direct topology, or no longer; the chosen topology and the measurements stay."""
         if always != self._always_direct:
             self._always_direct = always
             self._exchanges.clear()
 
     def measure_links(self) -> Links:
-        """One pair after the other, while all others wait: the shortest of some round trips."""
+        """Measure one pair after the other, while all others wait: the shortest of some round trips."""
         seconds = {
             (a, b): self._round_trips(a, b) for a in range(self.world_size) for b in range(a + 1, self.world_size)
         }
@@ -160,13 +159,13 @@ class ProcessGroupTransport(Transport):
             self.measured.append({"bytes": size, "fastest": self._choice.topology(size), "seconds": seconds})
 
     def reduce(
-        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally = UNTALLIED
     ) -> Tensor:
-        """By messages, or by collectives."""
+        """Reduce by messages, or by collectives."""
         first = partials[0]
         key = (bucket, first.numel(), first.dtype)
         if first.device != self.device:
-            assert tally is None or tally.is_empty, "memory of other devices is not tallied"
+            assert tally.is_empty, "memory of other devices is not tallied"
             if key not in self._copies:
                 self._copies[key] = HostCopies(partials)
             copies = self._copies[key]
@@ -200,7 +199,7 @@ class ProcessGroupTransport(Transport):
         return total if staged is total else total.copy_(staged)
 
     def all_gather(self, row: Tensor) -> Tensor:
-        """One all-gather of rows of equal length."""
+        """Gather rows of equal length from all workers."""
         staged = self._on_own_device(row)
         rows = torch.empty((self.world_size, row.numel()), dtype=row.dtype, device=self.device)
         self._count_copies(row)
@@ -211,22 +210,15 @@ class ProcessGroupTransport(Transport):
         return gathered
 
     def gather_into(self, rows: Tensor, row: Tensor) -> None:
-        """One all-gather into memory that there is: every worker's 1-D ``row``, which may be a part of ``rows``.
+        """Gather every worker's 1-D ``row`` into existing memory; ``row`` may be a part of ``rows``.
 
-        Args:
-            rows: 1-D, of so many rows as there are workers; on the backend's device.
-            row: this worker's.
+        ``rows`` is 1-D, has so many rows as there are workers, and lies on the backend's device.
         """
         with self._collective():
             self._group._allgather_base(rows, row).wait()
 
     def swap(self, received: Tensor, sent: Tensor) -> None:
-        """One all-to-all: row j of ``sent`` is for worker j, and row j of ``received`` is from there.
-
-        Args:
-            received: contiguous, of as many rows as there are workers; on the backend's device.
-            sent: alike.
-        """
+        """Swap rows with all workers: row j of ``sent`` is for worker j, and row j of ``received`` is from there."""
         with self._collective():
             self._group.alltoall_base(received, sent, [], []).wait()
 
@@ -241,7 +233,7 @@ class ProcessGroupTransport(Transport):
             return TensorUnderWay(self._group.recv([tensor], source, tag), self._named_errors, self._settle_received)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """One broadcast."""
+        """Broadcast a tensor from a worker to all."""
         staged = self._on_own_device(tensor.detach())
         if self.rank == source:
             self._count_copies(tensor)
@@ -269,7 +261,7 @@ class ProcessGroupTransport(Transport):
         self._group = None
 
     def _on_own_device(self, tensor: Tensor) -> Tensor:
-        """The same values where the backend takes them."""
+        """Return the tensor on the device that the backend needs."""
         staged = sent_to(self.device, tensor.contiguous())
         if is_accelerator(tensor.device) and not is_accelerator(self.device):
             current_stream(tensor.device).synchronize()
@@ -301,7 +293,7 @@ class ProcessGroupTransport(Transport):
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """What is called in here may be under way on the device when it has returned; see :meth:`settle`."""
+        """Within the context, a collective call may return while the device still works on it; see :meth:`settle`."""
         with self._named_errors():
             self._is_pending = is_accelerator(self.device)
             yield
@@ -323,7 +315,7 @@ class ProcessGroupTransport(Transport):
         try:
             yield
         except RuntimeError as error:
-            self._hang_up(group)  # whoever waits for this worker wakes up, and hangs up in turn
+            self._hang_up(group)  # workers that wait for this worker wake up, and hang up in turn
             if isinstance(error, OF_OWN_DEVICE):
                 raise
             raise self._named(error) from error
@@ -356,14 +348,10 @@ class ProcessGroupTransport(Transport):
 
 
 class HostCopies:
-    """The copies in the host's memory of a bucket that lies on a device: page-locked, allocated once.
-
-    Args:
-        partials: tensors like those that are copied.
-    """
+    """The copies in the host's memory of a bucket that lies on a device: page-locked, allocated once."""
 
     def __init__(self, partials: Sequence[Tensor]) -> None:
-        self._partials = [page_locked(torch.empty_like(each, device="cpu")) for each in partials]
+        self._partials = [page_locked(torch.empty_like(partial, device="cpu")) for partial in partials]
         self._total = page_locked(torch.empty_like(partials[0], device="cpu"))
         self._result = torch.empty_like(partials[0])
 
@@ -384,7 +372,6 @@ class TensorUnderWay:
     """A tensor that is under way from one worker to another.
 
     Args:
-        work: torch's handle of it.
         named: a context in which the errors of a group get their names.
         settle: a function that is called once it has left or come, before anybody reads it.
     """
@@ -395,7 +382,7 @@ class TensorUnderWay:
         self._work, self._named, self._settle = work, named, settle
 
     def wait(self) -> None:
-        """Until it has left, or has come.
+        """Wait until the message has left, or has come.
 
         Raises:
             WorkerLost: the other worker is gone.

@@ -1,4 +1,4 @@
-"""Reduces buckets in the background, while the backward pass that fills the next ones is still under way."""
+"""Reduces buckets in the background, while the backward pass that fills the next ones is under way; and means."""
 
 from __future__ import annotations
 
@@ -8,45 +8,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from unisono.device import Handover, beside, current_stream, is_accelerator
-from unisono.reduce.tally import Tally
-from unisono.reduce.transport import Transport
+from unisono.plan.split import Split
+from unisono.reduce.buckets import plan_buckets
+from unisono.reduce.partial_sums import UNTALLIED, Tally, views_of
+from unisono.reduce.transport import Reduction, Transport
 from unisono.spans import Spans
-
-# From every worker's partial sums of a bucket to the sum that all of them hold.
-
-
-Reduction = Callable[[Transport, Hashable, Sequence[Tensor], float | None, Tally | None], Tensor]
-"""Makes one flat total of all partial sums of a bucket, which may be overwritten. See :meth:`Transport.reduce`."""
-
-
-def exact(
-    transport: Transport, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None
-) -> Tensor:
-    """Along the summation tree: the same bits on any number of workers."""
-    return transport.reduce(bucket, partials, divisor, tally)
-
-
-def native(
-    transport: Transport, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None, tally: Tally | None
-) -> Tensor:
-    """By the backend's own all-reduce: its own order of additions, and nobody knows what it reads."""
-    total, *others = partials
-    if not transport.computes:
-        total.zero_()
-    for other in others:
-        total.add_(other)
-    total = transport.reduce_native(total)
-    total = total if divisor is None else total.div_(divisor)
-    if tally is not None:
-        tally.finished.look(total)
-    return total
-
-
-REDUCTIONS: dict[str, Reduction] = {"exact": exact, "native": native}
-
 
 Weigh = Callable[[], float | None]
 """Asks all workers for the weights of their shards: returns what sums are divided by, or nothing. Collective."""
@@ -59,36 +29,31 @@ class Reducer:
     While an attempt is under way the transport belongs to that thread.
 
     Args:
-        transport: the transport between the workers.
-        reduction: the reduction of a bucket, exact or native.
+        reduction: the job's reduction: ``exact`` or ``native``.
         overlap: whether to reduce a bucket as soon as it is ready; else :meth:`totals` reduces all of them.
-        spans: the worker's spans, if they are kept.
+
+    Attributes:
+        tallies: whether what is read of partial sums is told.
     """
 
-    def __init__(
-        self, transport: Transport, reduction: Reduction, *, overlap: bool, spans: Spans | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, reduction: str, *, overlap: bool, spans: Spans | None = None) -> None:
         self.transport = transport
-        self._reduction, self._spans = reduction, spans
+        self.tallies = transport.tallies and reduction == "exact"
+        self._reduce, self._spans = transport.reduction(reduction), spans
         self._in_background = overlap and transport.world_size > 1
         self._pending_steps: queue.SimpleQueue[_PendingBuckets | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pending: _PendingBuckets | None = None
 
-    @property
-    def tallies(self) -> bool:
-        """Whether what is read of partial sums is told."""
-        return self.transport.tallies and self._reduction is exact
-
     def begin(self, buckets: Sequence[Hashable], weigh: Weigh) -> None:
-        """An attempt begins, in which these buckets will become ready."""
+        """Begin an attempt, in which these buckets will become ready."""
         self._pending = _PendingBuckets(buckets, weigh, self._spans)
         if self._in_background:
             self._start()
             self._pending_steps.put(self._pending)
 
-    def ready(self, bucket: int, partials: Sequence[Tensor], tally: Tally | None = None) -> None:
-        """This worker's partial sums of a bucket are final. The tally is the reducer's until there are totals."""
+    def ready(self, bucket: int, partials: Sequence[Tensor], tally: Tally = UNTALLIED) -> None:
+        """Take this worker's final partial sums of a bucket. The tally is the reducer's until there are totals."""
         assert self._pending is not None
         ready_at = 0.0 if self._spans is None else perf_counter()
         self._pending.ready.put(_Ready(bucket, partials, tally, Handover(partials[0].device), ready_at))
@@ -106,7 +71,7 @@ class Reducer:
         pending, self._pending = self._pending, None
         assert pending is not None
         if not self._in_background:
-            pending.work(self.transport, self._reduction)
+            pending.work(self.transport.device, self._reduce)
         pending.done.wait()
         if pending.error is not None:
             raise pending.error
@@ -118,7 +83,7 @@ class Reducer:
         return tuple(pending.totals), pending.seconds
 
     def abandon(self) -> None:
-        """The attempt failed on this worker. The others wait for buckets that will not come: hang up on them."""
+        """Give up a failed attempt. The others wait for buckets that will not come: hang up on them."""
         pending, self._pending = self._pending, None
         if pending is not None and self._in_background:
             pending.ready.put(None)
@@ -141,7 +106,7 @@ class Reducer:
 
     def _work(self) -> None:
         while (pending := self._pending_steps.get()) is not None:
-            pending.work(self.transport, self._reduction)
+            pending.work(self.transport.device, self._reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +115,7 @@ class _Ready:
 
     bucket: int
     partials: Sequence[Tensor]
-    tally: Tally | None
+    tally: Tally
     handover: Handover
     ready_at: float
 
@@ -169,35 +134,89 @@ class _PendingBuckets:
     error: BaseException | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
-    def work(self, transport: Transport, reduction: Reduction) -> None:
-        """Reduce all buckets as they come; an error is for whoever waits."""
+    def work(self, device: torch.device, reduce: Reduction) -> None:
+        """Reduce all buckets as they come; an error is raised where their results are awaited."""
         try:
-            self._reduce_all(transport, reduction)
+            begun = perf_counter()
+            with beside(device):  # or it would come behind all that this worker has yet to compute
+                divisor = self.weigh()
+            self.seconds += (ended := perf_counter()) - begun
+            if self.spans is not None:
+                self.spans.add("weigh", begun, ended)
+            early: dict[int, _Ready] = {}
+            for number, name in enumerate(self.buckets):
+                while number not in early:
+                    if (ready := self.ready.get()) is None:
+                        return
+                    early[ready.bucket] = ready
+                bucket = early.pop(number)
+                begun = perf_counter()
+                with beside(bucket.handover.device):
+                    bucket.handover.accept()
+                    self.totals.append(reduce(name, bucket.partials, divisor, bucket.tally))
+                    self.handovers.append(Handover(bucket.handover.device))
+                self.seconds += (ended := perf_counter()) - begun
+                if self.spans is not None:
+                    self.spans.add("reduce", begun, ended, number, bucket.ready_at)
         except BaseException as error:  # noqa: BLE001 (raised again by the thread that waits)
             self.error = error
         finally:
             self.done.set()
 
-    def _reduce_all(self, transport: Transport, reduction: Reduction) -> None:
-        begun = perf_counter()
-        with beside(transport.device):  # or it would come behind all that this worker has yet to compute
-            divisor = self.weigh()
-        self.seconds += (ended := perf_counter()) - begun
-        if self.spans is not None:
-            self.spans.add("weigh", begun, ended)
-        early: dict[int, _Ready] = {}
-        for number, name in enumerate(self.buckets):
-            while number not in early:
-                ready = self.ready.get()
-                if ready is None:
-                    return
-                early[ready.bucket] = ready
-            found = early.pop(number)
-            begun = perf_counter()
-            with beside(found.handover.device):
-                found.handover.accept()
-                self.totals.append(reduction(transport, name, found.partials, divisor, found.tally))
-                self.handovers.append(Handover(found.handover.device))
-            self.seconds += (ended := perf_counter()) - begun
-            if self.spans is not None:
-                self.spans.add("reduce", begun, ended, number, found.ready_at)
+
+# Means of tensors over workers.
+
+BUCKET_BYTES = 16 * 2**20
+
+
+class Averaging:
+    """Adds up tensors of all workers, in one order on every way, and divides.
+
+    It uses the transport's fastest way for sums. From here on the workers' shards are one for each of them.
+
+    Raises:
+        WorkerLost: from every method, when another worker is gone.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        transport.resplit(Split.even(transport.world_size, transport.world_size))
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+
+    @torch.no_grad()
+    def mean(self, tensors: Sequence[Tensor], divisor: float | None = None) -> list[Tensor]:
+        """The means over all workers. Collective.
+
+        Args:
+            tensors: floating-point, of the same shapes and dtypes on every worker.
+            divisor: the divisor of the sums; by default the number of workers.
+
+        Returns:
+            tensors of the same shapes and dtypes, the same on every worker; to be read, and valid until the next call.
+        """
+        if not tensors:
+            return []
+        layout = tuple((tensor.shape, tensor.dtype, tensor.stride(), tensor.device) for tensor in tensors)
+        if layout not in self._plans:
+            self._plans[layout] = _Plan(self._transport, tensors, len(self._plans))
+        return self._plans[layout].mean(tensors, self._transport.world_size if divisor is None else divisor)
+
+
+class _Plan:
+    """The buckets for tensors of one layout."""
+
+    def __init__(self, transport: Transport, tensors: Sequence[Tensor], number: int) -> None:
+        self._transport, self._number = transport, number
+        self._buckets = plan_buckets(tensors, BUCKET_BYTES)
+        (self._row,) = transport.allocate(self._buckets, 1)
+        self._views = views_of(self._buckets, self._row)
+
+    def mean(self, tensors: Sequence[Tensor], divisor: float) -> list[Tensor]:
+        for view, tensor in zip(self._views, tensors, strict=True):
+            view.copy_(tensor)
+        totals = [
+            self._transport.reduce(("mean", self._number, number), [flat], divisor)
+            for number, flat in enumerate(self._row)
+        ]
+        self._transport.settle()
+        return list(views_of(self._buckets, totals))

@@ -9,24 +9,19 @@ import torch
 from torch import Tensor
 
 from unisono.errors import JobMismatch
-from unisono.plan.links import Links
 from unisono.plan.split import Split
+from unisono.plan.topology import Links
 from unisono.plan.tree import Node, SummationTree, children
 from unisono.reduce.buckets import Bucket
 from unisono.reduce.host_memory import Gathered, HostMemory, pages, part_of, share_segments
+from unisono.reduce.partial_sums import UNTALLIED, Tally
 from unisono.reduce.peers import LARGEST_MESSAGE, Peers
-from unisono.reduce.tally import Tally
 from unisono.reduce.transport import PIECE, Transport
+from unisono.words import Words
 
 
 class HostTransport(Transport, ABC):
-    """A transport over the memory of a host.
-
-    Args:
-        peers: the workers of this host, as many as on every other.
-        rank: this worker's rank among all workers.
-        split: the shards of each worker.
-    """
+    """A transport over the memory of a host."""
 
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(rank, split)
@@ -35,11 +30,11 @@ class HostTransport(Transport, ABC):
 
     @property
     def waits(self) -> bool:
-        """For another worker of this host."""
+        """Whether this worker waits for another worker of this host."""
         return self._peers.waits
 
     def resplit(self, split: Split) -> None:
-        """With new memory."""
+        """Split the shards anew, with new memory."""
         super().resplit(split)
         self._memory.forget()
         self._memory = self._host_memory()
@@ -53,28 +48,21 @@ class HostTransport(Transport, ABC):
         return self._memory.part(numel)
 
     def summed(self, numel: int) -> range:
-        """Which elements of a bucket this worker adds, for its host.
-
-        Args:
-            numel: the bucket's number of elements.
-        """
+        """Return the elements of a bucket that this worker adds, for its host."""
         return self.part(numel)
 
     def private(self, total: Tensor) -> Tensor:
         """A copy that costs nothing until it is written to."""
         return self._memory.private(total)
 
-    def _count_reduction(self, total: Tensor, partials: int) -> None:
-        """Others of this host read their parts of this worker's partial sums, and its part of the total."""
+    def _traffic_of(self, total: Tensor, partials: int) -> tuple[int, int]:
+        """Return the bytes and messages that others of this host read: parts of the partial sums, and of the total."""
         others, mine = len(self._peers.ranks), len(self.summed(total.numel()))
-        self.traffic.count((partials * (total.numel() - mine) + others * mine) * total.itemsize, 2 * others)
-
-    def _count_copies(self, tensor: Tensor) -> None:
-        others = len(self._peers.ranks)
-        self.traffic.count(others * tensor.nbytes, others)
+        partials = partials if self.computes else 0
+        return (partials * (total.numel() - mine) + others * mine) * total.itemsize, 2 * others
 
     def reduce_native(self, total: Tensor) -> Tensor:
-        """Not this transport's: a native reduction is a backend's own."""
+        """Refuse: only a backend makes native reductions."""
         raise NotImplementedError("a native reduction goes over the process group")
 
     def abort(self) -> None:
@@ -104,8 +92,6 @@ class HierarchicalTransport(HostTransport):
 
     Args:
         peers: the workers of this host; every host has as many.
-        rank: this worker's rank among all workers.
-        split: the shards of each worker.
         across: the transport to the workers of equal local rank, one per host.
         everyone: the transport to all workers, for small tensors.
     """
@@ -137,11 +123,11 @@ class HierarchicalTransport(HostTransport):
 
     @property
     def waits(self) -> bool:
-        """For another worker, wherever it is."""
+        """Whether this worker waits for another worker, on any host."""
         return super().waits or self._across.waits or self._everyone.waits
 
     def resplit(self, split: Split) -> None:
-        """On this host, and between hosts."""
+        """Split the shards anew, on this host and between hosts."""
         super().resplit(split)
         self._across.resplit(host_split(split, len(self._peers.ranks) + 1))
         self._everyone.resplit(split)
@@ -154,7 +140,7 @@ class HierarchicalTransport(HostTransport):
         return super().allocate(buckets, rows)
 
     def reduce(
-        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally = UNTALLIED
     ) -> Tensor:
         """Meet on this host, add its part, reduce that part between hosts, meet on this host."""
         gathered = self._memory.gather(bucket, partials)
@@ -163,33 +149,24 @@ class HierarchicalTransport(HostTransport):
         if mine:
             part = slice(mine.start, mine.stop)
             own = {node: value[part] for node, value in gathered.partials.items()}
-            if tally is None:
-                self._finish(bucket, own, result[part], divisor, None)
-            else:
-                self._finish_tallied(bucket, own, result[part], divisor, tally, mine.start)
+            for value in own.values():
+                tally.read(value, mine.start)
+            across = tally.part(mine.start)
+            self._finish(bucket, own, result[part], divisor, across)
+            tally.close(across)
+            tally.keep(result[part], mine.start)
         self._memory.meet()
-        self._count_reduction(result, len(partials) if self.computes else 0)
+        self.traffic.count(*self._traffic_of(result, len(partials)))
         return result
 
     def _finish(
-        self, bucket: Hashable, own: dict[Node, Tensor], result: Tensor, divisor: float | None, tally: Tally | None
+        self, bucket: Hashable, own: dict[Node, Tensor], result: Tensor, divisor: float | None, tally: Tally
     ) -> None:
         """Add this worker's part over its host, and reduce it between hosts."""
         sums = [self.tree.finish(own, lambda left, right: left.add_(right), node) for node in self._cover]
-        for each in sums if tally is not None else ():
-            assert tally is not None
-            tally.wrote(each, 0)
+        for value in sums:
+            tally.wrote(value, 0)
         result.copy_(self._across.reduce(bucket, sums or [result], divisor, tally))
-
-    def _finish_tallied(
-        self, bucket: Hashable, own: dict[Node, Tensor], result: Tensor, divisor: float | None, tally: Tally, start: int
-    ) -> None:
-        for value in own.values():
-            tally.read(value, start)
-        across = tally.part(start)
-        self._finish(bucket, own, result, divisor, across)
-        tally.close(across)
-        tally.keep(result, start)
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Between all workers."""
@@ -238,35 +215,32 @@ class SharedMemoryTransport(HostTransport):
 
     A reduction has two meetings, each a small message to every peer: when all partial sums are written, and when all
     parts of the result are. Nothing is copied through a socket, and nobody waits busily.
-
-    Args:
-        peers: the other workers, all on this host.
-        rank: this worker's rank.
-        split: the shards of each worker.
     """
 
     needs_core = True
 
     def __init__(self, peers: Peers, rank: int, split: Split) -> None:
         super().__init__(peers, rank, split)
-        self._sums: dict[tuple[int, int, bytes], list[_Sum]] = {}
+        self._planned: dict[Hashable, tuple[list[_Sum], tuple[int, int]]] = {}
 
     def resplit(self, split: Split) -> None:
-        """What was planned lies in memory that is let go of."""
-        self._sums.clear()
+        """Forget the plans: their memory is let go of."""
+        self._planned.clear()
         super().resplit(split)
 
     def reduce(
-        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally = UNTALLIED
     ) -> Tensor:
         """Meet, add this worker's part of the tree over everybody's partial sums, meet."""
         gathered = self._memory.gather(bucket, partials)
-        if gathered.place not in self._sums:
-            self._sums[gathered.place] = list(self._plan(gathered))
-        for each in self._sums[gathered.place]:
-            each.carry_out(divisor, tally)
+        if gathered.place not in self._planned:
+            traffic = self._traffic_of(gathered.result, len(partials))
+            self._planned[gathered.place] = list(self._plan(gathered)), traffic
+        sums, traffic = self._planned[gathered.place]
+        for piece in sums:
+            piece.carry_out(divisor, tally)
         self._memory.meet()
-        self._count_reduction(gathered.result, len(partials) if self.computes else 0)
+        self.traffic.count(*traffic)
         return gathered.result
 
     def summed(self, numel: int) -> range:
@@ -285,11 +259,11 @@ class SharedMemoryTransport(HostTransport):
         data = row.contiguous().view(-1).view(torch.uint8)
         if data.numel() == 0:
             return row.new_empty((self.world_size, 0))
-        self._count_copies(data)
+        self.traffic.count(len(self._peers.ranks) * data.nbytes, len(self._peers.ranks))
         if data.numel() <= LARGEST_MESSAGE:
-            told = self._peers.exchange(data.numpy().tobytes())
-            _require_bytes(told, data.numel())
-            joined = bytearray().join(told[rank] for rank in range(self.world_size))
+            messages = self._peers.exchange(data.numpy().tobytes())
+            _require_bytes(messages, data.numel())
+            joined = bytearray().join(map(messages.__getitem__, range(self.world_size)))
             rows = torch.frombuffer(joined, dtype=torch.uint8)
         else:
             rows = self._through_memory(data, range(self.world_size))
@@ -305,12 +279,12 @@ class SharedMemoryTransport(HostTransport):
         if data.numel() == 0:
             return
         if self.rank == source:
-            self._count_copies(data)
+            self.traffic.count(len(self._peers.ranks) * data.nbytes, len(self._peers.ranks))
         if data.numel() <= LARGEST_MESSAGE:
             message = data.numpy().tobytes() if self.rank == source else b""
-            told = self._peers.exchange(message)
-            _require_bytes({source: told[source]}, data.numel())
-            received = torch.frombuffer(bytearray(told[source]), dtype=torch.uint8)
+            messages = self._peers.exchange(message)
+            _require_bytes({source: messages[source]}, data.numel())
+            received = torch.frombuffer(bytearray(messages[source]), dtype=torch.uint8)
             if self.rank != source:
                 data.copy_(received)
         else:
@@ -322,7 +296,7 @@ class SharedMemoryTransport(HostTransport):
     def close(self) -> None:
         """Hang up, and let go of the memory."""
         super().close()
-        self._sums.clear()
+        self._planned.clear()
 
     def _plan(self, gathered: Gathered) -> Iterator["_Sum"]:
         """The sums of this worker's part, piece by piece. They are the same in every step."""
@@ -331,10 +305,10 @@ class SharedMemoryTransport(HostTransport):
             piece = slice(begin, min(begin + PIECE, mine.stop))
             partials = {node: value[piece] for node, value in gathered.partials.items()}
             additions = _additions(self.tree, partials, gathered.result[piece])
-            yield _Sum(begin, tuple(partials.values()), additions)
+            yield _Sum(begin, [*map(Words, partials.values())], additions, Words(additions[-1][-1]))
 
     def _relay(self, data: Tensor, source: int) -> None:
-        """One half of a small segment is read while the other is written: no page of it is new for long."""
+        """Relay data through a small segment: one half is read while the other is written, so few pages are new."""
         size = min(2 * RELAY, data.numel())
         sizes = [pages(size if rank == source else 0) for rank in range(self.world_size)]
         halves = share_segments(self._peers, sizes)[source].bytes[:size].split(RELAY)
@@ -342,7 +316,7 @@ class SharedMemoryTransport(HostTransport):
             half = halves[number % 2][: piece.numel()]
             if self.rank == source:
                 half.copy_(piece)
-            # Whoever comes to this meeting has read the piece before, whose half is written next.
+            # A worker that comes to this meeting has read the piece before, whose half is written next.
             self._peers.exchange(b"")
             if self.rank != source:
                 piece.copy_(half)
@@ -356,61 +330,53 @@ class SharedMemoryTransport(HostTransport):
         return torch.cat([segments[rank].bytes[: data.numel()] for rank in sources])
 
 
+_Addition = tuple[Tensor, Tensor | None, Tensor]
+"""The left and right summand, and the place of the sum; without a right summand, the left one is copied."""
+
+
 class _Sum(NamedTuple):
     """A piece of a bucket: where it begins, everybody's partial sums of it, and what is done with them."""
 
     start: int
-    partials: tuple[Tensor, ...]
-    additions: list["_Addition"]
+    partials: list[Words]
+    additions: list[_Addition]
+    result: Words
 
-    def carry_out(self, divisor: float | None, tally: Tally | None) -> None:
-        """Add, divide."""
-        for partial in self.partials if tally is not None else ():
-            assert tally is not None
+    def carry_out(self, divisor: float | None, tally: Tally) -> None:
+        for partial in self.partials:
             tally.read(partial, self.start)
-        for addition in self.additions:
-            addition.carry_out()
-        result = self.additions[-1].out
+        for left, right, out in self.additions:
+            if right is None:
+                out.copy_(left)
+            else:
+                torch.add(left, right, out=out)
         if divisor is not None:
-            result.div_(divisor)
-        if tally is not None:
-            tally.finished.look(result)
-            tally.keep(result, self.start)
-
-
-class _Addition(NamedTuple):
-    left: Tensor
-    right: Tensor | None  # where there is nothing to add, it is copied
-    out: Tensor
-
-    def carry_out(self) -> None:
-        if self.right is None:
-            self.out.copy_(self.left)
-        else:
-            torch.add(self.left, self.right, out=self.out)
+            self.result.values.div_(divisor)
+        tally.finished.look(self.result.values)
+        tally.keep(self.result, self.start)
 
 
 def _additions(tree: SummationTree, partials: dict[Node, Tensor], result: Tensor) -> list[_Addition]:
     # Only this worker reads this part of anybody's partial sums, so inner nodes may be added in place.
-    found: list[_Addition] = []
+    additions: list[_Addition] = []
 
     def add(left: Tensor, right: Tensor) -> Tensor:
-        found.append(_Addition(left, right, left))
+        additions.append((left, right, left))
         return left
 
     if tree.root in partials:  # the others only serve
-        return [_Addition(partials[tree.root], None, result)]
+        return [(partials[tree.root], None, result)]
     left, right = (tree.finish(partials, add, half) for half in children(tree.root))
-    return [*found, _Addition(left, right, result)]
+    return [*additions, (left, right, result)]
 
 
-def _require_bytes(told: Mapping[int, bytes], expected: int) -> None:
+def _require_bytes(messages: Mapping[int, bytes], expected: int) -> None:
     """Refuse messages of other sizes: their workers are in another call than this one.
 
     Raises:
         JobMismatch: names the first such rank.
     """
-    for rank, message in sorted(told.items()):
+    for rank, message in sorted(messages.items()):
         if len(message) != expected:
             raise JobMismatch(
                 f"rank {rank} sent {len(message)} bytes where this worker expects {expected}: the two are in different "

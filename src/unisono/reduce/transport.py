@@ -1,18 +1,19 @@
-"""The seam between what is reduced and how it travels; and how much of it others get."""
+"""The interface between reductions and the ways on which they travel, and the traffic on them."""
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.plan.links import Links
 from unisono.plan.split import Split
+from unisono.plan.topology import Links
 from unisono.plan.tree import SummationTree
 from unisono.reduce.buckets import Bucket
-from unisono.reduce.tally import Tally
+from unisono.reduce.partial_sums import UNTALLIED, Tally
 
 
 class Traffic:
@@ -31,7 +32,7 @@ class Traffic:
         self._lock = threading.Lock()
 
     def count(self, sent_bytes: int, sent_messages: int) -> None:
-        """So much was sent."""
+        """Add to the bytes and messages sent."""
         with self._lock:
             self.sent_bytes += sent_bytes
             self.sent_messages += sent_messages
@@ -42,6 +43,9 @@ class Traffic:
             taken, self._taken = self._taken, (self.sent_bytes, self.sent_messages)
             return self.sent_bytes - taken[0], self.sent_messages - taken[1]
 
+
+Reduction = Callable[[Hashable, Sequence[Tensor], float | None, Tally], Tensor]
+"""Makes one flat total of all partial sums of a bucket, which may be overwritten. See :meth:`Transport.reduce`."""
 
 PIECE = 256 * 1024
 """Elements that are added at a time, so that what is done with them next still finds them in the cache."""
@@ -58,8 +62,6 @@ class Transport(ABC):
             buckets its ``bytes``, the ``seconds`` of every topology, and the ``fastest`` one.
         needs_core: whether reducing keeps a core busy. Else it is mostly waiting.
         tallies: whether reducing tells what was read of partial sums that are tallied.
-        traffic: counts what this worker sent to the others.
-        device: the device on which the tensors lie that travel.
 
     Raises:
         WorkerLost: from every verb, when another worker is gone.
@@ -76,7 +78,7 @@ class Transport(ABC):
         self.measured: list[dict[str, Any]] = []
         self.traffic = Traffic()
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """The number of workers."""
         return self.split.workers
@@ -96,8 +98,7 @@ class Transport(ABC):
     def go_direct(self, *, always: bool) -> None:  # noqa: B027 (likewise)
         """Have every worker finish a share of the sums, whatever way they would take; or let them take it again.
 
-        Args:
-            always: whether it stays so from now on. All workers say the same.
+        With ``always`` it stays so from now on. All workers say the same.
         """
 
     def measure_links(self) -> Links | None:
@@ -115,7 +116,7 @@ class Transport(ABC):
         return self.rank not in self.split.servers
 
     def resplit(self, split: Split) -> None:
-        """The same workers have other shards from now on, or some of them serve. Collective.
+        """Give the workers other shards from now on, or let some of them serve. Collective.
 
         Connections stay. What was planned for the shards before is let go of: buffers that were allocated, and totals.
 
@@ -130,15 +131,13 @@ class Transport(ABC):
     def allocate(self, buckets: Sequence[Bucket], rows: int) -> list[tuple[Tensor, ...]]:
         """Flat buffers for so many rows of partial sums, where this transport need not copy them. Collective.
 
-        Args:
-            buckets: the layout of a row, the same on every worker.
-            rows: the number of rows that this worker needs; others may need another number.
+        ``buckets`` are the layout of a row, the same on every worker; others may need another number of rows.
         """
         return [tuple(bucket.allocate() for bucket in buckets) for _ in range(rows)]
 
     @abstractmethod
     def reduce(
-        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally = UNTALLIED
     ) -> Tensor:
         """Finish the summation tree of one bucket.
 
@@ -168,6 +167,24 @@ class Transport(ABC):
         Nothing of it counts before. Only a step's sums need not be waited for: its control word comes behind them.
         """
 
+    def reduce_anyhow(
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally = UNTALLIED
+    ) -> Tensor:
+        """As :meth:`reduce`, by the backend's all-reduce: in its order of additions; nobody knows what it reads."""
+        total, *others = partials
+        if not self.computes:
+            total.zero_()
+        for other in others:
+            total.add_(other)
+        total = self.reduce_native(total)
+        total = total if divisor is None else total.div_(divisor)
+        tally.finished.look(total)
+        return total
+
+    def reduction(self, name: str) -> Reduction:
+        """Return the function that makes totals of partial sums, for the reduction ``exact`` or ``native``."""
+        return self.reduce if name == "exact" else self.reduce_anyhow
+
     @abstractmethod
     def reduce_native(self, total: Tensor) -> Tensor:
         """The backend's own all-reduce (sum) of one 1-D tensor, in any order of additions, in place."""
@@ -182,7 +199,7 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Wake whoever waits in a verb, here and on other workers: it raises ``WorkerLost``. From any thread.
+        """Wake all that wait in a verb, here and on other workers: they raise ``WorkerLost``. Any thread may call it.
 
         Afterwards there is nothing left to do but to close it.
         """
@@ -199,11 +216,11 @@ class Solo(Transport):
         super().__init__(0, Split.even(shards, 1))
 
     def reduce(
-        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally | None = None
+        self, bucket: Hashable, partials: Sequence[Tensor], divisor: float | None = None, tally: Tally = UNTALLIED
     ) -> Tensor:
         """The only partial sum is the root."""
         (total,) = partials
-        if tally is None:
+        if tally is UNTALLIED:  # torch divides all of it faster than piece by piece
             return total if divisor is None else total.div_(divisor)
         for start in range(0, total.numel(), PIECE):
             piece = total[start : start + PIECE]
@@ -223,10 +240,10 @@ class Solo(Transport):
         return row.unsqueeze(0)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no other worker."""
 
     def abort(self) -> None:
-        """Nobody waits."""
+        """Do nothing: nobody waits."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no other worker."""

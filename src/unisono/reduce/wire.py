@@ -1,4 +1,4 @@
-"""One connection between two workers, on which tensors travel both ways without anybody's waiting."""
+"""A connection between two workers, on which tensors travel both ways at the same time."""
 
 from __future__ import annotations
 
@@ -26,16 +26,11 @@ _LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Broken(RuntimeError):
-    """A connection to another worker is gone, or what comes over it makes no sense."""
+    """A connection to another worker is gone, or brings data that make no sense."""
 
 
 class Work:
-    """A tensor on its way.
-
-    Attributes:
-        is_done: whether it has left, or has arrived.
-        wire: the connection that it takes.
-    """
+    """A tensor on its way."""
 
     __slots__ = ("is_done", "wire")
 
@@ -67,12 +62,12 @@ class Wire:
         self._broken = ""
 
     def fileno(self) -> int:
-        """For whoever waits for several of them."""
+        """The descriptor, for a caller that waits for several connections."""
         return self._connection.fileno()
 
     @property
     def events(self) -> int:
-        """What this connection waits for."""
+        """The events for which this connection waits."""
         reads = bool(self._expected or self._work) and self._unexpected is None
         return (POLLIN if reads else 0) | (POLLOUT if self._leaving else 0)
 
@@ -119,7 +114,7 @@ class Wire:
             self._break(error)
 
     def pull(self) -> None:
-        """Receive what has come, as far as somebody expects it.
+        """Receive data that have come, as far as somebody expects them.
 
         Raises:
             Broken: the connection is gone, or something arrives that nobody expects.
@@ -147,7 +142,7 @@ class Wire:
             raise Broken(self._broken)
 
     def hang_up(self) -> None:
-        """Wake whoever waits, here and at the other end. From any thread."""
+        """Wake all that wait, here and at the other end. Any thread may call it."""
         with suppress(OSError):
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # TLS says nothing more, and needs no other end
 
@@ -162,7 +157,7 @@ class Wire:
             self._arrived(self._work)
 
     def _meet(self, tag: int, size: int) -> None:
-        """A head has come: what follows goes to who expects it."""
+        """Take a head: the data that follow go to the caller that expects them."""
         waiting = self._expected.get(tag)
         if not waiting:
             self._unexpected = tag, size
@@ -194,19 +189,14 @@ GATHERED = 2**32 - 1
 """The tag of a row of an all-gather."""
 
 SPREAD = 2**32 - 2
-"""The tag of what is broadcast."""
+"""The tag of broadcast messages."""
 
 ADDED = 2**32 - 3
 """The tag of a part that another worker adds to the others."""
 
 
 class SocketWork:
-    """Sends and receives under way.
-
-    Args:
-        group: the group that moves them on.
-        works: the sends and receives.
-    """
+    """Sends and receives under way."""
 
     __slots__ = ("_group", "_works")
 
@@ -227,10 +217,9 @@ class SocketWork:
 class SocketGroup:
     """The workers of a generation, each connected with each.
 
-    Nothing moves but while somebody waits: there is no thread. Whoever waits moves all, what leaves and what arrives.
+    Data move only while a caller waits: there is no thread. A caller that waits moves all that leaves and arrives.
 
     Args:
-        rank: this worker's rank.
         wires: the connections to all other workers, in the order of ranks.
         timeout_s: the longest time in which nothing moves, in seconds.
     """
@@ -291,7 +280,7 @@ class SocketGroup:
         return self._all([self.send([tensor], peer, SPREAD) for peer in reached])
 
     def abort(self) -> None:
-        """Hang up: whoever waits wakes, here and on other workers. From any thread."""
+        """Hang up: all that wait wake, here and on other workers. Any thread may call it."""
         self._is_over = True
         for wire in self._wires.values():
             wire.hang_up()
@@ -330,7 +319,7 @@ class SocketGroup:
             self._note(wire)
 
     def _note(self, wire: Wire) -> None:
-        """What a connection waits for may have changed."""
+        """Note that a connection may wait for other events."""
         descriptor, events = wire.fileno(), wire.events
         if events == self._polled[descriptor]:
             return
@@ -345,4 +334,4 @@ class SocketGroup:
             raise Broken("this worker hangs up")
 
     def _all(self, works: Sequence[SocketWork]) -> SocketWork:
-        return SocketWork(self, [one for work in works for one in work._works])
+        return SocketWork(self, [single for work in works for single in work._works])

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from unisono.received import LONGEST_S
-from unisono.settings.rows import Group, Row, group
+from unisono.settings.groups import Group, Row, group
 
 # Groups of options in the help of commands, besides those that it shows first.
 BITS = "What decides the bits"
@@ -18,7 +18,7 @@ SEVERAL_HOSTS = "Several hosts"
 
 MOST = 2**63 - 1
 SHORTEST_S = 1e-6
-"""Seconds that somebody may be given: a microsecond."""
+"""The shortest time that a setting may give, in seconds: a microsecond."""
 
 
 @group("")
@@ -53,8 +53,8 @@ class Arithmetic(Group):
     the bits still do not depend on the number of workers.
     """
     bucket_mb: Annotated[float | None, Row(least=1e-6, most=2**16)] = None
-    """The size of the buckets in which gradients are reduced, in MiB; the first has 1 at most. By default 4 on CPUs,
-    and 25 on accelerators.
+    """The size in MiB of a bucket, a buffer of several gradients that workers add up as one; the first has 1 at most.
+    By default 4 on CPUs, and 25 on accelerators.
     """
     deterministic: Annotated[bool, Row()] = True
     """Whether to refuse operations that have no deterministic version."""
@@ -86,11 +86,11 @@ class Faults(Group):
     """How workers find out what went wrong. They decide no bit."""
 
     timeout_s: Annotated[float, Row(least=SHORTEST_S, most=LONGEST_S)] = 300.0
-    """The seconds for which a worker may be silent, or come no further while others wait for it, before it is given up.
+    """The seconds for which a worker may be silent, or make no progress while others wait for it, until it is given up.
     """
     verify_every: Annotated[int, Row("UNISONO_VERIFY_EVERY", least=0)] = 100
     """The number of steps between comparisons of all workers' whole state, of which a copy is kept to go back to; in
-    every step they compare their weights and buffers. With 0 neither, and no state is kept.
+    every step they compare their weights and buffers. With 0 they compare nothing, and keep no state.
     """
     checks: Annotated[Literal["some", "all", "none"], Row("UNISONO_CHECKS")] = "some"
     """The part of the gradients' memory that is checked in each step, from where a gradient is taken to the update:
@@ -122,8 +122,8 @@ class Communication(Group):
     insecure_data: Annotated[
         bool, Row("UNISONO_INSECURE_DATA", "--insecure-data", SEVERAL_HOSTS, page="hosts.md#who-can-listen")
     ] = False
-    """Let workers of several hosts speak plain text with each other, in a network that only the job's hosts are in; by
-    default they speak TLS 1.3.
+    """Let workers of several hosts exchange data without encryption, in a network that only the job's hosts use; by
+    default they use TLS 1.3.
     """
     overlap: Annotated[bool | None, Row("UNISONO_OVERLAP")] = None
     """Whether to reduce while the backward pass is under way. By default where that saves time: not over shared memory
@@ -139,14 +139,14 @@ class Communication(Group):
 
 @group("records.")
 class Records(Group):
-    """What a run writes down. It decides no bit."""
+    """What a run records. It decides no bit."""
 
     loggers: Annotated[Any, Row("UNISONO_LOG_TO", "--log-to", metavar="NAME,…", plain=tuple, page="logging.md")] = ()
     """The loggers that get the figures of each step, besides ``metrics.jsonl``: ``tensorboard``, ``csv``, ``mlflow``,
-    ``wandb``, ``module:Class`` or a ``unisono.Logger``.
+    ``wandb`` or ``module:Class``; in a script also objects of ``unisono.Logger``.
     """
     timeline: Annotated[bool, Row("UNISONO_TIMELINE", "--timeline", RECORDS, page="timeline.md")] = False
-    """Write down what each worker does when, for ``unisono timeline``."""
+    """Record the activities of each worker over time, for ``unisono timeline``."""
     profile: Annotated[
         str | None, Row("UNISONO_PROFILE", "--profile", RECORDS, metavar="FIRST:LAST", page="timeline.md")
     ] = None
@@ -157,12 +157,12 @@ class Records(Group):
 
 @group("launch.")
 class Launch(Group):
-    """What command lines alone say: how workers are started. It decides no bit."""
+    """What only command lines set: how workers are started. It decides no bit."""
 
     grace_s: Annotated[float, Row("", "--grace-s", FAILURES, least=0, most=LONGEST_S)] = 30.0
     """The seconds that workers get to write a checkpoint and leave after the first Ctrl-C or SIGTERM."""
     notices: Annotated[Literal["aws", "gcp", "azure", "auto"] | None, Row("", "--notices", FAILURES)] = None
-    """Leave in time when the cloud says that it takes this machine away; ``auto`` finds out which cloud."""
+    """Leave in time when the cloud gives notice that it takes this machine away; ``auto`` finds out which cloud."""
     warm_start: Annotated[bool, Row("", "--warm-start/--no-warm-start", SPEED)] = True
     """Start faster: load torch once, and fork workers from that process (Linux)."""
     tuning: Annotated[bool, Row("UNISONO_TUNING", "--tuning/--no-tuning", SPEED)] = True
@@ -173,15 +173,14 @@ class Launch(Group):
 
 @group("special.")
 class Special(Group):
-    """What the environment alone says: for commands that start a script as it is, and for people now and then."""
+    """What only the environment sets: for commands that start an unchanged script, and for special cases."""
 
     batch_size: Annotated[int | None, Row("UNISONO_BATCH_SIZE", least=1)] = None
-    """The global batch, whatever the script says: unlike the others it goes before the argument, and ``journal.jsonl``
-    says so; ``unisono batch-size`` sets it.
+    """The global batch, instead of the script's: unlike the others it takes precedence over the argument, and
+    ``journal.jsonl`` records it; ``unisono batch-size`` sets it.
     """
     batch_scale: Annotated[int, Row("UNISONO_BATCH_SCALE", least=1)] = 1
-    """Whatever the script says: a number by which ``batch_size``, ``shards`` and the learning rate are multiplied;
-    ``unisono study`` sets it for weak scaling.
+    """The factor on ``batch_size``, ``shards`` and the learning rate; ``unisono study`` sets it for weak scaling.
     """
     batch_scale_warmup: Annotated[int, Row("UNISONO_BATCH_SCALE_WARMUP", least=1)] = 100
     """The number of steps, counted with the script's own batch size, during which the learning rate grows to its
@@ -190,18 +189,18 @@ class Special(Group):
     stop_after: Annotated[int | None, Row("UNISONO_STOP_AFTER", least=1)] = None
     """``run.steps`` yields no more steps once the job has so many; the script then goes on after its loop, and later
     loops have no steps. If the run writes checkpoints, the last one is of that moment, so that starting it again
-    without the variable ends in the bits of a run that nobody cut short.
+    without the variable ends in the bits of an uncut run.
     """
     stop_after_epochs: Annotated[int | None, Row("UNISONO_STOP_AFTER_EPOCHS", least=1)] = None
-    """The same once the job has used as many samples as so many passes over the loop's data set have; a later loop over
-    a larger data set goes on, and the rest of the one before is left out.
+    """``run.steps`` yields no more steps after so many passes over the loop's data set; a later loop over a larger data
+    set goes on, and the rest of the earlier one is left out.
     """
     stage_schedule: Annotated[str, Row("UNISONO_STAGE_SCHEDULE")] = ""
-    """The ``schedule`` of ``run.pipeline``, whatever the script says; it decides no bit. ``unisono study --stages``
-    sets it.
+    """The ``schedule`` of ``run.pipeline``, instead of the script's; it decides no bit. ``unisono study --stages`` sets
+    it.
     """
     log_every_s: Annotated[float, Row("UNISONO_LOG_EVERY_S", least=SHORTEST_S, most=LONGEST_S)] = 1.0
-    """The seconds after which loggers get what is new."""
+    """The seconds between two deliveries of new figures to loggers."""
     plugins: Annotated[Sequence[str], Row("UNISONO_PLUGINS", plain=tuple)] = ()
     """``module:function``, several with commas: each is called with the run before the script gets it."""
     data_keys: Annotated[str | None, Row("UNISONO_DATA_KEYS")] = None
@@ -209,13 +208,13 @@ class Special(Group):
     share no files.
     """
     samples: Annotated[bool, Row("UNISONO_SAMPLES")] = False
-    """Each worker writes down which samples it used, in ``samples/`` of the run folder; ``unisono chaos`` sets it."""
+    """Each worker records which samples it used, in ``samples/`` of the run folder; ``unisono chaos`` sets it."""
     study: Annotated[bool, Row("UNISONO_STUDY")] = False
     """``metrics.jsonl`` has each worker's times in every step, ``result.json`` how fast gradients are added up, and the
-    launcher's run folder goes before the script's; ``unisono study`` sets it.
+    launcher's run folder takes precedence over the script's; ``unisono study`` sets it.
     """
     curvature: Annotated[str | None, Row("UNISONO_CURVATURE")] = None
-    """A folder in which ``unisono curvature`` says what to measure; it sets it."""
+    """A folder with a file that says what to measure; ``unisono curvature`` sets it."""
     trace: Annotated[str | None, Row("UNISONO_TRACE")] = None
     """A folder in which every rank writes digests as it trains; ``unisono verify`` sets it."""
 
@@ -234,8 +233,8 @@ class Settings(BatchSettings):
         Any, Row("UNISONO_STRATEGY", "--strategy", plain=str, page="strategies.md#synchronisation-strategies")
     ] = None
     """The strategy by which workers synchronise: ``all-reduce``, ``parameter-server``, ``model-averaging``,
-    ``pair-averaging``, ``local-sgd`` or ``diloco``, settings after a colon: ``local-sgd:every=16``. Only all-reduce and
-    the synchronous parameter server are exact.
+    ``pair-averaging``, ``local-sgd`` or ``diloco``, settings after a colon: ``local-sgd:every=16``. Only with
+    all-reduce and the synchronous parameter server are the weights the same bits on any number of workers.
     """
     policies: Annotated[
         Any, Row("UNISONO_POLICIES", "--policy", metavar="NAME,…", plain=tuple, page="adapting.md#adapting")
@@ -268,10 +267,10 @@ OF_LAUNCHERS = {
     "UNISONO_LAUNCHER_PID": "the launcher's process",
     "UNISONO_AGENT_PID": "of elastic jobs: the agent's process",
     "UNISONO_CORES": "the number of cores that pinned workers share",
-    "UNISONO_TERM": "the term in which the launcher holds the run folder",
+    "UNISONO_TERM": "the number of this start of the job among all starts in the run folder",
     "UNISONO_TERMINAL": "the launcher's output is a terminal, which can show a progress bar",
     "UNISONO_FAILURE_TIMEOUT_S": "of elastic jobs: the seconds of silence after which a worker counts as lost",
     "UNISONO_FAULTS": "with `--faults`: the fault plan",
     "UNISONO_CHAOS": "set by `unisono chaos`: a mark by which it finds all processes of a job again",
 }
-"""The variables that launchers and commands set for workers, and no setting is behind."""
+"""The variables that launchers and commands set for workers, and that belong to no setting."""

@@ -1,4 +1,4 @@
-"""All that a run consists of, made in an order in which nothing needs what comes later."""
+"""All objects that a run consists of, made in an order in which none needs a later one."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.host.again import again
+from unisono.host.process import again
 from unisono.job import Job
-from unisono.membership.environment import device_name
 from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.evaluation import Evaluator
+from unisono.train.loop.loop_data import LoopDataSets
 from unisono.train.policy_runner import PolicyRunner
-from unisono.train.record.callbacks import Callbacks
 from unisono.train.record.log_follower import LogFollower
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import LoneUpdates, Notices
-from unisono.train.record.results import ResultWriter
-from unisono.train.record.sample_log import SampleLog
+from unisono.train.record.plugins import Callbacks
+from unisono.train.record.result_file import ResultWriter, worker_name
 from unisono.train.record.step_timeline import StepTimeline, TorchProfile
-from unisono.train.record.trace import Trace
+from unisono.train.record.trace import SampleLog, Trace
+from unisono.train.recovery.audits import JudgedAudits
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.known_states import StateCopies
+from unisono.train.recovery.known_states import KnownStates, StateCopies
 from unisono.train.recovery.recovery import Recovery, Snapshots
-from unisono.train.recovery.verification import AuditJudge, Verification
-from unisono.train.state.checkpoints import RunCheckpoints
+from unisono.train.recovery.verification import Verification
+from unisono.train.state.checkpoints import FirstWeights, RunCheckpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
-from unisono.train.state.first_weights import FirstWeights
 from unisono.train.state.policy_state import PolicyState
+from unisono.train.state.registry import UPDATE, Attribute
 from unisono.train.state.trained import Trained
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.synchronisation import Synchronisation, Timer, WorkerReport
+from unisono.train.step.synchronisation import RequestFields, Synchronisation, TimeFields, Timer
+from unisono.train.step_body import StepBody
 from unisono.train.step_loop import StepLoop
 from unisono.train.strategies.exact_steps import ExactSteps
 from unisono.train.strategies.local_rounds import begin_local_rounds
@@ -51,15 +52,7 @@ from unisono.train.strategies.local_training import LocalTraining
 
 @dataclass(frozen=True, eq=False)
 class RunListeners:
-    """The listeners of a run that others have to do with.
-
-    Attributes:
-        metrics: the writer of ``metrics.jsonl``.
-        timer: the timer of this worker's steps.
-        callbacks: the callbacks of the script and of plugins.
-        results: the writer of ``result.json``.
-        log_follower: the thread of the loggers.
-    """
+    """The listeners of a run that other objects use."""
 
     metrics: MetricsLine
     timer: Timer
@@ -70,18 +63,7 @@ class RunListeners:
 
 @dataclass(frozen=True, eq=False)
 class Computing:
-    """The parts of a run that compute steps, and keep their state right.
-
-    Attributes:
-        integrity: the record of verified states.
-        exact: the step computer after whose steps all workers have the same weights.
-        steps: the present step computer.
-        snapshots: the writer of checkpoints.
-        recovery: the recovery when workers come and go.
-        collectives: the collective calls.
-        synchronisation: the synchronisation of workers that have weights of their own.
-        verification: the comparison of the state between steps.
-    """
+    """The objects of a run that compute steps, and keep their state right."""
 
     integrity: Integrity
     exact: ExactSteps
@@ -95,16 +77,7 @@ class Computing:
 
 @dataclass(frozen=True, eq=False)
 class Inside(Computing, RunListeners, RunBase):
-    """All parts of a run, for the run itself and for fault injection; scripts leave them alone.
-
-    Attributes:
-        job: the job to train.
-        device: the device on which this worker computes.
-        policy_runner: the runner of policies.
-        loop: the loops over data sets.
-        first_weights: the weights with which the training begins.
-        evaluator: the evaluation between steps.
-    """
+    """All objects of a run, for the run itself and for fault injection; scripts leave them alone."""
 
     job: Job
     device: torch.device
@@ -116,19 +89,7 @@ class Inside(Computing, RunListeners, RunBase):
 
 @dataclass(frozen=True)
 class Opened:
-    """The objects that were opened for a run, and are closed with it.
-
-    Attributes:
-        membership: the members of the job.
-        folder: the run folder.
-        checkpoints: the checkpoints of the run.
-        collectives: the collective calls so far.
-        leave: the request to this worker to leave, once there is one.
-        fingerprint: the fingerprint of job and machine.
-        policy_state: the policies, and what they have changed.
-        closing: the stack that closes all of it.
-        spans: this worker's spans; None if they are not kept.
-    """
+    """The objects that were opened for a run, and are closed with it. ``spans`` is None if they are not kept."""
 
     membership: Membership
     folder: RunFolder
@@ -142,84 +103,83 @@ class Opened:
 
 
 def assemble(config: RunConfig, opened: Opened) -> Inside:
-    """Make everything, each with all that it needs.
-
-    Args:
-        config: the configuration of the run.
-        opened: what was opened for it.
-    """
+    """Make all objects of a run, each with what it needs."""
     membership, checkpoints = opened.membership, opened.checkpoints
     if not membership.joins and membership.workers.rank == 0:
         checkpoints.begin_writing()
     run, listening = _base(config, opened)
-    made = _computing(run, listening, opened.collectives)
-    policy_runner = PolicyRunner(run, listening.metrics, made.collectives)
-    loop = _loop(run, listening, made, policy_runner)
+    computing = _computing(run, listening, opened.collectives)
+    policy_runner = PolicyRunner(run, listening.metrics, computing.collectives)
+    loop = _loop(run, listening, computing, policy_runner)
     run.ending.also(loop.leave)
     first_weights = FirstWeights(run.trained, checkpoints, opened.folder, opened.fingerprint, config)
-    about = {"job": config.job, "device": config.device, "evaluator": Evaluator(run, made.collectives)}
-    parts: dict[str, Any] = {**vars(run), **vars(listening), **vars(made), **about}
+    rest = {"job": config.job, "device": config.device, "evaluator": Evaluator(run, computing.collectives)}
+    parts: dict[str, Any] = {**vars(run), **vars(listening), **vars(computing), **rest}
     return Inside(**parts, policy_runner=policy_runner, loop=loop, first_weights=first_weights)
 
 
 def _base(config: RunConfig, opened: Opened) -> tuple[RunBase, RunListeners]:
     folder, membership, ending = opened.folder, opened.membership, Ending(opened.closing, opened.leave)
-    about = {"job": asdict(config.job), "fingerprint": opened.fingerprint}
-    trained = Trained(about, opened.policy_state)
+    description = {"job": asdict(config.job), "fingerprint": opened.fingerprint}
+    trained = Trained(description, opened.policy_state)
     look_s = config.settings.special.log_every_s
-    follower = LogFollower(folder, membership, about["job"], config.recording.loggers, look_s)
+    follower = LogFollower(folder, membership, description["job"], config.recording.loggers, look_s)
     results = ResultWriter(folder, trained, membership, config)
     listening = RunListeners(MetricsLine(folder, trained, membership), Timer(), Callbacks(), results, follower)
-    before, lone = [*_watching(config, opened), Notices(folder, membership)], LoneUpdates(membership)
-    listeners = Listeners([listening.metrics, *before, results, listening.callbacks, listening.timer, lone, follower])
-    ending.also(lambda: listeners.tell(lambda one: one.close()))
+    watching, lone_updates = [*_watching(config, opened), Notices(folder, membership)], LoneUpdates(membership)
+    listeners = Listeners(
+        [listening.metrics, *watching, results, listening.callbacks, listening.timer, lone_updates, follower]
+    )
+    ending.also(listeners.close)
+    requests = Requests(trained.registry)
     checkpoints, leave, spans = opened.checkpoints, opened.leave, opened.spans
-    run = RunBase(config, membership, folder, checkpoints, leave, spans, trained, ending, Requests(), listeners)
+    run = RunBase(config, membership, folder, checkpoints, leave, spans, trained, ending, requests, listeners)
     return run, listening
 
 
 def _watching(config: RunConfig, opened: Opened) -> list[Listener]:
-    """Those who write down what somebody is going to check."""
-    recording, coordinator, found = config.recording, config.connection.coordinator, list[Listener]()
+    """The listeners that write down what can be checked or looked at later."""
+    recording, listeners = config.recording, list[Listener]()
     rank = -1 if opened.membership.joins else opened.membership.workers.process
-    device = opened.membership.workers.devices.rank
-    worker = f"rank-{rank}" if coordinator is None else device_name(coordinator.worker, device)
+    worker = worker_name(config, opened.membership)
     if config.settings.special.samples:
-        found.append(SampleLog(opened.folder.path, worker))
+        listeners.append(SampleLog(opened.folder.path, worker))
     if opened.spans is not None:
         host = config.connection.environment.host
-        found.append(StepTimeline(opened.folder.path, worker, host, opened.spans, opened.membership))
+        listeners.append(StepTimeline(opened.folder.path, worker, host, opened.spans, opened.membership))
     if recording.profile is not None:
-        found.append(TorchProfile(opened.folder.path, worker, recording.profile))
+        listeners.append(TorchProfile(opened.folder.path, worker, recording.profile))
     if recording.trace is not None:
-        found.append(Trace.open(recording.trace, rank))
-    return found
+        listeners.append(Trace.open(recording.trace, rank))
+    return listeners
 
 
 def _computing(run: RunBase, listening: RunListeners, calls: CollectiveCalls) -> Computing:
     config, trained = run.config, run.trained
-    report, copies = WorkerReport(run, listening.timer), StateCopies(trained)
+    requests, times, copies = RequestFields(run), TimeFields(run, listening.timer), StateCopies(trained)
     integrity = Integrity(trained, copies, config.verify_every, audits=config.execution.audit > 0)
-    judge = AuditJudge(run, integrity)
-    exact = ExactSteps(run, integrity, judge, report, newest_loss=lambda: listening.metrics.newest_loss)
+    known_states = Attribute(integrity, "known", KnownStates)
+    trained.registry.add("known", known_states, within=(), when=UPDATE, checkpoint=False)
+    audits = JudgedAudits(run, integrity)
+    exact = ExactSteps(run, integrity, audits, requests, times, newest_loss=lambda: listening.metrics.newest_loss)
     begin = partial(begin_local_rounds, spans=run.spans)
     steps = CurrentSteps(run, exact, LocalTraining(config, trained, run.membership, run.listeners, begin))
     run.ending.also(steps.drop)
     snapshots = Snapshots(run, steps)
     recovery = Recovery(run, steps, integrity, snapshots, _again(config.connection.launcher, run.folder.path))
     collectives = calls.changing(recovery)
-    synchronisation = Synchronisation(run, collectives, steps, report)
-    verification = Verification(run, collectives, steps, integrity, copies, judge, snapshots)
+    synchronisation = Synchronisation(run, collectives, steps, requests, times)
+    verification = Verification(run, collectives, steps, integrity, copies, audits, snapshots)
     return Computing(integrity, exact, steps, snapshots, recovery, collectives, synchronisation, verification)
 
 
 def _again(launcher: str, run_dir: Path) -> str:
-    """How people go on with a job that has left."""
-    if launcher == "unisono":  # which says it itself, since it knows what was typed
+    """The advice on how to go on with a job that has left."""
+    if launcher == "unisono":  # the launcher says the rest, since it knows its command line
         return "start the job again to go on"
     if launcher != "single":
         return f"start the job again with UNISONO_RUN_DIR={run_dir} in its environment to go on"
-    if not hasattr(sys.modules["__main__"], "__file__"):  # a notebook's kernel
+    if not hasattr(sys.modules["__main__"], "__file__"):  # in a notebook's kernel
         return f"unisono.init(run_dir={str(run_dir)!r}) goes on"
     return f"to go on: {again(run_dir)}"
 
@@ -227,6 +187,15 @@ def _again(launcher: str, run_dir: Path) -> str:
 def _loop(run: RunBase, listening: RunListeners, made: Computing, policy_runner: PolicyRunner) -> StepLoop:
     collectives, steps = made.collectives, made.steps
     between = Boundary(run, collectives, steps, made.integrity, made.verification, made.recovery, made.snapshots)
-    return StepLoop(
-        run, collectives, steps, made.synchronisation, between, policy_runner, listening.metrics, listening.timer
+    body = StepBody(
+        run,
+        collectives,
+        steps,
+        made.synchronisation,
+        made.snapshots,
+        policy_runner,
+        listening.metrics,
+        listening.timer,
     )
+    data_sets = LoopDataSets(run.config, run.trained.policy_state, collectives)
+    return StepLoop(body, between, data_sets)

@@ -1,30 +1,31 @@
-"""The run: what a training script holds in its hand."""
+"""The run: the object with which a script trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from torch import nn
 
-from unisono.adapt.curvature import Curvature
 from unisono.arguments import require_kinds
-from unisono.data.feed import Asked, Shuffle
+from unisono.data.feed import Options, Shuffle
+from unisono.data.generators import generators_kept
 from unisono.data.shards import Collate
-from unisono.data.streams import generators_kept
 from unisono.errors import JobError, ModelError
 from unisono.received import short
 from unisono.train.group.workers import Operation, Workers
 from unisono.train.loop.evaluation import Metrics, Predict
-from unisono.train.loop.loop import LoopPlace
-from unisono.train.model.prepared import Prepared
+from unisono.train.model.prepared import Prepared, require_modules
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.preparation import prepare
-from unisono.train.record.callbacks import Callback, Event
 from unisono.train.record.metrics_line import metric
+from unisono.train.record.plugins import Callback, Event
 from unisono.train.run_on_devices import RunOnDevices
+from unisono.train.script_part import checked
+from unisono.train.step.part import Part
 from unisono.train.step.step import LossFunction, Step
+from unisono.train.step_loop import LoopPlace
 
 M = TypeVar("M")
 O = TypeVar("O")  # noqa: E741
@@ -35,25 +36,25 @@ class Run(RunOnDevices):
     """One training run, as one of its workers sees it. Made by :func:`unisono.init`."""
 
     def on(self, event: Event, callback: Callback) -> None:
-        """Have ``callback(run, step)`` called on this worker whenever something happens in its loops.
+        """Call ``callback(run, step)`` on this worker whenever an event happens in its loops.
 
         Args:
-            event: ``step_begins``: the step's samples are loaded, nothing of it is computed. ``step_computed``: this
-                worker has computed its shards (in ``step.computed_s`` seconds) and has yet to add the others'; once
-                per call of ``step.run``, again if that is repeated after a loss. ``step_ends``: it is committed, and
-                the loop's body is done.
+            event: ``step_begins``: the step's samples are loaded, and nothing of it is computed. ``step_computed``:
+                this worker has computed its shards (in ``step.computed_s`` seconds) and has yet to add those of the
+                others; once per call of ``step.run``, and again if the call is repeated after a loss. ``step_ends``:
+                the step is committed, and the loop's body is done.
             callback: a function that is called on the main thread, in the order of the calls of ``on``. It must leave
                 the weights alone and draw no random numbers, or the bits of the result change. What it raises is raised
                 in the loop.
 
         Raises:
-            JobError: there is no such event; lists those that there are.
+            JobError: there is no such event; lists those that exist.
         """
         self.inside.callbacks.add(event, callback, self)
 
     # -- what is trained -------------------------------------------------------------------------------------
 
-    def prepare(self, model: M, optimizer: O, *, state: Mapping[str, Any] | None = None) -> tuple[M, O]:
+    def prepare(self, model: M, optimizer: O, *_more: Never, state: Mapping[str, Any] | None = None) -> tuple[M, O]:
         """Give every worker the same weights, and get ready to train them.
 
         Args:
@@ -70,26 +71,25 @@ class Run(RunOnDevices):
             JobMismatch: the workers hold different models; names the first difference.
             CheckpointError: the run folder's checkpoint holds another model.
         """
-        prepare(self.inside, model, optimizer, state)
+        prepare(self.inside, model, optimizer, state, _more)
         return model, optimizer
 
     def register(self, name: str, thing: Any) -> Any:
-        """Make an object part of every checkpoint: a scheduler, a counter, an average of the weights.
+        """Make an object part of every checkpoint, and return it: a scheduler, a counter, an average of the weights.
 
         Args:
             name: the name under which checkpoints keep the object's state.
             thing: an object with ``state_dict()`` and ``load_state_dict(state)``.
 
-        Returns:
-            the object.
-
         Raises:
             JobError: the name is taken, or the object lacks one of the two methods.
         """
-        self.inside.trained.registered.add(name, thing)
+        self.inside.trained.registry.add(name, thing)
         return thing
 
-    # -- training --------------------------------------------------------------------------------------------
+    def add_part(self, part: Part) -> None:
+        """Add a :class:`unisono.Part` of your own to each step, on all workers. Call it before ``run.prepare``."""
+        self.inside.exact.add(checked(part))
 
     def steps(
         self,
@@ -104,60 +104,64 @@ class Run(RunOnDevices):
         batch_size: int | None = None,
         begin: int = 0,
     ) -> Generator[Step, None, None]:
-        """The steps of a training loop, one per global batch.
+        """Yield the steps of a training loop, one per global batch.
 
-        A run that resumes yields only what is left. Samples are distributed among workers by index, before they
-        are loaded. After a fault of the memory that cannot be healed, steps come again: from the newest state on that
-        is known to be right.
+        A run that resumes yields only the steps that are left. Samples are distributed among workers by index, before
+        they are loaded. After a fault of memory that cannot be healed, the run goes back to the newest state that is
+        known to be right, and the steps after it come again.
 
         Args:
-            dataset: map-style, with a length; or a ``DataLoader``, which decides all but the number of epochs.
+            dataset: a map-style data set with a length, or a ``DataLoader``, which decides all but the number of
+                epochs.
             epochs: passes over it.
             shuffle: whether to shuffle each epoch, in an order that follows from seed and epoch; by default it does.
                 With a :class:`BlockShuffle`, or ``"blocks"`` for a data set that has a ``block_size``, by blocks.
             drop_last: whether to leave out a last, smaller batch instead of weighting it by its size (the default).
             loader_workers: the number of this worker's processes that load ahead, over all epochs; 0 (the default)
-                loads in this process, while no step is computed. Decides no bit.
+                loads in this process, while no step is computed. It decides no bit.
             collate_fn: a function that makes a batch of a list of samples; torch's ``default_collate`` by default.
-            max_steps: the number of steps of the whole job with which the loop is over, if its epochs are not before.
+            max_steps: the number of steps of the whole job with which the loop is over, unless its epochs end before.
             batch_size: the number of samples in this loop's global batches; by default the job's.
-            begin: the number of this loop's first steps that are over, by a checkpoint of a framework's own which the
-                script has loaded. They count as steps of the job. A run that resumes by itself knows where it stands.
+            begin: the number of this loop's first steps that are done already, by a framework's own checkpoint that the
+                script has loaded. They count as steps of the job. A run that resumes by itself knows its place.
 
         Raises:
             DataError: the data set or the loader cannot be read by index, a batch cannot be collated, or a loader
                 process failed, died or gave nothing for as long as ``faults.timeout_s``.
-            JobError: ``loader_workers`` is no number of processes, or a loader's ``batch_size`` is not the loop's; or
-                ``batch_size`` cannot be had together with policies.
+            JobError: ``loader_workers`` is no number of processes, a loader's ``batch_size`` is not the loop's, or
+                ``batch_size`` is not the job's although policies are based on that.
             JobMismatch: the data set differs between workers, or from the one that a checkpoint was reading.
             SystemExit: with code 75, after a checkpoint, when a worker was asked to leave.
         """
-        said = locals()
+        arguments = locals()
         self._prepared()
-        require_kinds(Run.steps, said)
-        asked = Asked(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
-        return self.inside.loop.over(dataset, epochs, asked, max_steps, batch_size, begin)
+        require_kinds(Run.steps, arguments)
+        options = Options(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
+        return self.inside.loop.over(dataset, epochs, options, max_steps, batch_size, begin)
 
-    def curvature(self, loss_fn: LossFunction, **question: Any) -> Curvature:
-        """Measure the curvature of the mean loss over the present step's batch, in a loop's body. Changes nothing.
+    def curvature(self, loss_fn: LossFunction, **question: Any) -> Any:
+        """Measure the curvature of the mean loss over the present step's batch, in a loop's body. It changes nothing.
 
         Args:
             loss_fn: the loss function, as for ``step.run``.
-            question: what to measure, see :class:`~unisono.adapt.curvature_question.CurvatureQuestion`.
+            question: what to measure, see :class:`~unisono.adapt.norms.CurvatureQuestion`.
+
+        Returns:
+            the figures, a :class:`~unisono_lab.second_order.curvature_probe.Curvature`.
 
         Raises:
             JobError: no step is under way, a setting is wrong, or workers have no whole weights.
             LossError: the loss is not finite, or the loss function goes backward by itself.
             ModelError: an operation of the model has no second derivative.
         """
-        return self.inside.loop.measure(loss_fn, question)
+        return self.inside.loop.body.curvature.measure(loss_fn, question, self.inside.loop.body.source)
 
     def enter(self) -> LoopPlace:
-        """Enter the loop that :meth:`steps` has made, before its first step: for a loop that somebody else controls.
+        """Enter the loop that :meth:`steps` has made, before its first step: for a loop that a framework controls.
 
-        A run that resumes has then restored all that it kept, registered objects and optimizers included. A worker that
-        joins waits here until the others take it in, and then has their state. Make and register everything before, and
-        make no collective call between this and the first step.
+        A run that resumes has then restored everything that it kept, also registered objects and optimizers. A worker
+        that joins waits here until the others take it in, and then has their state. Make and register everything
+        before this call, and make no collective call between it and the first step.
 
         Returns:
             the place from which the loop goes on: step, epoch, batch of the epoch, and whether nothing is left.
@@ -171,21 +175,19 @@ class Run(RunOnDevices):
     def log(self, name: str, value: Any) -> None:
         """Log a metric.
 
-        Inside of a loss function: the mean over the shard's samples; what is written is the mean over the global
-        batch, weighted like the loss. While the run evaluates or predicts: nothing, since metrics do that there.
-        Elsewhere: a number of the run as a whole.
+        Inside of a loss function, the value is the mean over the shard's samples, and the mean over the global batch is
+        written, weighted like the loss. While the run evaluates or predicts, nothing is written: use metrics there.
+        Elsewhere, the value is a number of the run as a whole.
 
         Args:
-            name: any that ``metrics.jsonl`` does not use for itself.
+            name: any name that ``metrics.jsonl`` does not use for itself.
             value: a number, or a tensor with one element.
 
         Raises:
             JobError: the name is taken, or the value is no number.
         """
         number = metric(name, value)
-        if self.inside.evaluator.is_under_way:
-            return
-        if not self.inside.steps.computer.log(name, number):
+        if not (self.inside.evaluator.is_under_way or self.inside.steps.computer.log(name, number)):
             self.inside.metrics.write(name, float(number))
 
     # -- beside training -------------------------------------------------------------------------------------
@@ -193,15 +195,16 @@ class Run(RunOnDevices):
     def evaluate(
         self, dataset: Any, metrics: Metrics, *, batch_size: int | None = None, collate_fn: Collate | None = None
     ) -> dict[str, float]:
-        """Means over a whole data set, distributed among the workers: the same bits on any number of them.
+        """Return means over a whole data set, distributed among the workers: the same bits on any number of them.
 
-        The model is in evaluation mode meanwhile, and no gradients are computed.
+        Meanwhile the model is in evaluation mode, and no gradients are computed.
 
         Args:
-            dataset: map-style, with a length; a stream; or a ``DataLoader``, which decides the two last arguments.
+            dataset: a map-style data set with a length, a stream, or a ``DataLoader``, which decides the last two
+                arguments.
             metrics: ``metrics(model, batch) -> {name: mean}``, or a dict of functions that each return a mean; a
                 mean that is not over samples is returned as ``unisono.Weighted(mean, weight)``.
-            batch_size: samples per call; by default as many as a training shard has.
+            batch_size: the samples per call; by default as many as a training shard has.
             collate_fn: a function that makes a batch of a list of samples, as in :meth:`steps`.
 
         Returns:
@@ -209,7 +212,9 @@ class Run(RunOnDevices):
         """
         self._prepared()
         self.inside.synchronisation.before_call()
-        return self.inside.evaluator.carry_out(lambda one: one.means(metrics), dataset, batch_size, collate_fn)
+        return self.inside.evaluator.carry_out(
+            lambda evaluation: evaluation.means(metrics), dataset, batch_size, collate_fn
+        )
 
     def predict(
         self,
@@ -219,14 +224,13 @@ class Run(RunOnDevices):
         batch_size: int | None = None,
         collate_fn: Collate | None = None,
     ) -> Any:
-        """The model's outputs for a whole data set, in its order (or the loader's), on every worker.
+        """Return the model's outputs for a whole data set, in its order (or the loader's), on every worker.
 
         Args:
-            dataset: map-style, with a length; a stream, whose readers' samples come in turn; or a ``DataLoader``, which
-                decides the two last arguments.
+            dataset: the data set, as for :meth:`evaluate`; the samples of a stream's readers come in turn.
             predict_fn: ``predict_fn(model, batch)`` returns a tensor, or lists or dicts of tensors, with one row per
                 sample; by default the model is called with the batch, or with its first part if it has several.
-            batch_size: samples per call.
+            batch_size: the samples per call; by default as many as a training shard has.
             collate_fn: a function that makes a batch of a list of samples, as in :meth:`steps`.
 
         Returns:
@@ -234,7 +238,9 @@ class Run(RunOnDevices):
         """
         self._prepared()
         self.inside.synchronisation.before_call()
-        return self.inside.evaluator.carry_out(lambda one: one.outputs(predict_fn), dataset, batch_size, collate_fn)
+        return self.inside.evaluator.carry_out(
+            lambda evaluation: evaluation.outputs(predict_fn), dataset, batch_size, collate_fn
+        )
 
     def all_reduce(self, value: Any, operation: Operation = "mean") -> Any:
         """Combine one number or tensor per worker: ``mean``, ``sum``, ``max`` or ``min``."""
@@ -242,19 +248,20 @@ class Run(RunOnDevices):
         return self.inside.collectives.together(lambda workers: workers.all_reduce(value, operation))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value that the worker ``source`` has: a tensor, a number, text, or lists and dicts of them."""
+        """Return the value of the worker ``source``: a tensor, a number, text, or lists and dicts of them."""
         self.inside.synchronisation.before_call()
         return self.inside.collectives.together(lambda workers: workers.broadcast(value, source))
 
     def together(self, function: Callable[[Workers], T]) -> T:
-        """Carry out what all workers do together, such as an evaluation of which each does a part.
+        """Carry out a function that all workers call together, such as an evaluation of which each does a part.
 
         Args:
             function: a function of the workers: their ``rank``, ``world_size``, ``all_reduce``, ``broadcast`` and
                 ``gather_json``. It changes no weights, and returns the same on every worker: numbers, text, tensors,
-                and lists and dicts of them. Called again if a worker is lost in it; draws of the global random
-                generators are taken back.
+                and lists and dicts of them. It is called again if a worker is lost during it; then draws of the global
+                random generators are taken back.
         """
+        require_kinds(Run.together, {"function": function})
         self.inside.synchronisation.before_call()
         return self.inside.collectives.together(generators_kept()(function))
 
@@ -268,7 +275,7 @@ class Run(RunOnDevices):
     def checkpoint(self) -> None:
         """Write a checkpoint: at the end of the loop's body if a step is under way, else now.
 
-        Every worker calls it: it is written when all hold the same state.
+        Every worker calls it. The checkpoint is written when all of them hold the same state.
         """
         self.inside.checkpoints.requested = True
         if self.inside.steps.under_way is None:
@@ -276,10 +283,9 @@ class Run(RunOnDevices):
             self.inside.snapshots.save_if_due(self.inside.verification.require_right())
 
     def resize(self, workers: int) -> None:
-        """Ask for another number of workers, from one of the next steps on.
+        """Ask for another number of workers, from one of the next steps on; no more than there is room for.
 
-        Every worker calls it, as it comes by. The job goes on meanwhile; more workers than there is room for, or than
-        the job allows, are not given.
+        Every worker calls it when it reaches the call. The job goes on meanwhile.
 
         Args:
             workers: the number of workers, at least 1.
@@ -290,15 +296,15 @@ class Run(RunOnDevices):
         self.inside.ending.require_open()
         if not isinstance(workers, int) or workers < 1:  # type: ignore[redundant-expr]  # scripts may be unchecked
             raise JobError(f"run.resize({short(workers)}): needs a whole number of workers, at least 1")
-        if not self.inside.membership.joins:  # the others have asked already
+        if not self.inside.membership.joins:  # the others have asked before
             self.inside.membership.resize(workers)
 
     def finish(self, model: nn.Module | Sequence[nn.Module] | None = None) -> str:
-        """End the run: write ``result.json``, print the weights' digest on the main worker.
+        """End the run: write ``result.json``, and print the weights' digest on the main worker.
 
         Args:
-            model: the module, or list of them, whose digest is meant; by default everything that was prepared. What
-                optimizers hold and no module does is part of it, unless the model is none of those that were prepared.
+            model: the module, or a list of them, to digest; by default everything that was prepared. Parameters that
+                only optimizers hold are included, unless nothing of the given modules was prepared.
 
         Returns:
             the sha256 of the weights, in hex.
@@ -307,7 +313,8 @@ class Run(RunOnDevices):
             JobMismatch: the workers' weights differ, which must not happen.
         """
         prepared, inside = self._prepared(), self.inside
-        inside.loop.leave()
+        require_modules(model)
+        inside.loop.finish()
         if inside.membership.joins:
             inside.collectives.await_end()
         inside.synchronisation.before_call()
@@ -317,16 +324,16 @@ class Run(RunOnDevices):
         verified = inside.verification.require_right()
         weights = digest_tensors(prepared.tensors(model))
         inside.collectives.agree("set of weights", {"sha256": weights})
-        # What follows on any worker may read what the main worker wrote: if that one is lost in it, the next one does.
+        # Any worker may read this afterwards. If the main worker is lost while it writes, the next one writes it.
         save = partial(inside.snapshots.save_last, verified)
         inside.collectives.together(partial(inside.results.conclude, weights, save))
         inside.membership.finished(weights)
         self.print(f"weights sha256 {weights}")
-        self.close()
+        inside.ending.finish()
         return weights
 
     def close(self) -> None:
-        """Let go of connections, files and torch's switches. ``finish`` does it; not collective."""
+        """Close connections and files, and restore torch's settings. ``finish`` calls it. Not collective."""
         self.inside.ending.close()
 
     def __enter__(self) -> Run:

@@ -1,4 +1,4 @@
-"""How a run spreads a model over the devices of a worker."""
+"""The part of a run that tells of itself, and spreads a model over the devices of a worker."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from unisono.train.step.step import Step
 
 
 class RunView:
-    """What a run tells of itself, as one of its workers sees it.
+    """A run as one of its workers sees it.
 
     Attributes:
         job: the job to train.
         device: the device on which this worker computes.
-        inside: the parts of the run; scripts leave it alone.
+        inside: the objects of the run; scripts leave them alone.
     """
 
     def __init__(self, inside: Inside) -> None:
@@ -32,12 +32,12 @@ class RunView:
 
     @property
     def rank(self) -> int:
-        """This worker's place in the roster, 0 … world_size-1; -1 as long as it has yet to join the others."""
+        """This worker's number among the workers, 0 … world_size-1; -1 until it has joined the others."""
         return -1 if self.inside.membership.joins else self.inside.membership.workers.rank
 
     @property
     def world_size(self) -> int:
-        """The number of workers; 0 as long as this one has yet to join them."""
+        """The number of workers; 0 until this one has joined them."""
         return 0 if self.inside.membership.joins else self.inside.membership.workers.world_size
 
     @property
@@ -47,7 +47,7 @@ class RunView:
 
     @property
     def generation(self) -> int:
-        """The number of the roster's generation, from 1; 0 as long as this worker has yet to join."""
+        """The number of the generation, from 1; 0 until this worker has joined."""
         return self.inside.membership.workers.generation.number
 
     @property
@@ -62,7 +62,7 @@ class RunView:
 
     @property
     def strategy(self) -> str:
-        """By which the workers synchronise now, as its text."""
+        """The strategy with which the workers synchronise now, as text."""
         return str(self.inside.steps.strategy)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -71,7 +71,7 @@ class RunView:
             print(*values, **{"flush": True, **options})  # noqa: T201  this is the verb for it
 
     def progress(self, steps: Iterable[Step]) -> Generator[Step, None, None]:
-        """The same steps, with a bar on the main worker: ``for step in run.progress(run.steps(dataset, epochs=5))``.
+        """Yield the steps, with a bar on the main worker: ``for step in run.progress(run.steps(dataset, epochs=5))``.
 
         It shows epoch, step, loss, samples per second, workers and the time left, in a terminal, a notebook, or the
         terminal of ``unisono run``; nothing is written to logs.

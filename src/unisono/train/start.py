@@ -1,4 +1,4 @@
-"""Starting a run: from arguments and environment to workers that stand ready."""
+"""The start of a run: from arguments and environment to connected workers."""
 
 from __future__ import annotations
 
@@ -16,39 +16,36 @@ from urllib.parse import urlsplit
 import torch
 
 from unisono.adapt.view import Policy
+from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.checkpoint.folder import RunFolder
-from unisono.checkpoint.store import CheckpointStore
-from unisono.data.streams import seed_generators
+from unisono.data.generators import seed_generators
 from unisono.device import go_on_without_others
-from unisono.host.script_end import OF_THIS_PROCESS as END_OF_SCRIPT
-from unisono.host.script_end import ScriptEnd
-from unisono.host.signals import NOTICES
+from unisono.host.process import NOTICES, ScriptEnd
+from unisono.host.process import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.job import Job
 from unisono.membership.environment import OF_THIS_PROCESS, Environment
 from unisono.membership.rendezvous import Generation, TorchRendezvousStore
 from unisono.membership.token import is_loopback
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.split import Split
-from unisono.settings.names import unknown_variables
-from unisono.settings.reading import with_groups
+from unisono.settings.reading import unknown_variables, with_groups
 from unisono.settings.table import Arithmetic, Checkpoints, Communication, Faults, Records
 from unisono.spans import Spans
-from unisono.sync.strategy import Strategy
+from unisono.sync import Strategy
 from unisono.telemetry import configure as configure_spans
 from unisono.telemetry import flush as flush_spans
 from unisono.train.assembly import Opened, assemble
 from unisono.train.config.bits import bits_of
-from unisono.train.config.configure import configure
 from unisono.train.config.numerics import apply_numerics, fingerprint, script_digest
-from unisono.train.config.run_config import Connection, CoordinatorAccess, RunConfig
+from unisono.train.config.run_config import Connection, CoordinatorAccess, RunConfig, configure
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import connect, connect_devices, mesh_of
 from unisono.train.group.elastic import DeviceGroup, elastic
 from unisono.train.group.membership import Fixed, Membership
 from unisono.train.group.rendezvous import RUNS, FixedRendezvous, Rendezvous
 from unisono.train.group.workers import SAME, Devices, Workers
-from unisono.train.record.callbacks import load_plugins
-from unisono.train.record.results import FailureNote
+from unisono.train.record.plugins import load_plugins
+from unisono.train.record.result_file import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import RunCheckpoints, agreed_folder
 from unisono.train.state.ending import LeaveRequest
@@ -56,12 +53,12 @@ from unisono.train.state.policy_state import PolicyState
 
 
 class HostProcess:
-    """What runs take from the process that they start in.
+    """The objects of a process that the runs in it use.
 
-    Workers may also be threads of one process: each then says in ``HOST_PROCESS`` what it takes instead.
+    If workers are threads of one process, each sets its own in ``HOST_PROCESS``.
 
     Attributes:
-        jobs: the jobs of the runs so far. What is refused is no run.
+        jobs: the jobs of the runs so far. A run whose settings are refused does not count.
         variables: the environment's variables, from which a run hides those of the launcher.
         script_end: the end of the script.
         newest: the newest run; None before the first one.
@@ -74,7 +71,7 @@ class HostProcess:
         self.newest: Run | None = None
 
     def apply_numerics(self, job: Job, device: torch.device) -> Callable[[], None]:
-        """Set torch up for a job; returns what sets it back."""
+        """Set up torch for a job. Returns a function that undoes it."""
         return apply_numerics(job, device).apply
 
     def membership(self, config: RunConfig) -> Membership:
@@ -84,22 +81,24 @@ class HostProcess:
         return _membership(config)
 
     def leave_request(self, connection: Connection) -> LeaveRequest:
-        """What notes that this worker is asked to leave. Slurm lets people choose the signal by which it does.
+        """Return the object that notes when this worker is asked to leave.
+
+        In Slurm jobs people choose the signal that asks.
 
         Args:
             connection: the place of this worker among the others, which knows the launcher.
         """
-        says = connection.launcher != "unisono" and connection.environment.rank == 0
-        return LeaveRequest(NOTICES if "SLURM_JOB_ID" in os.environ else (), says=says)
+        prints = connection.launcher != "unisono" and connection.environment.rank == 0
+        return LeaveRequest(NOTICES if "SLURM_JOB_ID" in os.environ else (), prints=prints)
 
     def note_run(self, run: Run) -> None:
-        """A run has started; it is closed at the end of the process, if not before."""
+        """Note that a run has started, and close it at the end of the process, if it is still open."""
         self.newest = run
         atexit.register(run.inside.ending.close)
 
 
 HOST_PROCESS: ContextVar[HostProcess] = ContextVar("HOST_PROCESS", default=HostProcess())  # noqa: B039
-"""The one of this thread."""
+"""The host process, as this thread sees it."""
 
 
 @with_groups
@@ -118,18 +117,18 @@ def init(
     communication: Communication | Mapping[str, Any] | None = None,
     records: Records | Mapping[str, Any] | None = None,
 ) -> Run:
-    """Start a run, on however many workers the launcher started.
+    """Start a run, on as many workers as the launcher has started.
 
     Call it first: it seeds the random generators, so that a model built after it has the same weights on every
     worker and in every run. The script runs unchanged as ``python train.py``, under ``unisono run``, torchrun and
-    srun. An argument goes before the environment, the environment before the default.
+    srun. Arguments take precedence over the environment, and the environment over defaults.
 
     A group of settings is a value of its class, or a dict: ``checkpoints=unisono.Checkpoints(every=100)``,
     ``checkpoints={"every": 100}``.
 
     Args:
-        batch_size: the number of samples in one global batch, shared by all workers; by default each loop's own, which
-            its ``DataLoader`` has or ``run.steps`` says.
+        batch_size: the number of samples in one global batch, shared by all workers; by default each loop has its own,
+            from its ``DataLoader`` or from ``run.steps``.
         seed: the seed of every random stream.
         shards: the number of slices of the global batch, and the most workers the job can use; by default the largest
             power of two up to 8 that leaves 16 samples per shard, and 8 without ``batch_size``. The bits of the weights
@@ -146,8 +145,8 @@ def init(
         checkpoints: the moments at which checkpoints are written, and which stay (:class:`~unisono.Checkpoints`).
         faults: the ways to find out what went wrong (:class:`~unisono.Faults`): time limits, comparisons, checks of
             memory, audits.
-        communication: the ways of gradients between workers (:class:`~unisono.Communication`): transport, topology,
-            encryption, overlap, devices of each worker, balance.
+        communication: the ways in which gradients travel between workers (:class:`~unisono.Communication`): transport,
+            topology, encryption, overlap, devices of each worker, balance.
         records: the things that the run writes down (:class:`~unisono.Records`): loggers, timeline, profile, the
             gradients' noise.
 
@@ -159,25 +158,29 @@ def init(
     arguments, process = locals(), HOST_PROCESS.get()
     config = configure(arguments, process.variables.all(), len(process.jobs) + 1)
     process.jobs.append(config.job)
-    job, device, about = config.job, config.device, config.adaptation
-    with ExitStack() as opened:  # whatever fails in here, all that was opened before it is closed again
+    job, device, adaptation = config.job, config.device, config.adaptation
+    with ExitStack() as stack:  # if anything fails in here, what is open is closed
         configure_spans(process.variables.all())
-        opened.callback(flush_spans)
+        stack.callback(flush_spans)
         policy_state = PolicyState.of(config)
-        opened.callback(process.apply_numerics(job, device))
-        membership = opened.enter_context(closing(process.membership(config)))
-        about.constraints.require(about.strategy, None if membership.is_elastic else membership.workers.world_size)
+        stack.callback(process.apply_numerics(job, device))
+        membership = stack.enter_context(closing(process.membership(config)))
+        adaptation.constraints.require(
+            adaptation.strategy, None if membership.is_elastic else membership.workers.world_size
+        )
         spans = Spans() if config.recording.timeline else None
         calls = CollectiveCalls(membership, spans=spans)
-        calls.agree("job or machine", (marks := fingerprint(job, device)) | _besides(config), _same(job))
+        calls.agree("job or machine", (own_fingerprint := fingerprint(job, device)) | _besides(config), _same(job))
         if bits := _bits(config):
             calls.agree("way to compute", bits, SAME_MACHINES + _or_portable(job))
-        folder = opened.enter_context(closing(agreed_folder(calls, membership, config)))
-        written = opened.enter_context(closing(_checkpoints(folder, config)))
-        leave = opened.enter_context(closing(process.leave_request(config.connection)))
-        opened.callback(process.variables.hide())
-        what = Opened(membership, folder, written, calls, leave, marks, policy_state, opened.pop_all(), spans)
-    run = Run(assemble(config, what))
+        folder = stack.enter_context(closing(agreed_folder(calls, membership, config)))
+        run_checkpoints = stack.enter_context(closing(_checkpoints(folder, config)))
+        leave = stack.enter_context(closing(process.leave_request(config.connection)))
+        stack.callback(process.variables.hide())
+        parts = Opened(
+            membership, folder, run_checkpoints, calls, leave, own_fingerprint, policy_state, stack.pop_all(), spans
+        )
+    run = Run(assemble(config, parts))
     process.note_run(run)
     return _begun(run, config, process.variables.all())
 
@@ -188,34 +191,34 @@ def _membership(config: RunConfig) -> Membership:
     count, timeout_s = connection.devices, connection.timeout_s
     if connection.coordinator is not None:
         return _elastic(config, connection.coordinator)
-    place, here = environment.worker(count), environment.device(count)
-    job.require_workers(place.world_size)
+    worker, device = environment.worker(count), environment.device(count)
+    job.require_workers(worker.world_size)
     devices, mesh = Devices(), None
     if count > 1:
-        meeting = FixedRendezvous(here, timeout_s, environment, f"/worker-{place.rank}")
-        mesh = mesh_of(config, meeting)
-        devices = connect_devices(config, meeting, mesh)
-    across = FixedRendezvous(
-        place,
+        rendezvous = FixedRendezvous(device, timeout_s, environment, f"/worker-{worker.rank}")
+        mesh = mesh_of(config, rendezvous)
+        devices = connect_devices(config, rendezvous, mesh)
+    across_workers = FixedRendezvous(
+        worker,
         timeout_s,
         environment,
         f"/device-{devices.rank}",
         keys=connection.data_keys,
         folder=RUNS if config.recording.folder is None else config.recording.folder.parent,
     )
-    generation = Generation(1, place.rank, Split.even(job.shards, place.world_size))
-    return Fixed(connect(config, generation, across, devices), mesh)
+    generation = Generation(1, worker.rank, Split.even(job.shards, worker.world_size))
+    return Fixed(connect(config, generation, across_workers, devices), mesh)
 
 
 def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
-    how, count = config.connection, config.connection.devices
-    here, timeout_s = how.environment, how.timeout_s
-    meet = partial(FixedRendezvous, here.device(count), timeout_s, here)
+    connection, count = config.connection, config.connection.devices
+    environment, timeout_s = connection.environment, connection.timeout_s
+    meet = partial(FixedRendezvous, environment.device(count), timeout_s, environment)
     group: DeviceGroup | None = None
     if count > 1:
-        beginning = meet("/devices", 0)
-        board = TorchRendezvousStore(beginning.store(), timeout_s)
-        group = DeviceGroup(Devices(here.rank, count, mesh := mesh_of(config, beginning)), mesh, board)
+        first_rendezvous = meet("/devices", 0)
+        board = TorchRendezvousStore(first_rendezvous.store(), timeout_s)
+        group = DeviceGroup(Devices(environment.rank, count, mesh := mesh_of(config, first_rendezvous)), mesh, board)
 
     def form(generation: Generation, rendezvous: Rendezvous) -> Workers:
         if group is None:
@@ -227,16 +230,16 @@ def _elastic(config: RunConfig, coordinator: CoordinatorAccess) -> Membership:
             devices.close()
             raise
 
-    return elastic(coordinator, config.job.shards, how, form, group)
+    return elastic(coordinator, config.job.shards, connection, form, group)
 
 
 def _besides(config: RunConfig) -> dict[str, Any]:
-    """What else workers must have in common: what decides on their bits, and on the collectives that they call."""
-    about, execution = config.adaptation, config.execution
+    """Return further settings that all workers need alike: they decide bits, or which collective calls workers make."""
+    adaptation, execution = config.adaptation, config.execution
     return {
         "script": script_digest(),
-        "policies": [policy.name for policy in about.policies],
-        "strategy": str(about.strategy),
+        "policies": [policy.name for policy in adaptation.policies],
+        "strategy": str(adaptation.strategy),
         "checked bytes": execution.checked_bytes,
         "audit": execution.audit,
         "monitor": asdict(execution.monitoring),
@@ -249,11 +252,11 @@ SAME_MACHINES = (
     "Processors of different kinds compute other bits, and so do GPUs, drivers and libraries: start workers on hosts "
     "of one kind. unisono doctor shows on each host what it computes"
 )
-"""What to do about workers that compute other bits."""
+"""Advice for workers that compute other bits."""
 
 
 def _same(job: Job) -> str:
-    """What to do about workers whose jobs or machines differ."""
+    """The advice for workers whose jobs or machines differ."""
     return f"{SAME}. Of processors of several kinds{portable}" if (portable := _or_portable(job)) else SAME
 
 
@@ -263,9 +266,9 @@ def _or_portable(job: Job) -> str:
 
 
 def _bits(config: RunConfig) -> dict[str, str]:
-    """What this worker computes, where others may be on another host: on one, all compute alike."""
-    here, coordinator = config.connection.environment, config.connection.coordinator
-    is_alone = here.world_size == here.local_world_size
+    """Digests of what this worker computes, if others may be on another host: on one host all compute the same."""
+    environment, coordinator = config.connection.environment, config.connection.coordinator
+    is_alone = environment.world_size == environment.local_world_size
     if coordinator is not None:
         is_alone = is_loopback(urlsplit(coordinator.url).hostname or "")
     return {} if is_alone else {f"bits of {name}": digest for name, digest in bits_of(config.device).items()}
@@ -282,9 +285,10 @@ def _checkpoints(folder: RunFolder, config: RunConfig) -> RunCheckpoints:
 def _begun(run: Run, config: RunConfig, variables: Mapping[str, str]) -> Run:
     inside = run.inside
     if config.batch_set_by is not None and run.is_main:
-        about = {"script": config.asked_batch_size, "batch_size": run.job.batch_size}
-        inside.folder.journal("batch size set from outside", variable=config.batch_set_by, **about)
+        sizes = {"script": config.script_batch_size, "batch_size": run.job.batch_size}
+        inside.folder.journal("batch size set from outside", variable=config.batch_set_by, **sizes)
     inside.ending.also(FailureNote(inside.results).close)
+    run.inside.ending.also(HOST_PROCESS.get().script_end.then(partial(_miss_finish, run)))
     _announce(run, config)
     for words in unknown_variables(variables) if run.is_main else ():
         print(f"unisono: {words}", file=sys.stderr, flush=True)  # noqa: T201  a setting that has no effect
@@ -296,6 +300,21 @@ def _begun(run: Run, config: RunConfig, variables: Mapping[str, str]) -> Run:
         run.close()
         raise
     return run
+
+
+def _miss_finish(run: Run) -> None:
+    """Say that a script has ended without run.finish, unless it has not trained, or was cut short from outside."""
+    special = run.inside.config.settings.special
+    is_asked_for = (
+        special.study or special.curvature or special.trace or special.stop_after or special.stop_after_epochs
+    )
+    if run.inside.loop.body.has_trained and run.is_main and not (is_asked_for or run.inside.ending.is_closed):
+        print(  # noqa: T201
+            "unisono: the script ended without run.finish(model): the workers' weights were not compared, and no "
+            "digest was printed",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _announce(run: Run, config: RunConfig) -> None:
@@ -326,6 +345,5 @@ def _open_to_others(run: Run) -> str:
 
 def _launched(run: Run, environment: Environment) -> str:
     if not run.inside.membership.is_elastic:
-        count = run.inside.membership.workers.devices.count
-        return environment.describe() + (f", {count} devices per worker" if count > 1 else "")
+        return environment.describe() + run.inside.membership.workers.devices.words
     return f"unisono: {run.world_size} workers to begin with, elastic"

@@ -1,160 +1,240 @@
-"""The training loops of a run: what happens before, in and after each step."""
+"""The training loops of a run: what happens before, during and after each step."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from torch.optim import Optimizer
-
-from unisono.adapt.curvature import Curvature
-from unisono.adapt.curvature_question import question_of
 from unisono.adapt.view import BatchShape
-from unisono.checkpoint.folder import ASKED, FOUND
-from unisono.data.content import CONTENT, Contents, Glance
-from unisono.data.feed import Asked, Feed
-from unisono.data.loop_feeds import LoopFeeds
-from unisono.data.shards import Source
-from unisono.data.stream_feed import StreamFeed
-from unisono.data.streams import seed_generators
-from unisono.errors import JobError, ModelError
-from unisono.jsonl import to_json
-from unisono.plan.batches import Batches
-from unisono.plan.links import Links
-from unisono.plan.order import Stream, stream_seed
-from unisono.received import read_object
-from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.workers import Workers
+from unisono.data.feed import Options
+from unisono.errors import JobError, JobMismatch
+from unisono.host.tracebacks import warn
+from unisono.job import differences
+from unisono.plan.batches import Position
 from unisono.train.loop.boundary import Boundary
-from unisono.train.loop.course import Course, CutCourse
-from unisono.train.loop.feed_checks import (
-    require_batches,
-    require_counts,
-    require_shape,
-    require_steps,
-    require_strategy,
+from unisono.train.loop.course import Course, NextStep
+from unisono.train.loop.loop_data import LoopData, LoopDataSets, require_counts, require_strategy
+from unisono.train.state.trained import Reading, RunProgress
+from unisono.train.step.current import StepComputer
+from unisono.train.step.step import Step
+from unisono.train.step_body import StepBody
+
+OTHER_SAMPLES = (
+    "Samples hold something else: data that are split, shuffled or made with random numbers need a seed, or are drawn "
+    "after unisono.init. To go on with other data all the same: --allow-job-change"
 )
-from unisono.train.loop.loop import Loop, LoopPlace
-from unisono.train.loop.prefetch import prefetch
-from unisono.train.loop.stream_course import StreamCourse
-from unisono.train.model.own_update import OwnUpdate
-from unisono.train.model.prepared import Prepared
-from unisono.train.model.shared_work import sharing_in
-from unisono.train.policy_runner import PolicyRunner
-from unisono.train.record.metrics_line import MetricsLine
-from unisono.train.state.state import Reading, RunProgress
-from unisono.train.step.current import CurrentSteps, StepCall
-from unisono.train.step.run_base import RunBase
-from unisono.train.step.step import Clip, LossFunction, Step
-from unisono.train.step.synchronisation import Synchronisation, Timer
+"""Advice for data that differ in nothing but the samples themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlace:
+    """The place that a run has reached in a loop, before its first step there.
+
+    Attributes:
+        step: the number of steps in the whole job so far, which is the number of the next one.
+        samples: the number of samples consumed in the whole job so far.
+        epoch: the number of the epoch that the next step is in.
+        batch: the number of batches of that epoch that are over, all of the present size.
+        is_over: whether nothing is left of the loop.
+    """
+
+    step: int
+    samples: int
+    epoch: int = 0
+    batch: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop over a data set.
+
+    Attributes:
+        number: the number of the loop in the script, from 0.
+        stop_after: the number of steps of the whole job after which the loop is cut short; None to go on to its end.
+        stop_after_epochs: the number of passes over this data set after whose samples, counted over the whole job, the
+            loop is cut short; None to go on to its end.
+        max_steps: the number of steps of the whole job with which the loop is over; None to go on to its end.
+        begin: the number of its first steps that a checkpoint of a framework's own has behind it.
+    """
+
+    number: int
+    reading: Reading
+    course: Course
+    epochs: int
+    stop_after: int | None
+    stop_after_epochs: int | None = None
+    max_steps: int | None = None
+    begin: int = 0
+
+    def steps(self, progress: RunProgress, run: StepLoop) -> Generator[Step, None, None]:
+        """Yield the steps that are left, each with its samples.
+
+        Raises:
+            JobMismatch: the run stands in the middle of a loop over other data.
+        """
+        if self.is_behind(progress):
+            return
+        progress = self.entered(progress)
+        run.move(progress)
+        run.enter()
+        with closing(self.course.loader(lambda: (run.shards(), run.shape()), self.epochs, self.ends_at)) as loader:
+            while True:
+                next_step = self._ahead(progress, run)
+                if next_step is None:
+                    at_end, progress = progress, run.boundary(is_end=True)
+                    if progress == at_end:
+                        break
+                    loader.close()  # the run has gone back: steps come again
+                    continue
+                position, after = next_step.position, next_step.after
+                is_last = next_step.is_last or self.ends_at(after.position)
+                step = Step(position, next_step.batch, partial(loader.at, position), run.compute, is_last=is_last)
+                run.begin(step)
+                try:
+                    yield step
+                except GeneratorExit:
+                    self._left(step, progress, after, run)
+                    raise
+                run.end(after)
+                progress = run.boundary(is_end=False)
+                if progress != after:  # the run has gone back
+                    loader.close()
+        if self.is_cut(progress.position):
+            run.cut_short()
+        else:
+            run.move(self.left(progress))
+
+    def is_behind(self, progress: RunProgress) -> bool:
+        """Whether the run has finished this loop, or was cut short in an earlier one."""
+        return self.number < progress.loop or (self.number > progress.loop and self.is_cut(progress.position))
+
+    def is_under_way(self, progress: RunProgress) -> bool:
+        """Whether the run stands in the middle of this loop."""
+        return self.number == progress.loop and progress.reading is not None
+
+    def place(self, progress: RunProgress, run: StepLoop) -> LoopPlace:
+        """Return the place that the run has reached in this loop, which it has entered."""
+        position, shape = progress.position, run.shape()
+        batch = self.course.batches_over(progress, shape)
+        is_over = run.is_stopped() or self.ends_at(position) or self.course.is_over(position, self.epochs, shape)
+        return LoopPlace(position.step, position.samples, position.epoch, batch, is_over=is_over)
+
+    def entered(self, progress: RunProgress) -> RunProgress:
+        """Return the run's progress when the loop begins: where a checkpoint left it in this loop, or at its start.
+
+        Raises:
+            JobMismatch: the checkpoint was reading other data; lists the differences.
+        """
+        position = progress.position
+        if self.number > progress.loop:  # the loop before was given up
+            progress = RunProgress(Position(step=position.step, samples=position.samples), self.number)
+        elif progress.reading is not None and not self.reading.can_continue(progress.reading):
+            unequal = "; ".join(differences(asdict(self.reading), asdict(progress.reading)))
+            raise JobMismatch(
+                f"the loop that resumes in epoch {position.epoch} reads other data than when its checkpoint was "
+                f"written (here: this script, there: the checkpoint): {unequal}"
+                + ("" if self.reading.content in ("", progress.reading.content) else f". {OTHER_SAMPLES}")
+            )
+        if progress.reading is None:
+            start = self.course.behind(progress.position, self.begin, self.epochs)
+            progress = replace(progress, position=start)
+        return replace(progress, reading=self.reading)
+
+    def left(self, progress: RunProgress) -> RunProgress:
+        """Return the run's progress once the loop is over, before the next one."""
+        position = progress.position
+        return RunProgress(Position(step=position.step, samples=position.samples), self.number + 1)
+
+    def passed_by(self, progress: RunProgress) -> RunProgress:
+        """Return the run's progress when the loop is left before any of its steps was asked for."""
+        is_shut = self.is_behind(progress) or self.is_cut(progress.position)
+        return progress if is_shut else self.left(progress)
+
+    def ends_at(self, position: Position) -> bool:
+        """Whether the loop ends at a position."""
+        return self.is_cut(position) or (self.max_steps is not None and position.step >= self.max_steps)
+
+    def _ahead(self, progress: RunProgress, run: StepLoop) -> NextStep | None:
+        if run.is_stopped() or self.ends_at(progress.position):
+            return None
+        return self.course.ahead(progress, self.epochs, run.shape())
+
+    def is_cut(self, position: Position) -> bool:
+        """Whether the loop is cut short at a position."""
+        passes = self.stop_after_epochs
+        has_passes = passes is not None and self.course.has_passed(position, passes)
+        return has_passes or (self.stop_after is not None and position.step >= self.stop_after)
+
+    def _left(self, step: Step, progress: RunProgress, after: RunProgress, run: StepLoop) -> None:
+        """Leave the loop in its body, after a break or an error: only committed steps count."""
+        is_whole = run.is_whole()
+        counts = is_whole and step.calls > 0
+        run.end(after if counts else None)
+        if is_whole:  # after a step that failed, the loop stays where it was
+            run.move(self.left(after if counts else progress))
 
 
 @dataclass(eq=False)
 class StepLoop:
-    """Carries the loops of a run out, one at a time.
+    """Carries out the loops of a run, one at a time."""
 
-    Attributes:
-        run: the base of the run.
-        collectives: the collective calls.
-        steps: the present step computer.
-        synchronisation: the means by which workers get the same weights again.
-        between: what happens between two steps.
-        policy_runner: the policies at work.
-        metrics: the writer of each step's line.
-        timer: the timer of this worker's steps.
-    """
-
-    run: RunBase
-    collectives: CollectiveCalls
-    steps: CurrentSteps
-    synchronisation: Synchronisation
+    body: StepBody
     between: Boundary
-    policy_runner: PolicyRunner
-    metrics: MetricsLine
-    timer: Timer
+    data_sets: LoopDataSets
     _live: weakref.ref[Generator[Step, None, None]] | None = field(default=None, init=False)
-    _feed: Feed | StreamFeed | None = field(default=None, init=False)
-    source: Source | None = field(default=None, init=False)
-    _batches: Batches | None = field(default=None, init=False)
-    _coming: _Coming | None = field(default=None, init=False)  # as long as none of its steps was asked for
-    _has_sizes: bool = field(default=False, init=False)  # loops of the script have batch sizes of their own
+    _data: LoopData | None = field(default=None, init=False)
+    _required: tuple[BatchShape, StepComputer] | None = field(default=None, init=False)  # accepted by the data
+    _coming: _Coming | None = field(default=None, init=False)  # until the first of its steps is asked for
+    _has_sizes: bool = field(default=False, init=False)  # whether loops of the script have batch sizes of their own
     _number: int = field(default=-1, init=False)
-    _epochs: int = field(default=0, init=False)
-    _joined: bool = field(default=False, init=False)  # in the middle of the loop that is under way
+    _joined: bool = field(default=False, init=False)  # whether this worker joins in the middle of the present loop
 
     def __post_init__(self) -> None:
+        self.run, self.steps, self.collectives = self.body.run, self.body.steps, self.body.collectives
         self.config, self.membership, self.trained = self.run.config, self.run.membership, self.run.trained
-        self.listeners, self.ending, self.leave_request = self.run.listeners, self.run.ending, self.run.leave
         self.shards, self.cut_short, self.boundary = self.steps.shards, self.between.cut_short, self.between.reached
-        self._contents = Contents()
-        self._feeds = LoopFeeds(self.config.job.seed, self.config.settings.faults.timeout_s)
+        self.begin, self.compute, self.end = self.body.begin, self.body.compute, self.body.end
 
     def over(
-        self, dataset: Any, epochs: int, asked: Asked, max_steps: int | None, batch_size: int | None, begin: int
+        self, dataset: Any, epochs: int, options: Options, max_steps: int | None, batch_size: int | None, begin: int
     ) -> Generator[Step, None, None]:
-        """The steps of a loop over a data set; see :meth:`Run.steps`."""
-        require_counts(epochs, max_steps)
+        """Make the steps of a loop over a data set; see :meth:`Run.steps`."""
+        require_counts(epochs, max_steps, begin)
         self._forgo()
-        if begin < 0:
-            raise JobError(f"run.steps(begin={begin}): needs a number of steps, from 0 on")
         if self.steps.under_way is not None:
             raise JobError("run.steps inside of another run.steps: one loop at a time; end the first one before")
-        feed = self._feeds.of(dataset, asked, self.trained.loops, epochs)
-        samples, shards = self._batch_of(feed, batch_size), self.config.job.shards
+        feed = self.data_sets.feed(dataset, options, self.trained.loops, epochs)
         require_strategy(feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)
-        content = self._contents.of(dataset, feed, Glance(shards, samples))
-        self.synchronisation.before_call()
-        same = {**feed.same(), "batch size": samples, "begin": begin, CONTENT: content}
-        self.collectives.agree("data set", same, feed.cure)
-        batches = Batches(feed.order.cut, samples, shards)
-        first = batches.of(0)
-        require_steps(feed, first, samples)
-        noted = "" if self.config.settings.checkpoints.allow_job_change else content
-        reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest, noted)
-        coming = self._coming = _Coming(partial(self._enter, batches, reading, feed, epochs, max_steps, begin))
-        live = self._loop(coming)
-        self._live = weakref.ref(live)  # a break lets go of the last one that holds it, and so ends the loop
-        return live
-
-    def _batch_of(self, feed: Feed | StreamFeed, batch_size: int | None) -> int:
-        """The samples in a loop's global batches: its own number holds, unless another one is set from outside.
-
-        Raises:
-            JobError: nobody says it, it is below 1, the loader has another one, or policies go by that of the job.
-        """
-        config, by_script = self.config, self.config.asked_batch_size
-        if batch_size is not None and batch_size < 1:
-            raise JobError(f"run.steps(batch_size={batch_size}): needs a number of samples from 1 on")
-        said = batch_size or (feed.batch_size if feed.is_batched else None) or by_script or feed.batch_size
-        if said is None:
-            raise JobError(
-                "run.steps: nobody says how many samples a global batch has. Give it a DataLoader that does, "
-                "run.steps(…, batch_size=…), or unisono.init(batch_size=…)"
-            )
-        self._has_sizes |= said != by_script
-        found = said if config.batch_set_by is None else config.job.require_batch_size(config.batch_set_by)
-        require_batches(feed, found, said)
-        if said != by_script and not self.trained.policy_state.is_empty:
-            raise JobError(
-                f"run.steps(batch_size={batch_size}): policies go by the batch of the job, which has "
-                f"{config.job.batch_size}. Say it in unisono.init, or leave the policies out"
-            )
-        return found
+        self.body.synchronisation.before_call()
+        data = self.data_sets.agreed(dataset, feed, epochs, batch_size, begin)
+        self._has_sizes |= data.own_size
+        coming = self._coming = _Coming(partial(self._enter, data, max_steps, begin))
+        steps = self._loop(coming)
+        self._live = weakref.ref(steps)  # weak: a break lets go of the only reference, and so ends the loop
+        return steps
 
     def leave(self) -> None:
-        """End a loop that was left, and whose steps somebody still holds. It may have loader processes."""
+        """End a loop that was left while somebody still holds its steps: it may have loader processes."""
         self._forgo()
-        live = None if self._live is None else self._live()
-        if live is not None and getgeneratorstate(live) != GEN_RUNNING:
-            live.close()
+        steps = None if self._live is None else self._live()
+        if steps is not None and getgeneratorstate(steps) != GEN_RUNNING:
+            steps.close()
+
+    def finish(self) -> None:
+        """End the loop, since the script finishes the run; warn if there were steps, and none updated anything."""
+        self.leave()
+        is_idle = self.body.has_begun and not (self.body.has_trained or self.body.steps.is_computing)
+        if is_idle and self.membership.is_main:
+            warn("nothing was trained: step.run(loss_fn) was called in no step of this run. Call it in the loop's body")
 
     def enter_next(self) -> LoopPlace:
-        """Enter the loop that was made last, before its steps are asked for; see :meth:`Run.enter`."""
+        """Enter the newest loop before its steps are asked for; see :meth:`Run.enter`."""
         if self._coming is None:
             raise JobError(
                 "run.enter: there is no loop to enter. Call it between steps = run.steps(…) and its first step"
@@ -167,173 +247,77 @@ class StepLoop:
         return loop.place(self.trained.progress, self)
 
     def shape(self) -> BatchShape:
-        """Of the next global batch.
+        """Return the shape of the next global batch.
 
         Raises:
-            PolicyError: a policy wants one that the data cannot have.
-            JobError: the steps of a stream are no longer made together.
+            PolicyError: a policy wants a batch that the data cannot have.
+            JobError: the workers no longer make the steps of a stream together.
         """
         shape = self.trained.policy_state.shape
-        if self._feed is not None and self._batches is not None:
-            require_shape(self._feed, shape, BatchShape(self._batches.batch_size, self._batches.shards))
-            require_strategy(self._feed, str(self.steps.strategy), has_own_weights=self.steps.computer.has_own_weights)
+        if self._data is not None and (shape, self.steps.computer) != self._required:
+            has_own_weights = self.steps.computer.has_own_weights
+            self._data.require(shape, str(self.steps.strategy), has_own_weights=has_own_weights)
+            self._required = shape, self.steps.computer
         return shape
 
     def steps_in(self, epoch: int) -> int:
-        """The number of steps in an epoch of the loop that is under way, with the present batch size."""
-        assert self._batches is not None, "a loop is under way"
-        return replace(self._batches, batch_size=self.shape().samples).of(epoch).steps
+        """Return the number of steps in an epoch of the present loop, with the present batch size."""
+        assert self._data is not None, "a loop is under way"
+        return self._data.steps_in(epoch, self.shape().samples)
 
     def place_of(self, step: Step) -> tuple[int, int, int]:
-        """How many epochs the loop has, how many steps the one of a step, and how many of these come before it."""
+        """Return how many epochs the loop has, how many steps that of ``step`` has, and how many of these are over."""
         steps = self.steps_in(step.epoch)
-        return self._epochs, steps, min(-(-step.batch.start // max(1, self.shape().samples)), max(0, steps - 1))
+        assert self._data is not None, "a loop is under way"
+        return self._data.epochs, steps, min(-(-step.batch.start // max(1, self.shape().samples)), max(0, steps - 1))
 
     def is_stopped(self) -> bool:
         """Whether a policy or a guest has stopped the loop."""
         return self.trained.policy_state.stopped == self._number
 
     def end_here(self) -> None:
-        """The step under way is the loop's last one, and compared as such: a fault sets the run back, and this, too."""
+        """End the loop with the present step.
+
+        It is compared as a loop's last step is. If a fault sets the run back, this is taken back, too.
+        """
         self.trained.policy_state.stopped = self._number
 
     def compare_next(self) -> None:
-        """Have the state compared at the next boundary: all workers may leave the loop behind it."""
+        """Have the state compared at the next boundary, since all workers may leave the loop there."""
         self.between.requests.compare = True
 
     def is_whole(self) -> bool:
-        """Whether what the step computed counts."""
-        return not (self.steps.is_computing or self.ending.is_closed or self.trained.is_doubted)
+        """Whether the results of the present step count."""
+        return not (self.steps.is_computing or self.run.ending.is_closed or self.trained.is_doubted)
 
     def move(self, progress: RunProgress) -> None:
-        """The run stands here now."""
+        """Set the run's progress."""
         self.trained.progress = progress
 
     def enter(self) -> None:
-        """A loop begins. Whoever joins in the middle of it finds it compared."""
+        """Begin a loop. A joiner in the middle of it does not compare the state: the others have done so."""
         if not self._joined:
-            self.synchronisation.before_call()
+            self.body.synchronisation.before_call()
             self.between.verification.require_right()
 
-    def begin(self, step: Step) -> None:
-        """A step's samples are loaded."""
-        self.between.snapshots.settle()
-        self.trained.go_on()  # all have agreed on the loop
-        seed_generators(stream_seed(self.config.job.seed, Stream.SCRIPT, step.number))
-        self.steps.step_begins(step)
-        self.leave_request.hear_interrupts()
-        self.listeners.tell(lambda one: one.step_begins(step))
-
-    def compute(
-        self,
-        step: Step,
-        loss_fn: LossFunction,
-        optimizer: Optimizer | Sequence[Optimizer] | None,
-        clip: Clip,
-        update: OwnUpdate | None,
-    ) -> float:
-        """Carry a call of ``step.run`` out."""
-        self.ending.require_open()
-        prepared = self.trained.prepared
-        assert prepared is not None, "loops come after run.prepare"
-        assert self.source is not None, "a step comes from a loop"
-        if step is not self.steps.under_way:
-            raise JobError("this step is over: call step.run in the body of the loop that it came from")
-        if self.trained.is_doubted:  # the run goes back at the end of the body
-            return self.metrics.newest_loss
-        prepared.check_unchanged()
-        self.trained.require_same_trained()
-        self.steps.is_computing = True
-        call = StepCall(step, loss_fn, _chosen(prepared, optimizer), clip, update, self.source)
-        if (asked := self.config.recording.curvature) is not None:
-            self._end_with_figures(call, asked)
-        monitoring = self.config.execution.monitoring
-        if monitoring.measures_curvature(step.number, step.calls):
-            question = question_of({"start": self.trained.monitors.critical_step, **monitoring.curvature})
-            step.curvature |= self.steps.computer.measure(call, question, self.collectives).figures
-        done = self.steps.computer.compute(call, self.collectives)
-        self.steps.is_computing = False
-        step.metrics |= done.metrics
-        step.is_skipped = done.is_skipped
-        done = replace(done, figures={**done.figures, **step.curvature})
-        if not self.trained.is_doubted:
-            self.listeners.tell(lambda one: one.call_done(step, call.optimizers, done))
-        return done.loss
-
-    def _end_with_figures(self, call: StepCall, folder: Path) -> NoReturn:
-        """Measure as ``unisono curvature`` asks in a folder, and end there, before any update."""
-        asked = {**read_object(folder / ASKED), "critical": not sharing_in(call.optimizers)}
-        found = self.steps.computer.measure(call, question_of(asked), self.collectives)
-        if self.membership.is_main:
-            (folder / FOUND).write_bytes(to_json({"samples": call.step.size, **asdict(found)}))
-        self.collectives.together(lambda workers: workers.barrier())
-        raise SystemExit(0)
-
-    def measure(self, loss_fn: LossFunction, said: Mapping[str, Any]) -> Curvature:
-        """Measure curvature on the batch of the step under way; see :meth:`Run.curvature`. Collective."""
-        question = question_of(said)
-        self.ending.require_open()
-        step, prepared = self.steps.under_way, self.trained.prepared
-        if step is None or prepared is None or self.source is None:
-            raise JobError(
-                "run.curvature measures on the batch of a step: call it in the body of a loop over run.steps"
-            )
-        if self.trained.is_doubted:
-            return Curvature()
-        prepared.check_unchanged()
-        call = StepCall(step, loss_fn, prepared.optimizers, Clip(), None, self.source)
-        found = self.steps.computer.measure(call, question, self.collectives)
-        step.curvature |= found.figures
-        return found
-
-    def end(self, after: RunProgress | None) -> None:
-        """The body of a step is done; or it was left, and nothing of the step counts (None)."""
-        step, self.steps.under_way = self.steps.under_way, None
-        if after is None or step is None or self.trained.is_doubted:
-            return
-        self.trained.progress = after
-        count = self.collectives.step = after.position.step
-        is_settled = self.synchronisation.step_ends(step)
-        if self.policy_runner.links_are_due() or self.config.execution.monitoring.measures_links(count):
-            self._measure_links()
-        self.metrics.finish(step, self.policy_runner.rates)
-        latest = self.metrics.latest
-        if self.metrics.is_computed:
-            self.timer.step_took(latest["seconds"], self.membership.workers.transport.traffic.take())
-        shard_s = self.timer.shard_s if self.trained.policy_state.balances else 0.0
-        self.membership.tell(self.collectives.progress, float(latest.get("samples_per_s", 0.0)), shard_s)
-        self.listeners.tell(lambda one: one.step_ends(step, count))
-        if is_settled:
-            self.policy_runner.step_ends(step)
-            self.steps.follow(self.collectives)
-
-    def _enter(
-        self,
-        batches: Batches,
-        reading: Reading,
-        feed: Feed | StreamFeed,
-        epochs: int,
-        max_steps: int | None,
-        begin: int,
-    ) -> Loop | None:
-        """Begin a loop, with the others; nothing if they have it behind them."""
+    def _enter(self, data: LoopData, max_steps: int | None, begin: int) -> Loop | None:
+        """Begin a loop, together with the others. Returns None if they have finished it."""
         number = self._number = self.trained.loops
         self.trained.loops += 1
-        self._epochs = epochs
-        course, source = self._course(feed, batches)
+        course, source = data.course(self.config, self.collectives)
         special = self.config.settings.special
         cuts = special.stop_after, special.stop_after_epochs
-        loop = Loop(number, reading, course, epochs, *cuts, max_steps, begin)
-        self._joined, self.source, self._feed, self._batches = self.membership.joins, source, feed, batches
+        loop = Loop(number, data.reading, course, data.epochs, *cuts, max_steps, begin)
+        self._joined, self.body.source, self._data, self._required = self.membership.joins, source, data, None
         self.steps.is_computing = False
-        self.listeners.tell(lambda one: one.loop_begins(number, batches, feed.order))
+        self.run.listeners.loop_begins(number, data.batches, data.feed.order)
         if not self.collectives.enter(number):
-            self._seed_behind(number)
+            self.body.seed_behind(number)
             return None
         if self._has_sizes and not loop.is_behind(progress := self.trained.progress):
             is_under_way = loop.is_under_way(progress)
-            self.trained.policy_state.begin_loop(batches.batch_size, is_under_way=is_under_way)
-        self.policy_runner.begin()
+            self.trained.policy_state.begin_loop(data.batches.batch_size, is_under_way=is_under_way)
+        self.body.policy_runner.begin()
         return loop
 
     def _loop(self, begun: Callable[[], Loop | None]) -> Generator[Step, None, None]:
@@ -342,7 +326,7 @@ class StepLoop:
         self._coming = None
         try:
             yield from loop.steps(self.trained.progress, self)
-        except GeneratorExit:  # a break; or the end of a run that is closed in the middle of the loop
+        except GeneratorExit:  # a break, or a run that is closed in the middle of the loop
             if self.is_whole():
                 self._leave(loop)
             raise
@@ -350,41 +334,18 @@ class StepLoop:
 
     def _leave(self, loop: Loop) -> None:
         self.collectives.leave(loop.number)
-        self._seed_behind(loop.number)
+        self.body.seed_behind(loop.number)
 
     def _forgo(self) -> None:
-        """A loop that was entered, and none of whose steps was asked for, is left."""
+        """Leave a loop that was entered, and none of whose steps was asked for."""
         coming, self._coming = self._coming, None
         if coming is not None and coming.loop is not None and self.is_whole():
             self.move(coming.loop.passed_by(self.trained.progress))
             self._leave(coming.loop)
 
-    def _course(self, feed: Feed | StreamFeed, batches: Batches) -> tuple[Course, Source]:
-        """The steps of a loop, and what gives their shards."""
-        if isinstance(feed, StreamFeed):
-            stream = feed.source(self.config.job.shards)
-            return StreamCourse(stream, self.config.job.shards, self.collectives.together, feed.promised), stream
-        load = partial(prefetch, feed.source, processes=feed.processes, device=self.config.device)
-        return CutCourse(batches, load), feed.source
-
-    def _seed_behind(self, loop: int) -> None:
-        """Whoever has skipped the loop has to draw what the others draw."""
-        seed_generators(stream_seed(self.config.job.seed, Stream.AFTER, loop))
-
-    def _measure_links(self) -> None:
-        self.synchronisation.before_call()
-        measured = self.collectives.together(_measured_links)
-        if measured is not None:
-            self.trained.monitors.links = Links.from_json(measured)
-            self.listeners.tell(lambda one: one.links_measured(measured))
-
 
 class _Coming:
-    """A loop that a script has made, and may enter before it asks for steps.
-
-    Args:
-        begin: a function that begins the loop; called once.
-    """
+    """A loop that a script has made, and may enter before it asks for steps. ``begin`` is called once."""
 
     def __init__(self, begin: Callable[[], Loop | None]) -> None:
         self.loop: Loop | None = None
@@ -395,19 +356,3 @@ class _Coming:
             begin, self._begin = self._begin, None
             self.loop = begin()
         return self.loop
-
-
-def _measured_links(workers: Workers) -> dict[str, Any] | None:
-    links = workers.transport.measure_links()
-    workers.barrier()  # where there is nothing to measure, nobody has met the others yet
-    return None if links is None else links.figures()
-
-
-def _chosen(prepared: Prepared, optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:
-    if optimizer is None:
-        return prepared.optimizers
-    chosen = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    for one in chosen:
-        if not any(one is known for known in prepared.optimizers):
-            raise ModelError(f"step.run(optimizer={type(one).__name__}): give it to run.prepare first")
-    return chosen

@@ -1,10 +1,10 @@
-"""The short way: ``fit`` instead of a loop. A thin layer on the verbs of a run."""
+"""Training with ``fit`` instead of a loop: a thin layer on the methods of a run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unisono.arguments import require_kinds, require_known
 from unisono.errors import JobError
-from unisono.received import value_of
-from unisono.settings.reading import require_names_of_today
+from unisono.settings.reading import require_current_names
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.record.progress import Display, EpochRecord, History, Lines, display_of
 from unisono.train.run import Run
 from unisono.train.start import init
+from unisono.train.state.registry import Attribute
 from unisono.train.step.step import Clip, LossFunction, Step
 
 
@@ -32,30 +32,27 @@ class Scheduling:
 
     @property
     def watches(self) -> bool:
-        """Whether it follows a metric, which is known at the end of an epoch."""
+        """Whether the scheduler follows a metric, which is known at the end of an epoch."""
         return isinstance(self.scheduler, ReduceLROnPlateau)
 
     def after_step(self, step: Step) -> None:
-        """Advance it, if this is the time."""
+        """Call the scheduler's ``step``, if it is time."""
         if self.scheduler is not None and not self.watches and (self.every == "step" or step.is_last_in_epoch):
             self.scheduler.step()
 
     def after_epoch(self, record: EpochRecord) -> None:
-        """Tell it the validation loss, or the training loss where there is none."""
+        """Give the scheduler the validation loss, or the training loss where there is no validation."""
         if self.watches:
             self.scheduler.step(record.validation.get("validation loss", record.loss))
 
 
 @dataclass
 class EpochSums:
-    """The sums over the epoch that is under way: schedules and callbacks decide by them, so they are in checkpoints.
+    """The sums over the present epoch. Checkpoints hold them, since schedules and callbacks decide by them.
 
     Attributes:
-        place: the loop and the epoch that they are of.
-        samples: the number of samples in the sums.
+        place: the loop and the epoch of the sums.
         skipped: the number of steps that updated nothing.
-        loss: the sum of the samples' losses.
-        metrics: the sums of what the loss function logged.
         stops: whether the training is to end after the epoch.
     """
 
@@ -67,12 +64,12 @@ class EpochSums:
     stops: bool = False
 
     def begin(self, place: tuple[int, int]) -> None:
-        """A step of this epoch is about to be added: of another one nothing is kept."""
+        """Prepare for a step of an epoch. Sums of another epoch are dropped."""
         if place != self.place:
             self.place, self.samples, self.skipped, self.loss, self.metrics = place, 0, 0, 0.0, {}
 
     def add(self, step: Step, loss: float, metrics: Mapping[str, float]) -> None:
-        """A step is committed."""
+        """Add a committed step."""
         if step.is_skipped or math.isnan(loss):
             self.skipped += 1
             return
@@ -82,27 +79,15 @@ class EpochSums:
             self.metrics[name] = self.metrics.get(name, 0.0) + value * step.size
 
     def record(self, pace: _Pace) -> EpochRecord:
-        """The epoch is over."""
+        """Return the record of the epoch, which is over."""
         means = {name: total / self.samples for name, total in self.metrics.items()}
         loss = self.loss / self.samples if self.samples else math.nan
         return EpochRecord(pace.epoch, loss, means, {}, pace.seconds, pace.rate, self.skipped)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, by name."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`.
-
-        Raises:
-            Unreadable: it is nothing of the kind. Then nothing has changed.
-        """
-        vars(self).update(vars(value_of(EpochSums, state, "state")))
-
 
 @dataclass(slots=True)
 class _Pace:
-    """How fast this process computes an epoch, or what is left of it."""
+    """The pace at which this process computes an epoch, or the rest of one."""
 
     epoch: int
     begun: float = field(default_factory=perf_counter)
@@ -120,27 +105,27 @@ class _Pace:
 class Callback:
     """Hooks into a :class:`Trainer`: override what you need.
 
-    Every worker calls every hook; print and write where ``trainer.run.is_main`` alone.
+    Every worker calls every hook; print and write only where ``trainer.run.is_main``.
     """
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
-        """Before the first step of an epoch."""
+        """Called before the first step of an epoch."""
 
     def on_step_end(self, trainer: Trainer, step: Step, loss: float) -> None:
-        """After a step is committed."""
+        """Called after a step is committed."""
 
     def on_epoch_end(self, trainer: Trainer, record: EpochRecord) -> None:
-        """After an epoch and its validation; ``trainer.stop()`` ends the training here."""
+        """Called after an epoch and its validation; ``trainer.stop()`` ends the training here."""
 
     def on_fit_end(self, trainer: Trainer, history: History) -> None:
-        """After the last step."""
+        """Called after the last step."""
 
 
 class Trainer:
-    """Trains a model on however many workers there are.
+    """Trains a model on any number of workers.
 
     ::
 
@@ -190,13 +175,11 @@ class Trainer:
         **settings: Any,
     ) -> None:
         require_kinds(Trainer.__init__, {**locals(), "model": (), "optimizer": ()})  # the run refuses these itself
-        require_names_of_today(settings)
+        require_current_names(settings)
         require_known(init, settings)
         if run is not None and (settings or batch_size is not None):
             names = ", ".join([*settings, *(["batch_size"] if batch_size is not None else [])])
-            raise JobError(
-                f"Trainer(run=…, {names}=…): the run that is given has its settings: say it where that begins"
-            )
+            raise JobError(f"Trainer(run=…, {names}=…): the settings come from the run: pass them to unisono.init")
         clip = Clip(clip_norm, clip_value)
         self.run = run or _started(batch_size, settings)
         self.model, self.optimizer = self.run.prepare(model, optimizer)
@@ -209,7 +192,7 @@ class Trainer:
         self._loader_workers = loader_workers
         self._progress = progress
         self._sums = EpochSums()
-        self.run.inside.trained.registered.add_own("trainer", self._sums)
+        self.run.inside.trained.registry.add_own("trainer", Attribute(self, "_sums", EpochSums))
         if scheduler is not None:
             self.run.register("scheduler", scheduler)
 
@@ -219,7 +202,7 @@ class Trainer:
         Args:
             train: the data set to train on, or a ``DataLoader``.
             epochs: passes over it.
-            validation: evaluated after each epoch, if given.
+            validation: the data set to evaluate after each epoch; None for no validation.
             loading: further settings of :meth:`unisono.Run.steps`, such as ``drop_last`` or ``collate_fn``.
 
         Returns:
@@ -227,23 +210,23 @@ class Trainer:
         """
         require_known(Run.steps, loading)
         first = len(self.history.epochs)
-        if self._sums.place[0] != self.run.inside.trained.progress.loop:  # else a run that resumes goes on here
+        if self._sums.place[0] != self.run.inside.trained.progress.loop:  # otherwise a resumed run goes on in this loop
             self._sums.stops = False
         display = display_of(lambda: self.run.is_main, Lines) if self._progress else Display()
-        self._tell("on_fit_begin")
+        self._notify("on_fit_begin")
         try:
             self._train(train, epochs, validation, display, loading, first)
         finally:
             display.close()
-        self._tell("on_fit_end", self.history)
+        self._notify("on_fit_end", self.history)
         return self.history
 
     def evaluate(self, dataset: Any, metrics: Metrics | None = None) -> dict[str, float]:
-        """The metrics' means over a data set; see :meth:`unisono.Run.evaluate`."""
+        """Return the means of metrics over a data set; see :meth:`unisono.Run.evaluate`."""
         return self.run.evaluate(dataset, metrics or self._metrics)
 
     def predict(self, dataset: Any, predict_fn: Predict | None = None) -> Any:
-        """The model's outputs for a data set, in order; see :meth:`unisono.Run.predict`."""
+        """Return the model's outputs for a data set, in its order; see :meth:`unisono.Run.predict`."""
         return self.run.predict(dataset, predict_fn)
 
     def finish(self) -> str:
@@ -260,16 +243,16 @@ class Trainer:
         pace: _Pace | None = None
         for step in self.run.steps(train, epochs, **{"loader_workers": self._loader_workers, **loading}):
             self._sums.begin((self.run.inside.trained.progress.loop, step.epoch))
-            if pace is None or pace.epoch != step.epoch:  # a run that goes back may come to the epoch before
+            if pace is None or pace.epoch != step.epoch:  # a run that goes back may return to the epoch before
                 pace = _Pace(step.epoch)
                 display.begin(step.epoch, *self.run.inside.loop.place_of(step))
-                self._tell("on_epoch_begin", step.epoch)
+                self._notify("on_epoch_begin", step.epoch)
             loss = step.run(self._loss_fn, clip_norm=self._clip.norm, clip_value=self._clip.value)
             self._scheduling.after_step(step)
             self._sums.add(step, loss, step.metrics)
             pace.samples += step.size
             display.step(loss, pace.rate, self.run.world_size)
-            self._tell("on_step_end", step, loss)
+            self._notify("on_step_end", step, loss)
             if step.is_last_in_epoch:
                 self._end(pace, validation, display, first)
                 pace = None
@@ -278,19 +261,21 @@ class Trainer:
                     self.run.inside.loop.end_here()
 
     def _end(self, pace: _Pace, validation: Any, display: Display, first: int) -> None:
-        made = self._sums.record(pace)
-        found = self.evaluate(validation) if validation is not None else {}
-        record = replace(made, validation={f"validation {name}": value for name, value in found.items()})
-        # What comes of an epoch again, since the run has gone back, takes the place of what it came to before.
-        self.history.epochs[first:] = [each for each in self.history.epochs[first:] if each.epoch < record.epoch]
+        trained = self._sums.record(pace)
+        metrics = self.evaluate(validation) if validation is not None else {}
+        record = replace(trained, validation={f"validation {name}": value for name, value in metrics.items()})
+        # If the run has gone back, an epoch comes again, and its new record replaces the old one.
+        self.history.epochs[first:] = [
+            earlier for earlier in self.history.epochs[first:] if earlier.epoch < record.epoch
+        ]
         self.history.epochs.append(record)
         self._scheduling.after_epoch(record)
         display.end(record)
-        self._tell("on_epoch_end", record)
+        self._notify("on_epoch_end", record)
 
-    def _tell(self, hook: str, *what: Any) -> None:
+    def _notify(self, hook: str, *values: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, hook)(self, *what)
+            getattr(callback, hook)(self, *values)
 
 
 def _started(batch_size: int | None, settings: Mapping[str, Any]) -> Run:

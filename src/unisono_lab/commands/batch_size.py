@@ -15,26 +15,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.display import bare_table, show_table
 from unisono.cli.options import Module, ScriptName, Starting, grouped, opt
-from unisono.cli.tables import bare_table, show_table
 from unisono.errors import JobError
-from unisono.host.cgroup import read_limits
-from unisono.host.memory import MIB, room_mib
+from unisono.host.machine import MIB, read_limits, room_mib
 from unisono.launch.local import Launcher
 from unisono.launch.settings import LaunchSettings, Script
-from unisono_lab.commands.study import STUDIES, ScriptArgs, StudyCommand, say_ended
+from unisono_lab.commands.study import STUDIES, ScriptArgs, StudyCommand, report_interrupt
 
 if TYPE_CHECKING:
-    from unisono_lab.analysis.batch_curve import Tried
-    from unisono_lab.measure.batch_search import BatchRunner, BatchSearch
-if TYPE_CHECKING:
-    from unisono_lab.analysis.batch_curve import BatchCurve, Tried
+    from unisono_lab.study.batch_search import BatchRunner, BatchSearch
+    from unisono_lab.study.results import BatchCurve, Tried
 
 ROOM_SHARE = 0.9
-"""Of the memory that is free now, what trials may take where no limit is given: the rest is for everybody else."""
+"""The share of the free memory that trials may use if no limit is given; other programs may use the rest."""
 
 LEAST_STEPS = 3
-"""The optimizer's state is there from the second step on."""
+"""The fewest steps of a trial: the optimizer allocates its state in the first step, so the peak comes after it."""
 
 
 app = typer.Typer()
@@ -45,9 +42,9 @@ class SearchOptions:
     """The options of this command."""
 
     workers: Annotated[int, opt("-n", "--workers")] = 1
-    """The number of workers; each gets the batch that is tried."""
+    """The number of workers; each gets the whole batch of a trial."""
     memory_limit: Annotated[str | None, opt(metavar="SIZE")] = None
-    """The host memory that each worker may use, such as 2GiB; by default its share of the free memory."""
+    """The host memory that each worker may use, such as 2GiB; by default an equal share of the free memory."""
     first: Annotated[int, opt("--from")] = 16
     """The first batch per worker to try."""
     most: Annotated[int | None, opt()] = None
@@ -57,7 +54,7 @@ class SearchOptions:
     margin: Annotated[float, opt()] = 0.1
     """The safety margin: recommend a batch smaller than the largest by this share."""
     json: Annotated[Path | None, opt(metavar="FILE")] = None
-    """The file for the figures; by default one that unisono study finds."""
+    """The file for the figures; by default a file that unisono study finds."""
     module: Module = False
 
 
@@ -67,40 +64,39 @@ def batch_size(
     script: ScriptName,
     args: ScriptArgs = None,
     *,
-    own: SearchOptions,
+    search_options: SearchOptions,
     options: Starting,
 ) -> None:
-    """Find the largest batch per worker that fits, and the one with the best throughput.
+    """Find the largest batch per worker that fits into memory, and the batch with the best throughput.
 
         unisono batch-size train.py -n 2 --memory-limit 2GiB -- --lr 0.1
 
-    The script runs unchanged, with other batches, in fresh processes for each. Exit code 0 if a batch fits, 1 if none
-    does or the script fails.
+    The script runs unchanged with each batch, in new processes. The exit code is 0 if a batch fits, and 1 if no batch
+    fits or the script fails.
     """
-    from unisono_lab.analysis.batch_curve import FAILED_NAME
-    from unisono_lab.measure.batch_search import BatchRunner, BatchSearch
-    from unisono_lab.measure.engines import TRIAL_GRACE_S
+    from unisono_lab.study.batch_search import BatchRunner, BatchSearch
+    from unisono_lab.study.engines import TRIAL_GRACE_S
+    from unisono_lab.study.results import FAILED_NAME
 
-    search = BatchSearch(own.workers, own.first, own.most, own.margin)
+    search = BatchSearch(search_options.workers, search_options.first, search_options.most, search_options.margin)
     search.check()
-    if own.steps < LEAST_STEPS:
-        raise JobError(f"--steps {own.steps}: a trial needs at least {LEAST_STEPS} to show what memory it takes")
-    limit = (
-        ROOM_SHARE * room_mib(read_limits()) / own.workers if own.memory_limit is None else read_mib(own.memory_limit)
-    )
-    launched = Script(script, tuple(args or ()), is_module=own.module)
-    settings = LaunchSettings.tuned(launched, options, workers=own.workers, memory_limit_mib=limit)
+    if search_options.steps < LEAST_STEPS:
+        raise JobError(f"--steps {search_options.steps}: a trial needs at least {LEAST_STEPS} to show its memory")
+    share = ROOM_SHARE * room_mib(read_limits()) / search_options.workers
+    limit = share if search_options.memory_limit is None else read_mib(search_options.memory_limit)
+    target = Script(script, tuple(args or ()), is_module=search_options.module)
+    settings = LaunchSettings.tuned(target, options, workers=search_options.workers, memory_limit_mib=limit)
     settings = settings.with_options({"launch.grace_s": TRIAL_GRACE_S})
     settings.check()
-    path = file_of(own.json, settings.script.stem)
-    raise typer.Exit(start(search, BatchRunner(settings, own.steps, path.parent / FAILED_NAME), path))
+    path = file_of(search_options.json, settings.script.stem)
+    raise typer.Exit(start(search, BatchRunner(settings, search_options.steps, path.parent / FAILED_NAME), path))
 
 
 def read_mib(text: str) -> float:
     """``2GiB``, ``500 MB`` or a number of bytes, in MiB.
 
     Raises:
-        JobError: it is no size.
+        JobError: the text is no size.
     """
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -114,35 +110,26 @@ def read_mib(text: str) -> float:
 
 
 def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
-    """Search, print, and keep the figures.
-
-    Args:
-        search: the search to make.
-        runner: the runner of trials.
-        path: the file for the figures.
-
-    Returns:
-        the exit code.
+    """Search, print, and write the figures into a file; returns the exit code.
 
     Raises:
         JobError: the file cannot be written, or the script takes no steps.
-        LaunchError: the script failed, and not for its memory.
+        LaunchError: the script failed for another reason than its memory.
     """
-    from unisono_lab.measure.batch_search import searched
+    from unisono_lab.study.batch_search import searched
 
-    settings = runner.settings
     err = Console(stderr=True, highlight=False, emoji=False)
-
-    def tell(tried: Tried) -> None:
-        err.print(Text(line(tried)), soft_wrap=True)
-
     try:
         with tempfile.TemporaryDirectory(prefix="unisono-batch-size-") as folder, Launcher(share=True) as launcher:
-            command = shlex.join(["unisono", *sys.argv[1:]])
-            attempt = partial(runner.attempt, launcher=launcher, folder=Path(folder))
-            curve = searched(search, attempt, tell, settings.memory_limit_mib, command)
-    except KeyboardInterrupt as interrupted:
-        return say_ended(interrupted, "nothing is kept", err)
+            curve = searched(
+                search,
+                partial(runner.attempt, launcher=launcher, folder=Path(folder)),
+                lambda tried: err.print(Text(line(tried)), soft_wrap=True),
+                runner.settings.memory_limit_mib,
+                shlex.join(["unisono", *sys.argv[1:]]),
+            )
+    except KeyboardInterrupt as interrupt:
+        return report_interrupt(interrupt, "no figures are kept", err)
     report(curve, path)
     return 1 if curve.largest is None else 0
 
@@ -150,24 +137,24 @@ def start(search: BatchSearch, runner: BatchRunner, path: Path) -> int:
 # The output of ``unisono batch-size``, and the file that it writes.
 
 ENDS = {
-    "memory": "more do not fit into memory",
-    "data": "the data set has no more for a step",
-    "most": "more were not to be tried",
+    "memory": "larger batches do not fit into memory",
+    "data": "the data set has no more samples for a step",
+    "most": "--most allows no larger batch",
 }
 
 
-def file_of(wanted: Path | None, stem: str) -> Path:
-    """Where the figures go: by default into the folder of the script's study.
+def file_of(requested: Path | None, stem: str) -> Path:
+    """The file of the figures; by default in the folder of the script's study.
 
     Raises:
-        JobError: it cannot be written.
+        JobError: the file cannot be written.
     """
-    from unisono_lab.analysis.batch_curve import NAME
+    from unisono_lab.study.results import BATCHES_NAME
 
-    path = wanted or STUDIES / stem / NAME
+    path = requested or STUDIES / stem / BATCHES_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()  # nobody waits for an answer that cannot be kept
+        path.open("ab").close()  # fail now, and not after an hour of trials
         if path.stat().st_size == 0:
             path.unlink()
     except OSError as error:
@@ -176,8 +163,8 @@ def file_of(wanted: Path | None, stem: str) -> Path:
 
 
 def line(tried: Tried) -> str:
-    """What came of a trial, in a line."""
-    from unisono_lab.analysis.estimate import number  # loads numpy, which starts a thread: no fork server may have one
+    """The result of a trial, in one line."""
+    from unisono_lab.study.estimate import number  # loads numpy, which starts a thread; a fork server must have none
 
     if not tried.fits:
         return f"batch {tried.batch}: does not fit: {tried.words}"
@@ -187,14 +174,10 @@ def line(tried: Tried) -> str:
 
 
 def report(curve: BatchCurve, path: Path) -> None:
-    """Print the answer and what was tried, and write both into a file.
-
-    Args:
-        curve: the search's results.
-        path: the file to write.
+    """Print the answer and the trials, and write both into a file.
 
     Raises:
-        JobError: it cannot be written.
+        JobError: the file cannot be written.
     """
     from unisono.checkpoint.folder import write_json
 
@@ -213,23 +196,23 @@ def report(curve: BatchCurve, path: Path) -> None:
 
 def answer(curve: BatchCurve) -> list[str]:
     """The answer in sentences."""
-    from unisono_lab.analysis.estimate import counted, number, percent
+    from unisono_lab.study.estimate import counted, number, percent
 
     limit = "" if curve.memory_limit_mib is None else f" (limit: {curve.memory_limit_mib:.0f} MiB of the host's memory)"
     if curve.largest is None:
         smallest = min(curve.rows, key=lambda row: row.batch)
         return [f"no batch fits, not even {_batch(smallest.batch, curve.workers)}{limit}: {smallest.words}"]
     ends = ENDS[curve.bound] + (limit if curve.bound == "memory" else "")
-    said = [f"largest batch that fits: {_batch(curve.largest, curve.workers)}; {ends}"]
+    sentences = [f"largest batch that fits: {_batch(curve.largest, curve.workers)}; {ends}"]
     if curve.with_margin is not None and curve.with_margin != curve.largest:
-        said.append(f"with a margin of {percent(curve.margin)}: {_batch(curve.with_margin, curve.workers)}")
+        sentences.append(f"with a margin of {percent(curve.margin)}: {_batch(curve.with_margin, curve.workers)}")
     if curve.best is None:
-        return [*said, "no trial was long enough to be timed: the script takes too few steps"]
+        return [*sentences, "no trial could be timed: the script takes too few steps"]
     rate = next(row.samples_per_s for row in curve.rows if row.batch == curve.best)
     return [
-        *said,
+        *sentences,
         f"best throughput: {_batch(curve.best, curve.workers)}, {number(rate)} samples/s",
-        f"so take unisono.init(batch_size={curve.best * curve.workers}) with {counted(curve.workers, 'worker')}",
+        f"recommended: unisono.init(batch_size={curve.best * curve.workers}) with {counted(curve.workers, 'worker')}",
     ]
 
 
@@ -238,13 +221,13 @@ def _batch(batch: int, workers: int) -> str:
 
 
 def _table(curve: BatchCurve) -> Table:
-    from unisono_lab.analysis.estimate import number
+    from unisono_lab.study.estimate import number
 
     marks = (("largest", curve.largest), ("with margin", curve.with_margin), ("best throughput", curve.best))
     head = ("batch per worker" if curve.workers > 1 else "batch", "samples/s", "peak MiB", "fits", "")
     rows = []
-    for one in curve.rows:
-        names = [name for name, batch in marks if batch == one.batch]
-        fields = [str(one.batch), number(one.samples_per_s), number(one.peak_mib), "yes" if one.fits else "no"]
-        rows.append([*fields, ", ".join(names)])
+    for row in curve.rows:
+        names = ", ".join(name for name, batch in marks if batch == row.batch)
+        figures = number(row.samples_per_s), number(row.peak_mib)
+        rows.append([str(row.batch), *figures, "yes" if row.fits else "no", names])
     return bare_table(head, rows, left=(4,))

@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.completion import run_folders
-from unisono.cli.options import TokenFile, Trusted
+from unisono.cli.options import TokenFile, Trusted, run_folders
 from unisono.errors import JobError
-from unisono.host.parent_death import end_with_parent
-from unisono.host.signals import ignore_notices
+from unisono.host.process import end_with_parent, ignore_notices
 
 
 def page(
@@ -20,26 +18,26 @@ def page(
         typer.Argument(
             autocompletion=run_folders,
             metavar="[RUN_DIR|URL]",
-            help="A run folder, or the URL of a coordinator on another host; by default the elastic job that runs.",
+            help="A run folder, or the URL of a coordinator on another host; by default the running elastic job.",
             show_default=False,
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 for any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1; 0 for any free port.")] = 0,
     token_file: TokenFile = None,
     certificate: Trusted = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="The launcher beside which this is the page.")] = None,
 ) -> None:
-    """Show a job in a browser: who trains, its curves, and what happened; until Ctrl-C ends the page.
+    """Show a job in a browser, with its workers, curves and events, until Ctrl-C ends the page.
 
-    The link that is printed opens once. Who has opened it may press buttons, and finds there a link to share with those
-    who may only look.
+    The printed link opens once. The person who opens it may press buttons, and finds a link on the page to share with
+    people who may only look.
     """
     from unisono.launch.elastic.address import Whereabouts, find_run
-    from unisono_lab.page.app import NICE, serve
-    from unisono_lab.page.source import CoordinatorSource, FolderSource, RunSource
+    from unisono_lab.page.curves import CoordinatorSource, FolderSource, RunSource
+    from unisono_lab.page.page_server import NICE, serve
 
     source: RunSource
-    if parent is not None and where is not None:  # it reads the link from this process's output
+    if parent is not None and where is not None:  # the launcher reads the link from this process's output
         end_with_parent(parent)
         ignore_notices()
         source = FolderSource(Path(where))
@@ -47,15 +45,15 @@ def page(
         source = CoordinatorSource(Whereabouts(where, token_file, certificate).address())
     else:
         source = FolderSource(_run_folder(find_run(None if where is None else Path(where))), certificate)
-    with suppress(OSError):  # it stands back far already
+    with suppress(OSError):  # its niceness is high enough already
         os.nice(NICE)
-    told = "{}" if parent is not None else f"{source.name}: {{}} (opens once, within an hour; Ctrl-C ends it)"
-    serve(source, port, lambda link: typer.echo(told.format(link)))
+    message = "{}" if parent is not None else f"{source.name}: {{}} (opens once, within an hour; Ctrl-C ends the page)"
+    serve(source, port, lambda link: typer.echo(message.format(link)))
 
 
 def _run_folder(path: Path) -> Path:
     if not path.is_dir():
-        raise JobError(f"there is no run folder {path}: unisono run prints where it is when it starts")
+        raise JobError(f"there is no run folder {path}: unisono run prints its path when it starts")
     if not any((path / name).exists() for name in ("job.json", "journal.jsonl")):
         raise JobError(f"{path} is no run folder: it has neither job.json nor journal.jsonl")
     return path

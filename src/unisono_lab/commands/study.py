@@ -1,4 +1,4 @@
-"""``unisono study``: how many workers pay, measured."""
+"""``unisono study``: measures how a script scales with the number of workers."""
 
 from __future__ import annotations
 
@@ -16,67 +16,63 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from unisono.cli.help import HelpfulCommand
+from unisono.cli.display import HelpfulCommand, bare_table, show_table
 from unisono.cli.options import Module, Resources, Starting, grouped, opt, read_workers
-from unisono.cli.tables import bare_table, show_table
 from unisono.errors import FIRST_SIGNAL, JobError
-from unisono.host.cgroup import usable_cores
+from unisono.host.machine import usable_cores
 from unisono.launch.settings import Script
 from unisono.settings.table import Settings
 
 if TYPE_CHECKING:
-    from unisono_lab.analysis.analysis import Wanted
-    from unisono_lab.measure.engines import StudyEngine
-    from unisono_lab.measure.measuring import Measurement
+    from unisono_lab.study.analysis import ReportSettings
+    from unisono_lab.study.engines import StudyEngine
+    from unisono_lab.study.measuring import Measurement
 
 
 class StudyCommand(HelpfulCommand):
-    """A command whose script has options of its own, behind ``--``."""
+    """A command that takes the options of a script behind ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Say where an option belongs that is none of the study's."""
+        """Parse; the error for an unknown option adds that the options of the script come behind ``--``."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
             if type(error).__name__ == "NoSuchOption":
-                error.message += ' (what is meant for the script stands behind "--")'  # type: ignore[attr-defined]
+                error.message += ' (write the options of the script behind "--")'  # type: ignore[attr-defined]
             raise
 
 
 STUDIES = Path("studies")
-"""Where studies are, unless somebody says otherwise; a search for the largest batch lies beside its script's."""
+"""The default folder of studies; a search for the largest batch writes into the study folder of its script."""
 
 ScriptArgs = Annotated[list[str] | None, typer.Argument(help="The arguments of the script.", metavar="-- ARGS")]
 
 COMPARE = "compare"
-"""In the place of a script: studies follow. A script of this name is started as ``./compare``."""
+"""The word in the place of the script that compares studies; a script of this name is given as ``./compare``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudyPlace:
-    """The options that say where the workers of a study are started."""
+    """The options for the place where the workers of a study are started."""
 
     engine: Annotated[Literal["ray", "slurm"] | None, opt("--on")] = None
     """Start the workers on the nodes of a Ray cluster, or as tasks of Slurm (srun)."""
     resources: Resources = None
 
     def engine_for(self, baseline: str | None) -> StudyEngine:
-        """What starts the runs.
-
-        Args:
-            baseline: the plain loop to compare with, if there is one.
+        """The engine that starts the runs.
 
         Raises:
-            JobError: the options do not go together.
+            JobError: the options cannot be combined.
         """
-        from unisono.launch.ray.request import read_resources
-        from unisono_lab.measure.engines import ENGINES, OnRay
+        from unisono.launch.ray_request import read_resources
+        from unisono_lab.study.engines import ENGINES, OnRay
 
         if self.resources is not None and self.engine != "ray":
             raise JobError("--resources-per-worker is for --on ray")
         if self.engine is not None and baseline is not None:
             raise JobError(
-                f"--baseline with --on {self.engine}: a plain loop runs on one host; measure it in a study there"
+                f"--baseline with --on {self.engine}: a plain loop runs on one host; measure it in a study on that host"
             )
         if self.resources is not None:
             return OnRay(read_resources(self.resources))
@@ -85,7 +81,7 @@ class StudyPlace:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """The options that say what a report is to tell."""
+    """The options for the content of a report."""
 
     price: Annotated[float | None, opt()] = None
     """The price of one worker for an hour, to recommend the cheapest number of workers."""
@@ -96,58 +92,58 @@ class ReportOptions:
     predict: Annotated[str | None, opt(metavar="N,N,…")] = None
     """Numbers of workers to predict; by default two and four times the largest measured one."""
 
-    def wanted(self, title: str) -> Wanted:
-        """The reader's choices, for a report with this title.
+    def settings(self, title: str) -> ReportSettings:
+        """The choices for a report with this title.
 
         Raises:
-            JobError: one of them makes no sense.
+            JobError: an option makes no sense.
         """
-        from unisono_lab.analysis.analysis import Prices, Wanted
+        from unisono_lab.study.analysis import Prices, ReportSettings
 
         if not 0 < self.efficiency <= 1:
-            raise JobError(f"--efficiency {self.efficiency}: above 0 and at most 1, such as 0.8")
+            raise JobError(f"--efficiency {self.efficiency}: needs a number above 0 and at most 1, such as 0.8")
         for name, value in (("--price", self.price or 0.0), ("--waiting", self.waiting)):
             if not 0 <= value < float("inf"):
-                raise JobError(f"{name} {value}: a number from 0")
+                raise JobError(f"{name} {value}: needs a number of at least 0")
         predicted = sorted({*read_workers(self.predict, "--predict")}) if self.predict else []
         if predicted and not predicted[0]:
-            raise JobError(f"--predict {self.predict}: each number from 1")
+            raise JobError(f"--predict {self.predict}: needs numbers of at least 1")
         has_prices = self.price is not None or self.waiting
         prices = Prices(self.price or 0.0, self.waiting) if has_prices else None
-        return Wanted(title=title, predict=predicted, threshold=self.efficiency, prices=prices)
+        return ReportSettings(title=title, predict=predicted, threshold=self.efficiency, prices=prices)
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options that say what is to be measured."""
+    """The options for the measurements."""
 
     workers: Annotated[str, opt(metavar="N,N,…")] = "1,2"
     """Numbers of workers to measure."""
     mode: Annotated[Literal["strong", "weak", "both"], opt()] = "strong"
-    """Strong keeps the global batch; weak multiplies batch and learning rate by the workers."""
+    """Strong keeps the global batch; weak multiplies the batch and the learning rate by the workers."""
     repeats: Annotated[int, opt()] = 5
     """The number of runs of each kind; all runs are interleaved in random order."""
     steps: Annotated[int | None, opt()] = None
-    """Cut each run short after so many steps."""
+    """The number of steps after which each run is cut short."""
     epochs: Annotated[int | None, opt()] = None
-    """Cut each run short after so many epochs."""
+    """The number of epochs after which each run is cut short."""
     warmup: Annotated[int, opt()] = 5
     """The number of first steps of each run that are not measured."""
     baseline: Annotated[str | None, opt(metavar="SCRIPT")] = None
-    """The plain loop to compare with, with its arguments."""
+    """The script of a plain loop to compare with, with its arguments."""
     label: Annotated[str | None, opt()] = None
     """The name of this measurement in reports and comparisons."""
     seed: Annotated[int, opt()] = 0
     """The seed of the random order of runs."""
 
     def measurement(self, launched: Script, options: Settings) -> Measurement:
-        """What is to be measured of a script.
+        """The measurement of a script.
 
         Raises:
             JobError: a script cannot be read, or an option makes no sense.
         """
-        from unisono_lab.measure.engines import plain_workers
-        from unisono_lab.measure.measuring import Measurement
+        from unisono_lab.study.engines import plain_workers
+        from unisono_lab.study.measuring import Measurement
 
         plain, workers = tuple(shlex.split(self.baseline or "")), read_workers(self.workers)
         for argv in filter(None, (launched.argv, plain)):
@@ -178,13 +174,13 @@ class StudyOptions:
     """The options of a study."""
 
     out: Annotated[Path | None, opt()] = None
-    """The study's folder; a folder with measurements is continued."""
+    """The folder of the study; if it holds measurements, the study continues."""
     measured: Annotated[Path | None, opt("--from", metavar="FILE")] = None
     """Measure nothing: write a report from this CSV file, results.json or study folder."""
     keep_going: Annotated[bool, opt()] = False
     """Go on even if the first run of each kind fails for the same reason."""
     stages: Annotated[int | None, opt(metavar="DEVICES")] = None
-    """Measure one worker of so many devices by all schedules of run.pipeline, instead of numbers of workers."""
+    """Measure one worker with this number of devices by all schedules of run.pipeline, not numbers of workers."""
     module: Module = False
 
 
@@ -197,12 +193,12 @@ def study(
     ] = None,
     args: ScriptArgs = None,
     *,
-    own: StudyOptions,
+    study_options: StudyOptions,
     runs: RunOptions,
     report: ReportOptions,
     options: Starting,
 ) -> None:
-    """Measure a script with several numbers of workers, several times each, and report how it scales.
+    """Measure a script several times with each of several numbers of workers, and report how it scales.
 
         unisono study train.py --workers 1,2,4 --steps 50 -- --lr 0.1
 
@@ -212,62 +208,57 @@ def study(
 
         unisono study train.py --stages 2
 
-    What is measured is kept: started again, it measures only what is missing. Exit code 1 if figures are missing.
+    Measurements are kept: a study that is started again makes only the missing ones. The exit code is 1 if figures are
+    missing, and 0 if not.
     """
-    if script is None or own.measured is not None or (script == COMPARE and not own.module):
-        return _from_figures(own.measured, [Path(each) for each in args or ()] if script else None, own.out, report)
-    launched = Script(script, tuple(args or ()), is_module=own.module)
-    if own.stages is not None:
-        told: dict[str, Any] = {name: getattr(runs, name) for name in ("repeats", "steps", "warmup", "seed")}
-        told |= {"shards": options.shards, "threads": options.arithmetic.values.get("threads")}
-        told["tuned"] = options.launch.tuning
-        where = own.out or STUDIES / f"{runs.label or launched.stem}-stages"
-        raise typer.Exit(study_stages(launched, own.stages, where, **told))
-    measurement = runs.measurement(launched, options)
-    where, wanted = own.out or STUDIES / measurement.label, report.wanted(f"Scaling study: {measurement.label}")
-    raise typer.Exit(start(measurement, place.engine_for(runs.baseline), where, wanted, keeps_going=own.keep_going))
+    out = study_options.out
+    if script is None or study_options.measured is not None or (script == COMPARE and not study_options.module):
+        studies = [Path(path) for path in args or ()] if script else None
+        return _from_figures(study_options.measured, studies, out, report)
+    target = Script(script, tuple(args or ()), is_module=study_options.module)
+    if study_options.stages is not None:
+        stage_options: dict[str, Any] = {name: getattr(runs, name) for name in ("repeats", "steps", "warmup", "seed")}
+        stage_options |= {"shards": options.shards, "threads": options.arithmetic.values.get("threads")}
+        stage_options["tuned"] = options.launch.tuning
+        folder = out or STUDIES / f"{runs.label or target.stem}-stages"
+        raise typer.Exit(study_stages(target, study_options.stages, folder, **stage_options))
+    measurement = runs.measurement(target, options)
+    folder, engine = out or STUDIES / measurement.label, place.engine_for(runs.baseline)
+    settings = report.settings(f"Scaling study: {measurement.label}")
+    raise typer.Exit(start(measurement, engine, folder, settings, keeps_going=study_options.keep_going))
 
 
 def _from_figures(
     measured: Path | None, studies: Sequence[Path] | None, out: Path | None, options: ReportOptions
 ) -> None:
-    """The report of what was measured before.
-
-    Args:
-        measured: the figures, or the study.
-        studies: the studies to compare, if there are no figures.
-        out: the folder of the report.
-        options: what the report should say.
+    """Report earlier measurements.
 
     Raises:
-        JobError: there is neither.
+        JobError: there are neither figures nor studies.
     """
-    from unisono_lab.commands.study_report import compare, name_of, report_from
+    from unisono_lab.report.report import compare, name_of, report_from
 
     if measured is not None:
-        return report_from(measured, out, options.wanted(f"Scaling study: {name_of(measured)}"))
+        return report_from(measured, out, options.settings(f"Scaling study: {name_of(measured)}"))
     if studies is None:
-        raise JobError("name the script to measure: unisono study train.py --workers 1,2")
-    return compare(studies, out, options.wanted(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
+        raise JobError("name a script to measure: unisono study train.py --workers 1,2")
+    return compare(studies, out, options.settings(f"Scaling studies: {' and '.join(map(name_of, studies))}"))
 
 
 def start(
-    measurement: Measurement, engine: StudyEngine, path: Path, wanted: Wanted, *, keeps_going: bool = False
+    measurement: Measurement, engine: StudyEngine, path: Path, settings: ReportSettings, *, keeps_going: bool = False
 ) -> int:
-    """Measure what is missing, and report.
-
-    Returns:
-        the exit code.
+    """Make the missing measurements, report, and return the exit code.
 
     Raises:
         JobError: a run could not be started, or the folder cannot be used, or holds another study.
     """
-    from unisono_lab.analysis.study_folder import StudyFolder
-    from unisono_lab.commands.study_report import report
-    from unisono_lab.measure.engines import CellRunner, results_of
-    from unisono_lab.measure.measuring import measure
+    from unisono_lab.report.report import report
+    from unisono_lab.study.engines import CellRunner, results_of
+    from unisono_lab.study.measuring import measure
+    from unisono_lab.study.study_folder import StudyFolder
 
-    def tell(words: str) -> None:
+    def print_line(words: str) -> None:
         err.print(Text(f"unisono: {words}"), soft_wrap=True)
 
     measurement.check()
@@ -281,74 +272,64 @@ def start(
             cells = measurement.cells
             done = sum(folder.kept(cell) is not None for cell in cells)
             before = f", {done} of them measured before" if done else ""
-            tell(f"{len(cells)} runs{before}, folder {folder.path}")
-            if most := [
+            print_line(f"{len(cells)} runs{before}, folder {folder.path}")
+            if too_many := [
                 str(workers) for workers in measurement.workers if workers * (measurement.threads or 1) > cores
             ]:
-                words = f"{' and '.join(most)} workers are too many for {cores} cores, unless they have GPUs"
-                tell(f"{words}: they will be timed, and not called scaling")
+                words = f"{' and '.join(too_many)} workers are too many for {cores} cores, unless they have GPUs"
+                print_line(f"{words}: they are timed, but their times are no scaling")
             try:
-                measured = measure(measurement, folder, runner, tell, keeps_going=keeps_going)
-            except KeyboardInterrupt as interrupted:
-                return say_ended(interrupted, "start it again to go on with what is missing", err)
+                measured = measure(measurement, folder, runner, print_line, keeps_going=keeps_going)
+            except KeyboardInterrupt as interrupt:
+                return report_interrupt(interrupt, "start it again to make the missing measurements", err)
             command = shlex.join(["unisono", *sys.argv[1:]])
-            report(results_of(runner, measured, cores, command), folder.path, wanted)
+            report(results_of(runner, measured, cores, command), folder.path, settings)
     for missing in measured.missing:
-        tell(f"no figures of {missing.cell}: {missing.words} (log: {missing.log})")
+        print_line(f"there are no figures of {missing.cell}: {missing.words} (log: {missing.log})")
     if measured.left_out:
         others = f"the other {len(measured.left_out)} runs were left out (--keep-going runs them)"
-        tell(f"all failed for the same reason, so {others}")
+        print_line(f"all runs failed for the same reason, so {others}")
     return 1 if measured.missing else 0
 
 
-def say_ended(interrupted: KeyboardInterrupt, words: str, err: Console) -> int:
-    """Say which signal has ended what was measured.
-
-    Returns:
-        the exit code.
-    """
+def report_interrupt(interrupted: KeyboardInterrupt, words: str, err: Console) -> int:
+    """Print which signal ended the measurement, and return the exit code."""
     number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
     err.print(Text(f"unisono: ended by {number.name}: {words}"), soft_wrap=True)
     return FIRST_SIGNAL + number
 
 
-# ``unisono study --stages``: which schedule is the fastest for a model in stages.
+# ``unisono study --stages``: the fastest schedule for a model in stages.
 
 
 def study_stages(script: Script, devices: int, place: Path, **options: Any) -> int:
-    """Measure all schedules, print them as a table, and name the best.
+    """Measure all schedules, print them as a table, and name the best; 0 if all have figures, 1 if not.
 
-    Args:
-        script: the script, which calls ``run.pipeline``.
-        devices: the number of devices that hold the stages.
-        place: the study's folder, which must be new.
-        options: those of ``ScheduleStudy``; None for its default.
-
-    Returns:
-        the exit code: 0 if there are figures of every schedule, 1 if not.
+    The script calls ``run.pipeline``; the place must be new. An option of ``ScheduleStudy`` that is None has its
+    default.
 
     Raises:
-        JobError: it cannot be measured, or the folder has something in it.
+        JobError: the schedules cannot be measured, or the folder is not empty.
     """
-    from unisono_lab.measure.schedules import ScheduleStudy, measure_schedules, table_of  # which load torch
+    from unisono_lab.study.engines import ScheduleStudy, measure_schedules, table_of  # this module loads torch
 
-    wanted = ScheduleStudy(script, devices, **{name: value for name, value in options.items() if value is not None})
-    wanted.check()
+    plan = ScheduleStudy(script, devices, **{name: value for name, value in options.items() if value is not None})
+    plan.check()
     if place.exists() and any(place.iterdir()):
-        raise JobError(f"{place} has something in it already: name another folder with --out")
+        raise JobError(f"{place} is not empty: name another folder with --out")
     err, out = Console(stderr=True, highlight=False, emoji=False), Console(highlight=False, emoji=False)
     cores = usable_cores()
-    if wanted.devices * (wanted.threads or 1) > cores:
-        words = f"unisono: {wanted.devices} devices are too many for {cores} cores, unless they are GPUs: they wait for"
+    if plan.devices * (plan.threads or 1) > cores:
+        words = f"unisono: {plan.devices} devices are too many for {cores} cores, unless they are GPUs: they wait for"
         err.print(Text(f"{words} cores, and not for each other", "red"), soft_wrap=True)
-    figures = measure_schedules(wanted, place, lambda words: err.print(Text(f"unisono: {words}"), soft_wrap=True))
+    figures = measure_schedules(plan, place, lambda words: err.print(Text(f"unisono: {words}"), soft_wrap=True))
     head, *rows = table_of(figures)
     show_table(bare_table(head, rows), out)
-    for one in figures:
-        if one.trouble:
-            out.print(Text(f"{one.schedule}: {one.trouble}", "red"), soft_wrap=True)
+    for schedule in figures:
+        if schedule.trouble:
+            out.print(Text(f"{schedule.schedule}: {schedule.trouble}", "red"), soft_wrap=True)
     best = figures[0]
     if best.step_s:
-        words = f'take run.pipeline(…, schedule="{best.schedule}"): {1000 * median(best.step_s):.1f} ms a step'
-        out.print(Text(f"{words}. It changes no bit; more shards, which do, make the idle share smaller", "bold"))
-    return int(any(one.trouble for one in figures))
+        words = f'recommended: run.pipeline(…, schedule="{best.schedule}"): {1000 * median(best.step_s):.1f} ms a step'
+        out.print(Text(f"{words}. The schedule changes no bit; more shards, which do, lower the idle share", "bold"))
+    return int(any(schedule.trouble for schedule in figures))

@@ -1,1 +1,1 @@
-"""Fault injection: fault plans, what injects them, and what checks the result."""
+"""Fault injection: fault plans, the injection of faults, and the check of the result."""

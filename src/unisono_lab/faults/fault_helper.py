@@ -1,9 +1,9 @@
-"""A process beside a worker that does to others what the worker, once the fault has hit it, cannot do any more.
+"""A process beside a worker that does what the worker cannot do itself once the fault has hit it.
 
 It runs as a plain file, in the worker's process group, so that it starts in some milliseconds and ends with the worker.
-``fault_helper.py continue PID SECONDS`` wakes a process that stands still; ``fault_helper.py kill FILE SECONDS`` kills
-the process whose number the JSON file names, as often as another one comes, while the time lasts. Both say when they
-are ready.
+``fault_helper.py continue PID SECONDS`` continues a stopped process after this time. ``fault_helper.py kill FILE
+SECONDS`` kills the process whose number the JSON file holds, and each process that replaces it, until the time is over.
+Both print a line when they are ready.
 """
 
 import os
@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-if __name__ == "__main__":  # as a plain file it finds the package only if told where that is
+if __name__ == "__main__":  # a plain file has its own folder in sys.path, not the package's
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from unisono.received import parse_object
@@ -23,31 +23,31 @@ LINGER_S = 1.0
 
 
 def wake(pid: int, seconds: float) -> None:
-    """Let a process go on, once the time is over."""
+    """Continue a process once the time is over."""
     time.sleep(seconds)
-    until = time.monotonic() + LINGER_S  # it may stop a little later than it said
+    end = time.monotonic() + LINGER_S  # the process may stop a little later than expected
     with suppress(ProcessLookupError):
-        while time.monotonic() < until:
+        while time.monotonic() < end:
             os.kill(pid, signal.SIGCONT)
             time.sleep(PAUSE_S)
 
 
 def keep_killing(path: str, seconds: float) -> None:
-    """Kill whomever the file names, until the time is over."""
-    until, killed = time.monotonic() + seconds, 0
+    """Kill each process that the file names, until the time is over."""
+    end, killed = time.monotonic() + seconds, 0
     while True:
-        pid = named_in(path)
+        pid = coordinator_in(path)
         if pid is not None and pid != killed:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             killed = pid
-        if time.monotonic() >= until:
+        if time.monotonic() >= end:
             return
         time.sleep(PAUSE_S)
 
 
-def named_in(path: str) -> int | None:
-    """The process that the file names, if it still is what the file says."""
+def coordinator_in(path: str) -> int | None:
+    """The process id in the file, if that process is a coordinator."""
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (starts faster)
             pid = int(parse_object(file.read())["pid"])
@@ -58,14 +58,14 @@ def named_in(path: str) -> int | None:
 
 
 def main() -> None:
-    """Do what the arguments say."""
-    what, whom, seconds = sys.argv[1:]
+    """Run the command in the arguments."""
+    command, target, seconds = sys.argv[1:]
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    if what == "continue":
-        wake(int(whom), float(seconds))
+    if command == "continue":
+        wake(int(target), float(seconds))
     else:
-        keep_killing(whom, float(seconds))
+        keep_killing(target, float(seconds))
 
 
 if __name__ == "__main__":

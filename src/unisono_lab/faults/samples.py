@@ -1,24 +1,23 @@
-"""The check that every sample was used exactly once, from what the workers wrote down while they trained."""
+"""The check that every sample was used exactly once, from the records of the workers."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.jsonl import read_lines
-from unisono.train.record.sample_log import FOLDER
+from unisono.train.record.trace import SAMPLES
 
 LISTED = 5
-"""Samples that one line names."""
+"""The most samples that a line lists."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """A step, and a call of ``step.run`` in it: both by number, the call from 0."""
+class Place(NamedTuple):
+    """The numbers of a step and of a call of ``step.run`` in it, from 0."""
 
     step: int
     call: int
@@ -29,14 +28,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ComputedSamples:
-    """The samples that one worker set out to compute in one call.
+    """The samples that one worker began to compute in one call.
 
     Attributes:
-        place: the step and the call.
-        generation: the number of the generation.
-        loop: the number of the loop.
-        epoch: the number of the epoch in the loop.
-        samples: the number of samples in the data set; 0 for a stream, of which it is not known.
+        samples: the number of samples in the data set; 0 for a stream, whose length is not known.
         per_epoch: the number of samples that an epoch uses.
         cut: the number of shards of the batch.
         shards: the samples of each shard, by its number.
@@ -52,15 +47,17 @@ class ComputedSamples:
     shards: Mapping[int, tuple[int, ...]]
 
 
+Calls = Sequence[ComputedSamples]
+
+
 @dataclass(frozen=True)
 class Samples:
-    """All that the workers of a run wrote down.
+    """The records of all workers of a run.
 
-    Of a call that was committed more than once (on a worker that was lost with it, or before the job went on from an
-    older checkpoint) the newest generation counts: numbers of generations are never used again.
+    If a call was committed more than once (by a worker that was lost with it, or before the job continued from an older
+    checkpoint), the newest generation counts. Numbers of generations are never used again.
 
     Attributes:
-        computed: the computed samples, in any order.
         committed: the committed calls, each with its generation.
     """
 
@@ -69,168 +66,141 @@ class Samples:
 
     @classmethod
     def read(cls, run_dir: Path) -> Samples:
-        """What lies in a run folder. The last line of a worker that was killed may be cut off."""
-        return cls.of([line for path in sorted((run_dir / FOLDER).glob("*.jsonl")) for line in read_lines(path)])
+        """Read the records in a run folder. The last line of a killed worker may be incomplete, and is left out."""
+        return cls.of([line for path in sorted((run_dir / SAMPLES).glob("*.jsonl")) for line in read_lines(path)])
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]]) -> Samples:
-        """What lines say."""
-        computed = tuple(_computed(line) for line in lines if "computed" in line)
+        """Make the records from lines."""
+        computed = []
+        for line in lines:
+            if "computed" in line:
+                place = Place(line["computed"], line["call"])
+                about = {name: line[name] for name in ("generation", "loop", "epoch", "samples", "per_epoch", "cut")}
+                shards = {int(shard): tuple(samples) for shard, samples in line["shards"].items()}
+                computed.append(ComputedSamples(place, shards=shards, **about))
         commits = (line for line in lines if "committed" in line)
-        return cls(computed, frozenset((Place(one["committed"], one["call"]), one["generation"]) for one in commits))
+        committed = frozenset((Place(line["committed"], line["call"]), line["generation"]) for line in commits)
+        return cls(tuple(computed), committed)
 
     @property
     def lineage(self) -> dict[Place, int]:
-        """The calls that made the weights, with the generation of each."""
-        newest = dict(sorted(self.committed, key=lambda one: one[1]))
+        """The calls that led to the weights, with the generation of each."""
+        newest = dict(sorted(self.committed, key=lambda commit: commit[1]))
         return dict(sorted(newest.items()))
 
     @property
     def repeated(self) -> int:
-        """How many times a step was begun again in another generation."""
-        tries = {(one.place, one.generation) for one in self.computed if not one.place.call}
+        """The number of times that a step was begun again in another generation."""
+        tries = {(call.place, call.generation) for call in self.computed if not call.place.call}
         return len(tries) - len({place for place, _ in tries})
 
     @property
-    def tries(self) -> dict[tuple[Place, int], list[ComputedSamples]]:
-        """What the workers of a generation computed for a call."""
-        found = defaultdict(list)
-        for one in self.computed:
-            found[one.place, one.generation].append(one)
-        return found
+    def counted(self) -> dict[Place, list[ComputedSamples]]:
+        """The computations that count: for each call of the lineage, those of its newest generation."""
+        lineage = self.lineage
+        counted: dict[Place, list[ComputedSamples]] = {place: [] for place in lineage}
+        for call in self.computed:
+            if lineage.get(call.place) == call.generation:
+                counted[call.place].append(call)
+        return counted
 
 
 def problems(samples: Samples, steps: int, shards: int, serial: Samples | None = None) -> list[str]:
-    """What is wrong with the samples that a run used; nothing if all is right.
+    """Sentences about errors in the samples that a run used; empty if all are right.
 
-    Args:
-        samples: the samples of the run.
-        steps: the number of steps of the job.
-        shards: the number of shards of the job; a batch may be cut finer.
-        serial: the samples of a run without faults, to compare with; without one every epoch has to be whole.
+    The serial samples are those of a run without faults to compare with; without them, every epoch must be complete. A
+    batch may be cut into more shards than those of the job.
     """
-    counted = _Counted.of(samples)
-    found = [*_steps(counted, steps), *_shards(counted, shards)]
-    found += _epochs(counted) if serial is None else _unlike(counted, _Counted.of(serial))
-    return found + _doubled(counted)
+    counted = samples.counted
+    epochs = defaultdict(list)  # the first calls of each step, by loop and epoch
+    for place, tries in counted.items():
+        for call in tries if place.call == 0 else ():
+            epochs[f"epoch {call.epoch}" + (f" of loop {call.loop}" if call.loop else "")].append(call)
+    errors = [*_steps(samples.lineage, steps), *_shards(counted, samples.lineage, shards)]
+    errors += _unused(epochs) if serial is None else _unlike(counted, serial.counted)
+    return errors + _doubled(epochs)
 
 
-@dataclass(frozen=True)
-class _Counted:
-    """The computations that count: for each call of the lineage, those of its newest generation."""
-
-    lineage: Mapping[Place, int]
-    tries: Mapping[Place, Sequence[ComputedSamples]]
-
-    @classmethod
-    def of(cls, samples: Samples) -> _Counted:
-        lineage, tries = samples.lineage, samples.tries
-        return cls(lineage, {place: tries.get((place, generation), []) for place, generation in lineage.items()})
-
-    def shards(self, place: Place) -> list[int]:
-        return sorted(shard for one in self.tries[place] for shard in one.shards)
-
-    def samples(self, place: Place) -> dict[int, tuple[int, ...]]:
-        return {shard: used for one in self.tries[place] for shard, used in one.shards.items()}
-
-    def epochs(self) -> dict[tuple[int, int], list[ComputedSamples]]:
-        """The first calls of each step, by loop and epoch."""
-        found = defaultdict(list)
-        for place, tries in self.tries.items():
-            if place.call == 0:
-                for one in tries:
-                    found[one.loop, one.epoch].append(one)
-        return found
-
-
-def _steps(counted: _Counted, steps: int) -> list[str]:
-    done = {place.step for place in counted.lineage}
-    found = [f"step {step} was never committed" for step in range(steps) if step not in done]
-    found += [f"step {step} was committed, but the job has {steps} steps" for step in sorted(done) if step >= steps]
-    for (before, earlier), (after, later) in pairwise(counted.lineage.items()):
+def _steps(lineage: Mapping[Place, int], steps: int) -> list[str]:
+    committed = {place.step for place in lineage}
+    errors = [f"step {step} was never committed" for step in range(steps) if step not in committed]
+    errors += [
+        f"step {step} was committed, but the job has {steps} steps" for step in sorted(committed) if step >= steps
+    ]
+    for (before, earlier), (after, later) in pairwise(lineage.items()):
         if later < earlier:
-            found.append(f"{before} was committed in generation {earlier}, and {after}, which follows, in {later}")
-    return found
+            errors.append(f"{before} was committed in generation {earlier}, and {after}, which follows, in {later}")
+    return errors
 
 
-def _shards(counted: _Counted, base: int) -> list[str]:
-    found = []
-    for place, generation in counted.lineage.items():
-        cuts = {one.cut for one in counted.tries[place]}
-        shards, wanted = counted.shards(place), range(max(cuts, default=base))
-        where = f"{place} in generation {generation}"
-        if len(cuts) > 1 or len(wanted) % base:
+def _shards(counted: Mapping[Place, Calls], lineage: Mapping[Place, int], base: int) -> list[str]:
+    errors = []
+    for place, tries in counted.items():
+        cuts = {call.cut for call in tries}
+        shards, due = Counter(shard for call in tries for shard in call.shards), range(max(cuts, default=base))
+        where = f"{place} in generation {lineage[place]}"
+        if len(cuts) > 1 or len(due) % base:
             cut = " and ".join(map(str, sorted(cuts)))
-            found.append(f"{where}: cut into {cut} shards, and the job has {base}")
-        if shards != list(wanted):
-            often = [shard for shard, times in Counter(shards).items() if times > 1]
-            missing = sorted(set(wanted) - set(shards))
-            wrong = {"more than once": often, "by nobody": missing, "that do not exist": sorted({*shards} - {*wanted})}
-            found += [f"{where}: shards {_some(which)} computed {how}" for how, which in wrong.items() if which]
-    return found
+            errors.append(f"{where}: cut into {cut} shards, and the job has {base}")
+        kinds = {
+            "more than once": sorted(shard for shard, times in shards.items() if times > 1),
+            "by nobody": sorted({*due} - shards.keys()),
+            "that do not exist": sorted(shards.keys() - {*due}),
+        }
+        errors += [f"{where}: shards {_some(which)} computed {how}" for how, which in kinds.items() if which]
+    return errors
 
 
-def _epochs(counted: _Counted) -> list[str]:
-    found = []
-    for (loop, epoch), tries in counted.epochs().items():
-        used = {sample for one in tries for shard in one.shards.values() for sample in shard}
-        where = f"epoch {epoch}" + (f" of loop {loop}" if loop else "")
-        about = tries[0]
+def _unused(epochs: Mapping[str, Calls]) -> list[str]:
+    errors = []
+    for where, calls in epochs.items():
+        used = {sample for call in calls for samples in call.shards.values() for sample in samples}
+        about = calls[0]
         if about.samples and (foreign := sorted(used - set(range(about.samples)))):
-            found.append(f"{where}: samples {_some(foreign)} used, which the data set does not have")
+            errors.append(f"{where}: samples {_some(foreign)} used, which the data set does not have")
         if len(used) < about.per_epoch:
             unused = sorted(set(range(about.samples)) - used)
             which = f", {_some(unused)} among them" if about.per_epoch == about.samples else ""
-            found.append(f"{where}: {about.per_epoch - len(used)} samples not used{which}")
-    return found
+            errors.append(f"{where}: {about.per_epoch - len(used)} samples not used{which}")
+    return errors
 
 
-def _doubled(counted: _Counted) -> list[str]:
-    found = []
-    for (loop, epoch), tries in counted.epochs().items():
+def _doubled(epochs: Mapping[str, Calls]) -> list[str]:
+    errors = []
+    for where, calls in epochs.items():
         steps = defaultdict(list)
-        for one in tries:
-            for shard in one.shards.values():
-                for sample in shard:
-                    steps[sample].append(one.place.step)
-        where = f"epoch {epoch}" + (f" of loop {loop}" if loop else "")
-        often = {sample: sorted(places) for sample, places in steps.items() if len(places) > 1}
-        found += [
+        for call in calls:
+            for sample in chain.from_iterable(call.shards.values()):
+                steps[sample].append(call.place.step)
+        repeated = sorted((sample, sorted(places)) for sample, places in steps.items() if len(places) > 1)
+        errors += [
             f"{where}: sample {sample} used {len(places)} times, in steps {_some(places)}"
-            for sample, places in sorted(often.items())[:LISTED]
+            for sample, places in repeated[:LISTED]
         ]
-        if len(often) > LISTED:
-            found.append(f"{where}: {len(often) - LISTED} more samples used more than once")
-    return found
+        if len(repeated) > LISTED:
+            errors.append(f"{where}: {len(repeated) - LISTED} more samples used more than once")
+    return errors
 
 
-def _unlike(counted: _Counted, serial: _Counted) -> list[str]:
-    found = []
-    for place in counted.lineage:
-        ours, theirs = counted.samples(place), serial.samples(place) if place in serial.tries else {}
-        used, wanted = ({sample for shard in each.values() for sample in shard} for each in (ours, theirs))
-        if missing := sorted(wanted - used):
-            found.append(f"{place}: samples {_some(missing)} not used")
-        if foreign := sorted(used - wanted):
-            found.append(f"{place}: samples {_some(foreign)} used, which the serial run used elsewhere or not at all")
-        if used == wanted and ours != theirs:
-            found.append(f"{place}: the samples are those of the serial run, but in other shards or another order")
-    return found
+def _unlike(counted: Mapping[Place, Calls], serial: Mapping[Place, Calls]) -> list[str]:
+    errors = []
+    for place, tries in counted.items():
+        own, expected = map(_by_shard, (tries, serial.get(place, ())))
+        used, expected_samples = set(chain.from_iterable(own.values())), set(chain.from_iterable(expected.values()))
+        if missing := sorted(expected_samples - used):
+            errors.append(f"{place}: samples {_some(missing)} not used")
+        if foreign := sorted(used - expected_samples):
+            errors.append(f"{place}: samples {_some(foreign)} used, which the serial run used elsewhere or not at all")
+        if used == expected_samples and own != expected:
+            errors.append(f"{place}: the samples are those of the serial run, but in other shards or another order")
+    return errors
+
+
+def _by_shard(calls: Calls) -> dict[int, tuple[int, ...]]:
+    return {shard: samples for call in calls for shard, samples in call.shards.items()}
 
 
 def _some(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:LISTED]))
     return shown if len(numbers) <= LISTED else f"{shown} and {len(numbers) - LISTED} more"
-
-
-def _computed(line: Mapping[str, Any]) -> ComputedSamples:
-    return ComputedSamples(
-        Place(line["computed"], line["call"]),
-        line["generation"],
-        line["loop"],
-        line["epoch"],
-        line["samples"],
-        line["per_epoch"],
-        line["cut"],
-        {int(shard): tuple(used) for shard, used in line["shards"].items()},
-    )

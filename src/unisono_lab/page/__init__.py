@@ -1,1 +1,1 @@
-"""The live page of a run: what its folder and its coordinator tell, in a browser."""
+"""The live page of a run, which shows its run folder and its coordinator's status in a browser."""

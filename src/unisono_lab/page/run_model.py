@@ -1,4 +1,4 @@
-"""A run as the page shows it: live, late or over, made of the same lines."""
+"""The model of a run that the page shows, made from the lines of its files."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from unisono.plan.split import Split
 from unisono.received import short
-from unisono_lab.events import moment_of, title_of
+from unisono_lab.journal_events import moment_of, title_of
 from unisono_lab.page.curves import (
     LARGEST_STEP,
     PARTS,
@@ -15,26 +15,26 @@ from unisono_lab.page.curves import (
     CurveTable,
     Entry,
     Mark,
+    NewLines,
     Stretches,
     Thinned,
     number,
     shard_seconds,
 )
-from unisono_lab.page.source import NewLines
 
-# What happened in a run, made of the lines of ``journal.jsonl``: generations, workers, and marks on its time.
+# The events of a run, from the lines of ``journal.jsonl``: generations, workers, and marks on the time axis.
 
 
 MOST_MARKS = 160
-"""Groups of each kind."""
+"""The most groups of events of each kind."""
 
-MOST_TOLD = 60
-"""Of the newest events, as a list."""
+MOST_LISTED = 60
+"""The number of newest events that are listed."""
 
 MOST_FIGURES, LONGEST_TEXT = 12, 200
 MOST_WORKERS = 65536
 MOST_HOSTS = 4096
-"""Workers whose hosts are remembered: beyond that, those of the present generation alone."""
+"""The most workers whose hosts are remembered; of more, only those of the present generation."""
 
 
 EVENTS: Mapping[str, Sequence[str]] = {
@@ -75,7 +75,7 @@ EVENTS: Mapping[str, Sequence[str]] = {
         "asked to checkpoint",
     ),
 }
-"""Of each kind, which has a sign of its own on the page; those of some kinds have no event to themselves."""
+"""The events of each kind; each kind has its own sign on the page. Other fields decide on kinds without events."""
 
 KINDS = tuple(EVENTS)
 KIND_OF = {event: kind for kind, events in EVENTS.items() for event in events}
@@ -83,15 +83,14 @@ KIND_OF_VERB = {"set_strategy": "strategy", "set_topology": "topology", "set_bal
 
 
 class EventGroup(NamedTuple):
-    """An event, or several of one kind one after the other.
+    """An event, or several successive events of one kind.
 
     Attributes:
-        time: the time of the first, in seconds since 1970.
-        until: the time of the last.
-        step: the step that its line names, if it does.
-        many: the number of events.
-        title: the newest one in a line.
-        figures: the rest of its line, by name.
+        time: the time of the first event, in seconds since 1970.
+        until: the time of the last event.
+        step: the step in the last event's line, if it has one.
+        title: the last event as text.
+        figures: the other fields of its line, as text.
     """
 
     time: float
@@ -103,15 +102,14 @@ class EventGroup(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A generation, or several that followed each other quickly.
+    """A generation, or several successive ones.
 
     Attributes:
-        time: the time at which the first was formed, in seconds since 1970.
-        number: the number of the newest.
-        workers: the number of its workers.
-        stall_s: the seconds for which training stood still until then.
-        parts: these seconds, by what they were spent with.
-        many: the number of generations.
+        time: the time at which the first generation was formed, in seconds since 1970.
+        number: the number of the newest generation.
+        workers: the number of workers of the newest generation.
+        stall_s: the seconds for which training paused before.
+        parts: the parts of these seconds, by name.
     """
 
     time: float
@@ -127,10 +125,8 @@ class ShownWorker:
     """A worker of the present generation.
 
     Attributes:
-        id: its id, or ``rank N`` in a job whose workers stay the same.
-        host: the name of its host, if known.
-        shards: the number of shards that it computes.
-        colour: the number of its colour, which it keeps.
+        id: the worker's id, or ``rank N`` in a job that is not elastic.
+        colour: the number of its colour, which it keeps over generations.
     """
 
     id: str
@@ -141,36 +137,33 @@ class ShownWorker:
 
 @dataclass(slots=True)
 class Story:
-    """All that the journal tells.
+    """The contents of the journal.
 
     Attributes:
-        shards: the number of shards of the job, as far as known.
+        shards: the number of shards of the job; 0 if it is not known.
         seats: the workers of the present generation, by rank.
-        generation: its number; 0 before the first.
-        spans: the generations.
-        marks: the events, by kind.
+        generation: the number of the present generation; 0 before the first.
         newest: the newest events of all kinds, each with its number and kind.
-        told: the number of events so far.
-        observed: the figures that policies have seen of the world outside.
-        ended: the word with which the newest start has ended; empty while it trains.
+        observed: the figures that policies have observed outside the run.
+        ended: the outcome of the newest start; empty while it trains.
     """
 
     shards: int = 0
     seats: tuple[ShownWorker, ...] = ()
     generation: int = 0
-    spans: Thinned[Span] = field(default_factory=lambda: Thinned(_one_span, MOST_MARKS))
+    spans: Thinned[Span] = field(default_factory=lambda: Thinned(_merged_spans, MOST_MARKS))
     marks: dict[str, Thinned[EventGroup]] = field(
-        default_factory=lambda: {kind: Thinned(_one_happening, MOST_MARKS) for kind in KINDS}
+        default_factory=lambda: {kind: Thinned(_merged_groups, MOST_MARKS) for kind in KINDS}
     )
-    newest: deque[tuple[int, str, EventGroup]] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
-    told: int = 0
+    newest: deque[tuple[int, str, EventGroup]] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))
+    event_count: int = 0
     observed: CurveTable = field(default_factory=CurveTable)
     ended: str = ""
     _hosts: dict[str, str] = field(default_factory=dict)
     _is_elastic: bool = False
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take a line; what is not as it should be in it is left out."""
+        """Take a line; values that are not valid are left out."""
         time, event = moment_of(line), line.get("event")
         if time is None or not isinstance(event, str):
             return
@@ -191,18 +184,18 @@ class Story:
             self._mark(kind, time, line)
 
     def since(self, seen: dict[str, Mark]) -> dict[str, Any]:
-        """For the browser: what somebody has not seen yet. Notes in ``seen`` that he has."""
+        """The rows that a viewer has not seen, for the browser; updates ``seen``."""
         rows: dict[str, Thinned[Any]] = {f"marks/{kind}": marks for kind, marks in self.marks.items()}
-        told = {}
+        unseen = {}
         for name, groups in {"spans": self.spans, **rows}.items():
-            before = seen.get(name, Mark())
-            if groups.groups and before != groups.mark:
-                first = groups.since(before)
-                told[name] = {"first": first, "rows": [list(one) for one in groups.groups[first:]]}
+            mark = seen.get(name, Mark())
+            if groups.groups and mark != groups.mark:
+                first = groups.since(mark)
+                unseen[name] = {"first": first, "rows": [list(row) for row in groups.groups[first:]]}
                 seen[name] = groups.mark
-        return told
+        return unseen
 
-    # -- who trains
+    # -- workers and generations
 
     def _minted(self, line: Mapping[str, Any], time: float) -> None:
         workers, generation = _names(line.get("workers")), line.get("generation")
@@ -215,24 +208,24 @@ class Story:
         stall_s = number(line.get("seconds")) or 0.0
         self.spans.add(Span(time, generation, len(workers), stall_s, {"until all had arrived": stall_s}, 1))
         if len(self._hosts) > MOST_HOSTS:
-            here = set(workers)
-            self._hosts = {one: host for one, host in self._hosts.items() if one in here}
+            present = set(workers)
+            self._hosts = {worker: host for worker, host in self._hosts.items() if worker in present}
 
     def _formed(self, line: Mapping[str, Any]) -> None:
         seconds, spans = line.get("seconds"), self.spans.groups
         if not spans or not isinstance(seconds, Mapping) or spans[-1].number != line.get("generation"):
             return
-        parts = {_text(name): found for name, value in list(seconds.items())[:16] if (found := number(value))}
+        parts = {_text(name): amount for name, value in list(seconds.items())[:16] if (amount := number(value))}
         if spans[-1].many == 1:
             spans[-1] = spans[-1]._replace(stall_s=sum(parts.values()), parts=parts)
-            self.spans.shape += 1  # it is not the newest group that changes
+            self.spans.shape += 1  # a group that viewers have seen has changed
 
     def _started(self, line: Mapping[str, Any], time: float) -> None:
         size = line.get("world_size")
         if type(size) is not int or not 1 <= size <= MOST_WORKERS:
             return
         if self._is_elastic and not self.ended and size == len(self.seats):
-            return  # the coordinator has told of them
+            return  # a line of the coordinator has named them
         self._is_elastic, self.ended, self.generation = False, "", 1
         names = [f"rank {rank}" for rank in range(size)]
         even = Split.even(max(self.shards, size), size)
@@ -240,16 +233,18 @@ class Story:
         self.spans.add(Span(time, 1, size, 0.0, {}, 1))
 
     def _seat(self, workers: Sequence[str], shards: Sequence[int]) -> None:
-        """Who stays keeps his colour, and who comes takes the first that nobody has."""
-        known = {seat.id: seat.colour for seat in self.seats}
-        taken = {known[worker] for worker in workers if worker in known}
+        """Set the workers: those that stay keep their colours, and joiners get the first free ones."""
+        colours = {seat.id: seat.colour for seat in self.seats}
+        taken = {colours[worker] for worker in workers if worker in colours}
         free = (colour for colour in range(len(workers)) if colour not in taken)
         self.seats = tuple(
-            ShownWorker(worker, self._hosts.get(worker, ""), count, known[worker] if worker in known else next(free))
+            ShownWorker(
+                worker, self._hosts.get(worker, ""), count, colours[worker] if worker in colours else next(free)
+            )
             for worker, count in zip(workers, shards, strict=True)
         )
 
-    # -- what happened
+    # -- events
 
     def _observed(self, line: Mapping[str, Any], time: float) -> None:
         figures, step = line.get("figures"), line.get("step")
@@ -258,51 +253,51 @@ class Story:
             self.observed.add([Entry(step, time, named)])
 
     def _mark(self, kind: str, time: float, line: Mapping[str, Any]) -> None:
-        about = {name: value for name, value in line.items() if name not in ("event", "time")}
-        figures = {_text(name): _text(value) for name, value in _flat(about)[:MOST_FIGURES]}
+        fields = {name: value for name, value in line.items() if name not in ("event", "time")}
+        figures = {_text(name): _text(value) for name, value in _flat(fields)[:MOST_FIGURES]}
         step = line.get("step")
-        known = step if type(step) is int and 0 <= step < LARGEST_STEP else None
-        happening = EventGroup(time, time, known, 1, _text(_title_of(line)), figures)
-        self.marks[kind].add(happening)
-        self.told += 1
-        self.newest.append((self.told, kind, happening))
+        valid_step = step if type(step) is int and 0 <= step < LARGEST_STEP else None
+        group = EventGroup(time, time, valid_step, 1, _text(_title_of(line)), figures)
+        self.marks[kind].add(group)
+        self.event_count += 1
+        self.newest.append((self.event_count, kind, group))
 
 
-def _one_span(one: Span, other: Span) -> Span:
-    stall_s = one.stall_s + other.stall_s
-    return other._replace(time=one.time, stall_s=stall_s, many=one.many + other.many)
+def _merged_spans(earlier: Span, later: Span) -> Span:
+    stall_s = earlier.stall_s + later.stall_s
+    return later._replace(time=earlier.time, stall_s=stall_s, many=earlier.many + later.many)
 
 
-def _one_happening(one: EventGroup, other: EventGroup) -> EventGroup:
-    return other._replace(time=one.time, many=one.many + other.many)
+def _merged_groups(earlier: EventGroup, later: EventGroup) -> EventGroup:
+    return later._replace(time=earlier.time, many=earlier.many + later.many)
 
 
 def _names(value: Any) -> list[str]:
-    found = value if isinstance(value, list) and len(value) <= MOST_WORKERS else []
-    return [_text(one) for one in found]
+    names = value if isinstance(value, list) and len(value) <= MOST_WORKERS else []
+    return [_text(name) for name in names]
 
 
 def _flat(about: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The figures in a line, those of inner objects beside the others."""
-    found: list[tuple[str, Any]] = []
+    """The fields of a line; those of inner objects stand beside the others."""
+    fields: list[tuple[str, Any]] = []
     for name, value in about.items():
-        found += value.items() if isinstance(value, Mapping) else [(name, value)]
-    return found
+        fields += value.items() if isinstance(value, Mapping) else [(name, value)]
+    return fields
 
 
 def _text(value: Any) -> str:
-    """Anything in a few words."""
+    """Any value as a short text."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, list):  # of names, say; what lies deeper is not gone down into
-        return ", ".join(short(one) if isinstance(one, list) else _text(one) for one in value[:32])[:LONGEST_TEXT]
+    if isinstance(value, list):  # for example of names; lists in it are not expanded
+        return ", ".join(short(item) if isinstance(item, list) else _text(item) for item in value[:32])[:LONGEST_TEXT]
     if value is None:
         return ""
     return (value if isinstance(value, str) else short(value))[:LONGEST_TEXT]
 
 
 def _kind_of(line: Mapping[str, Any]) -> str:
-    """The kind of an event; empty for one that is not shown."""
+    """The kind of an event; empty for an event that is not shown."""
     event, verb = line.get("event"), line.get("verb")
     if event == "minted":
         return "join" if line.get("joined") and line.get("generation") != 1 else ""
@@ -315,17 +310,16 @@ def _kind_of(line: Mapping[str, Any]) -> str:
 
 
 def _title_of(line: Mapping[str, Any]) -> str:
-    """An event in a line, for people."""
     event = str(line.get("event"))
-    who = line.get("worker") or line.get("agent") or line.get("policy") or line.get("error") or ""
-    return title_of(line) or (f"{event}: {_text(who)}" if who else event)
+    name = line.get("worker") or line.get("agent") or line.get("policy") or line.get("error") or ""
+    return title_of(line) or (f"{event}: {_text(name)}" if name else event)
 
 
-# A run as the page shows it: live, late or over, made of the same lines.
+# The model of a run.
 
 
 SHOWN = 256
-"""Workers that are shown one by one."""
+"""The most workers that are shown one by one."""
 
 LATEST = ("step", "epoch", "position", "loss", "lr", "learning_rate", "samples_per_s", "batch_size", "world_size")
 JOB = ("batch_size", "shards", "seed", "threads", "precision", "reduction")
@@ -335,32 +329,27 @@ LONGEST_WHY = 400
 
 @dataclass(slots=True)
 class Viewed:
-    """What one viewer has seen.
+    """The part of the model that one viewer has seen.
 
     Attributes:
-        edition: the edition of the model that he knows; 0 for none.
-        told: the number of events that he has been told.
-        marks: the known part of each row and table.
+        edition: the edition of the model that the viewer has; 0 for none.
+        marks: the mark of the seen part of each row and table.
     """
 
     edition: int = 0
-    told: int = 0
+    event_count: int = 0
     marks: dict[str, Mark] = field(default_factory=dict)
 
 
 class RunModel:
-    """What is known of a run.
+    """The model of a run.
 
     Attributes:
-        edition: a number that changes when a file turned out to be another one, and was read anew.
-        story: what the journal tells.
-        curves: what the metrics tell.
-        stretches: the places of their steps in the file.
-        status: what the coordinator says; None if there is none, or it does not answer.
-        job: the job, by field.
-        result: the end of the run, by field; empty before.
-        is_behind: whether more of its history is about to be read.
-        trouble: why nothing new is known, for people; empty if all is well.
+        edition: a number that changes when a file was replaced, and is read anew.
+        status: the status of the coordinator; None if there is none, or it does not answer.
+        result: the fields of ``result.json``; empty before the end.
+        is_behind: whether more of the history is yet to be read.
+        trouble: the error message if the run cannot be read; empty if it can.
     """
 
     def __init__(self) -> None:
@@ -389,20 +378,20 @@ class RunModel:
         self.curves.take(news.lines)
 
     def news_for(self, seen: Viewed) -> dict[str, Any]:
-        """What a viewer has not seen yet, for the browser; notes that he has."""
+        """The news for a viewer's browser; updates ``seen``."""
         anew = seen.edition != self.edition
         if anew:
-            seen.edition, seen.told, seen.marks = self.edition, 0, {}
-        events = [[kind, *one] for number, kind, one in self.story.newest if number > seen.told]
-        seen.told = self.story.told
+            seen.edition, seen.event_count, seen.marks = self.edition, 0, {}
+        events = [[kind, *group] for number, kind, group in self.story.newest if number > seen.event_count]
+        seen.event_count = self.story.event_count
         rows, curves = self.story.since(seen.marks), {}
         for name, table in (("metrics", self.curves.table), ("observed", self.story.observed)):
-            if told := table.since(seen.marks.get(name, Mark())):
-                curves[name], seen.marks[name] = told, table.mark
+            if points := table.since(seen.marks.get(name, Mark())):
+                curves[name], seen.marks[name] = points, table.mark
         return {"anew": anew, "head": self.head(), "events": events, "rows": rows, "curves": curves}
 
     def head(self) -> dict[str, Any]:
-        """What is now: small, and sent whole each time."""
+        """The present state, which is small, and sent as a whole each time."""
         latest, status = self.curves.latest, self.status
         seconds = latest.get("seconds")
         workers = self._workers()
@@ -419,12 +408,12 @@ class RunModel:
             "job": {name: _plain(self.job.get(name)) for name in JOB},
             "sizes": None if status is None else {name: status[name] for name in ("wanted", "smallest", "largest")},
             "hosts": [] if status is None else status["agents"][:SHOWN],
-            "digest": _said(self.result.get("weights_sha256"))[:64],
+            "digest": _str(self.result.get("weights_sha256"))[:64],
         }
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """The state of the run in a word."""
         code = self.result.get("exit_code")
         if type(code) is int:
             return "done" if code == 0 else "stopped" if code == PREEMPTED else "failed"
@@ -435,37 +424,37 @@ class RunModel:
     @property
     def _why(self) -> str:
         error = self.result.get("error")
-        return _said(error.get("message"), LONGEST_WHY) if isinstance(error, Mapping) else ""
+        return _str(error.get("message"), LONGEST_WHY) if isinstance(error, Mapping) else ""
 
     def _workers(self) -> list[dict[str, Any]]:
-        """Those who train, by rank, and those who are about to."""
+        """The workers of the present generation, by rank, and those that are about to join."""
         seats, status = self.story.seats, self.status
-        times = shard_seconds(self.curves.latest) if self._tells_of(seats) else []
-        told = {} if status is None else {one["id"]: one for one in [*status["members"], *status["others"]]}
+        times = shard_seconds(self.curves.latest) if self._has_metrics_of(seats) else []
+        known = {} if status is None else {worker["id"]: worker for worker in [*status["members"], *status["others"]]}
         rows = []
         for rank, seat in enumerate(seats):
-            about = told.pop(seat.id, {})
+            about = known.pop(seat.id, {})
             seconds = times[rank] if rank < len(times) else None
             phase = _phase(about, "" if status is None else "gone")
             where = {"id": seat.id, "rank": rank, "host": about.get("host") or seat.host, "phase": phase}
             rows.append({**where, "shards": seat.shards, "colour": seat.colour, "shard_s": seconds})
-        for name, about in told.items():
+        for name, about in known.items():
             where = {"id": name, "rank": None, "host": about["host"], "phase": _phase(about)}
             rows.append({**where, "shards": 0, "colour": None, "shard_s": None})
         return rows
 
-    def _tells_of(self, seats: Sequence[ShownWorker]) -> bool:
-        """Whether the newest line is of these workers."""
+    def _has_metrics_of(self, seats: Sequence[ShownWorker]) -> bool:
+        """Whether the newest line of metrics is that of these workers."""
         latest = self.curves.latest
         return latest.get("generation") == self.story.generation and latest.get("world_size") == len(seats)
 
 
 def _plain(value: Any) -> Any:
-    """A value of the job as the browser gets it; None for one that is no number or word."""
-    return value if type(value) in (bool, int) else number(value) if isinstance(value, float) else _said(value) or None
+    """A value of the job for the browser; None if it is neither a number nor a text."""
+    return value if type(value) in (bool, int) else number(value) if isinstance(value, float) else _str(value) or None
 
 
-def _said(value: Any, most: int = LONGEST_TEXT) -> str:
+def _str(value: Any, most: int = LONGEST_TEXT) -> str:
     return value[:most] if isinstance(value, str) else ""
 
 

@@ -1,4 +1,4 @@
-"""The report of a study as a value: what it says and in which order, whatever it is written into."""
+"""The report of a study as a value: its content and order, independent of the form of the file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
-from unisono.adapt.layout_trials import Layout
-from unisono_lab.analysis.analysis import PARTS, Analysis, Curve, Row
-from unisono_lab.analysis.estimate import NOTHING, Estimate, interval, listed, number, percent, shown
-from unisono_lab.analysis.laws import Fit
-from unisono_lab.analysis.results import Mode
+from unisono.adapt.layouts import Layout
 from unisono_lab.report.drawing import Chart
 from unisono_lab.report.verdict import advice, correctness, explanations, named, threats, verdict
+from unisono_lab.study.analysis import PARTS, Analysis, Curve, Row
+from unisono_lab.study.estimate import NOTHING, Estimate, Fit, interval, listed, number, percent, shown
+from unisono_lab.study.results import Mode
 
 # The tables of a report.
 
@@ -25,11 +24,11 @@ PLAIN = "plain loop,"
 ONE_PLAIN, EQUAL_PLAIN = "× plain loop", "× plain loop, equal threads"
 
 CROWDED = "*"
-"""Behind numbers of workers that shared cores."""
+"""The mark behind numbers of workers that shared cores."""
 
 
 def speed_table(curves: Sequence[Curve]) -> WrittenTable:
-    """Times, throughputs and what follows from them."""
+    """Times and throughputs, with the speedups and efficiencies that follow from them."""
     has_equal = any(row.over_equal for curve in curves for row in curve.rows if row.workers > 1)
     over_plain = EQUAL_PLAIN if has_equal else ONE_PLAIN
     head = ["study", "workers", "runs", "epoch, s", "samples/s", "speedup", "efficiency", "serial share", over_plain]
@@ -40,26 +39,26 @@ def speed_table(curves: Sequence[Curve]) -> WrittenTable:
             (f"{PLAIN} {row.workers}", row) for row in curve.plain
         ]  # one process, with threads as so many workers
         for workers, row in named:
-            over = row.over_equal if has_equal else row.over_baseline
+            ratio = row.over_equal if has_equal else row.over_baseline
             figures = [_field(row.epoch_s), _field(row.samples_per_s), _field(row.speedup)]
-            figures += [_share(row.efficiency), _share(row.serial_share), _field(over)]
+            figures += [_field(row.efficiency, "percent"), _field(row.serial_share, "percent"), _field(ratio)]
             rows.append([shown(curve.label), workers, str(len(row.rates)), *figures])
     notes = ["Serial share: Karp-Flatt, (1/S − 1/W) / (1 − 1/W)."]
     if any(curve.plain for curve in curves):
         notes.append(f"{PLAIN} W: the plain loop, one process with the threads of W workers.")
     if any(curve.crowded for curve in curves):
-        notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup to speak of.")
+        notes.append(f"{CROWDED} more workers than cores: they took turns, so there is no speedup.")
     return WrittenTable.of(head, rows, 1, " ".join(notes))
 
 
 def trained_table(analysis: Analysis) -> WrittenTable:
-    """What was trained, and what came of it."""
+    """Batch, learning rate, memory, and the results of the training."""
     about = ["study", "scaling", "workers"]
     head = [*about, "batch", "learning rate", "peak memory, MiB", "loss", "accuracy", "weights"]
     rows = []
     for row in _rows(analysis):
         digests = {digest[:12] for digest in row.digests}
-        said = listed(sorted(digests)) if len(digests) < 3 else f"{len(digests)} different ones"
+        weights = listed(sorted(digests)) if len(digests) < 3 else f"{len(digests)} different ones"
         figures = [
             str(row.batch_size or NOTHING),
             NOTHING if row.learning_rate is None else f"{row.learning_rate:g}",
@@ -67,7 +66,7 @@ def trained_table(analysis: Analysis) -> WrittenTable:
             NOTHING if row.loss is None else f"{row.loss:.4f}",
             NOTHING if row.accuracy is None else f"{row.accuracy:.3f}",
         ]
-        rows.append([shown(row.label), row.mode, _workers(row), *figures, said or NOTHING])
+        rows.append([shown(row.label), row.mode, _workers(row), *figures, weights or NOTHING])
     table = WrittenTable.of(head, rows, 2)
     return table if set(table.head) - set(about) else WrittenTable(head, [])
 
@@ -94,24 +93,26 @@ def fit_table(analysis: Analysis) -> WrittenTable:
 
 
 def _fit_rows(curve: Curve, fit: Fit) -> Iterator[list[Field | str]]:
-    """A row for each parameter; what holds for all of them stands in the first."""
+    """A row for each parameter; columns that are the same for all of them are filled in the first row alone."""
     name = fit.law.name + (" (better fit)" if fit is curve.best_fit and len(curve.fits) > 1 else "")
     about = [shown(curve.label), curve.mode, name, fit.law.formula]
     last = [percent(fit.misfit), str(fit.figures)]
     for symbol, estimate in fit.parameters.items():
-        yield [*about, f"{symbol}, {fit.law.symbols[symbol]}", Field(_small(estimate.value), _ends(estimate)), *last]
+        has_ends = estimate.low is not None and estimate.high is not None
+        ends = f"{estimate.low:.4f} … {estimate.high:.4f}" if has_ends else "no interval"
+        yield [*about, f"{symbol}, {fit.law.symbols[symbol]}", Field(f"{estimate.value:.4f}", ends), *last]
         about, last = [""] * len(about), [""] * len(last)
 
 
 def prediction_table(analysis: Analysis) -> WrittenTable:
-    """Speedups that the models expect of numbers of workers that were not measured, and throughputs below them."""
+    """Speedups that the models predict for numbers of workers that were not measured, with throughputs below them."""
     models = list(dict.fromkeys(fit.law.name for curve in analysis.curves for fit in curve.fits))
     head = ["study", "scaling", "workers", *models, STEP_MODEL, STEP_TIME]
     rows = []
     for curve in analysis.curves:
         for workers in curve.predict if curve.fits else ():
-            found = _predictions(analysis, curve, workers)
-            figures = (found.get(name, NOTHING) for name in head[3:])
+            fields = _predictions(analysis, curve, workers)
+            figures = (fields.get(name, NOTHING) for name in head[3:])
             rows.append([shown(curve.label), curve.mode, f"{workers} (prediction)", *figures])
     note = (
         f"Speedups; below them samples/s. {STEP_MODEL}: from one worker's measured step, the bytes of the gradients, "
@@ -122,30 +123,30 @@ def prediction_table(analysis: Analysis) -> WrittenTable:
 
 
 def _predictions(analysis: Analysis, curve: Curve, workers: int) -> dict[str, Field]:
-    found = {fit.law.name: _predicted(fit, workers) for fit in curve.fits}
+    fields = {}
+    for fit in curve.fits:
+        rate = fit.samples_per_s(workers)
+        ends = interval(rate)
+        below = f"{number(rate.value)}{f' ({ends})' if ends else ''}"
+        fields[fit.law.name] = Field(number(fit.speedup(workers)), below)
     alone = curve.usable[0]
     if alone.workers != 1:
-        return found
-    rate = alone.samples_per_s.value
+        return fields
+    rate_alone = alone.samples_per_s.value
     if curve.model is not None:
-        ends = [curve.model.speedup(workers, curve.mode, overlapped=overlapped) for overlapped in (False, True)]
-        found[STEP_MODEL] = Field(_range(ends), _range([rate * end for end in ends]))
+        ends_of_all = sorted(curve.model.speedup(workers, curve.mode, overlapped=is_all) for is_all in (False, True))
+        texts = (" … ".join(number(times * end) for end in ends_of_all) for times in (1, rate_alone))
+        fields[STEP_MODEL] = Field(*texts)
     shards = int(analysis.results.figure("shards", curve.label) or 0)
     if curve.step_time is not None and alone.batch_size and workers <= shards:
         batch = alone.batch_size * (workers if curve.mode == "weak" else 1)
-        then = batch / curve.step_time.seconds(Layout(workers, batch, shards))
-        found[STEP_TIME] = Field(number(then / rate), number(then))
-    return found
-
-
-def _predicted(fit: Fit, workers: int) -> Field:
-    rate = fit.samples_per_s(workers)
-    ends = interval(rate)
-    return Field(number(fit.speedup(workers)), f"{number(rate.value)}{f' ({ends})' if ends else ''}")
+        predicted_rate = batch / curve.step_time.seconds(Layout(workers, batch, shards))
+        fields[STEP_TIME] = Field(number(predicted_rate / rate_alone), number(predicted_rate))
+    return fields
 
 
 def batch_table(analysis: Analysis) -> WrittenTable:
-    """Batches that were tried."""
+    """The batches that the search tried."""
     head = ["study", "batch per worker", "samples/s", "peak memory, MiB", "fits"]
     rows = [
         [shown(label), str(row.batch), number(row.samples_per_s), number(row.peak_mib), "yes" if row.fits else "no"]
@@ -163,38 +164,20 @@ def _workers(row: Row) -> str:
     return f"{row.workers}{CROWDED if row.oversubscribed else ''}"
 
 
-def _field(estimate: Estimate | None) -> Field:
-    return Field(NOTHING) if estimate is None else Field(number(estimate.value), interval(estimate))
+def _field(estimate: Estimate | None, form: str = "number") -> Field:
+    if estimate is None:
+        return Field(NOTHING)
+    return Field((percent if form == "percent" else number)(estimate.value), interval(estimate, form))
 
 
-def _share(estimate: Estimate | None) -> Field:
-    return Field(NOTHING) if estimate is None else Field(percent(estimate.value), interval(estimate, "percent"))
-
-
-def _small(value: float) -> str:
-    """Of a parameter, of which 0.0004 may be a lot."""
-    return f"{value:.4f}"
-
-
-def _ends(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return "no interval"
-    return f"{_small(estimate.low)} … {_small(estimate.high)}"
-
-
-def _range(ends: Sequence[float]) -> str:
-    return f"{number(min(ends))} … {number(max(ends))}"
-
-
-# A table of words and figures, as a reader sees it.
+# A table of words and figures, as text.
 
 
 class Field(NamedTuple):
     """The text of one cell of a table.
 
     Attributes:
-        text: the figure.
-        below: its interval, in smaller letters.
+        below: the interval of the figure, shown below it in smaller letters.
     """
 
     text: str
@@ -206,10 +189,7 @@ class WrittenTable:
     """Rows of fields.
 
     Attributes:
-        head: the head of each column.
-        rows: the rows, with one field for each column.
         text_columns: the number of columns of words, from the left; the others are figures.
-        note: the text below the table.
     """
 
     head: Sequence[str]
@@ -221,25 +201,24 @@ class WrittenTable:
     def of(
         cls, head: Sequence[str], rows: Sequence[Sequence[Field | str]], text_columns: int = 0, note: str = ""
     ) -> WrittenTable:
-        """A table in which a field without an interval is its text alone, without columns in which nothing stands."""
-        whole = [[field if isinstance(field, Field) else Field(field) for field in row] for row in rows]
-        kept = [place for place in range(len(head)) if any(row[place].text not in ("", NOTHING) for row in whole)]
-        return cls(head, whole, text_columns, note).with_columns(kept)
+        """Make a table; plain strings become fields, and empty columns are left out."""
+        all_fields = [[field if isinstance(field, Field) else Field(field) for field in row] for row in rows]
+        filled = [
+            place for place in range(len(head)) if any(row[place].text not in ("", NOTHING) for row in all_fields)
+        ]
+        return cls(head, all_fields, text_columns, note).with_columns(filled)
 
     def with_columns(self, places: Sequence[int]) -> WrittenTable:
-        """Some of its columns."""
+        """The table with the columns at these places alone."""
         rows = [[row[place] for place in places] for row in self.rows]
         words = sum(place < self.text_columns for place in places)
         return WrittenTable([self.head[place] for place in places], rows, words, self.note)
 
 
-# The report of a study as a value: what it says and in which order, whatever it is written into.
-
-
-def fixed_words(report: Literal["study", "simulation"]) -> dict[str, Any]:
-    """What a kind of report says whatever the figures are: its terms, each with what it means, and more."""
-    found: dict[str, Any] = tomllib.loads(files(__package__).joinpath("words.toml").read_text(encoding="utf-8"))
-    return dict(found[report])
+def fixed_texts(report: Literal["study", "simulation"]) -> dict[str, Any]:
+    """The texts of a kind of report that do not depend on the figures: its terms with their meanings, and more."""
+    reports: dict[str, Any] = tomllib.loads(files(__package__).joinpath("words.toml").read_text(encoding="utf-8"))
+    return dict(reports[report])
 
 
 BlockKind = Literal["prose", "bullets", "table", "pictures", "code", "terms"]
@@ -250,11 +229,9 @@ class Block:
     """A part of a section; one of its fields is filled.
 
     Attributes:
-        kind: the kind of block.
         texts: paragraphs, items, or lines of code.
-        table: the table, if this is one.
         pictures: the charts, beside each other where there is room.
-        terms: words, each with what it means.
+        terms: pairs of a word and its meaning.
     """
 
     kind: BlockKind
@@ -262,6 +239,18 @@ class Block:
     table: WrittenTable | None = None
     pictures: Sequence[Chart] = ()
     terms: Sequence[tuple[str, str]] = ()
+
+    @classmethod
+    def of(cls, content: WrittenTable | str | Sequence[Chart]) -> Block:
+        """A table, a paragraph, or pictures."""
+        if isinstance(content, WrittenTable):
+            return cls("table", table=content)
+        return cls("prose", [content]) if isinstance(content, str) else cls("pictures", pictures=content)
+
+    @property
+    def has_content(self) -> bool:
+        """Whether the block has any content."""
+        return bool(self.texts or self.pictures or self.terms or (self.table and self.table.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,17 +260,15 @@ class Section:
     title: str
     blocks: Sequence[Block]
 
+    @classmethod
+    def of(cls, title: str, *contents: WrittenTable | str | Sequence[Chart]) -> Section:
+        """A section of tables, paragraphs and pictures."""
+        return cls(title, [Block.of(content) for content in contents])
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A report.
-
-    Attributes:
-        title: the document's title.
-        verdict: sentences that come first.
-        advice: the recommendation.
-        sections: all else.
-    """
+    """A report."""
 
     title: str
     verdict: Sequence[str]
@@ -290,43 +277,26 @@ class Document:
 
 
 def document(analysis: Analysis, pictures: Sequence[Chart]) -> Document:
-    """What the report of a study says."""
+    """The content of a study's report."""
     results = analysis.results
     breakdowns = [chart for chart in pictures if chart.name.startswith("breakdown")]
-    reasons = _prose(*explanations(analysis))
-    trained = _prose(*(named(analysis, curve, correctness(curve)) for curve in analysis.curves))
-    facts = [_table(_pairs("machine and software", results.environment)), _table(_pairs("setting", results.settings))]
+    trained = [named(analysis, curve, correctness(curve)) for curve in analysis.curves]
+    facts = _pairs("machine and software", results.environment), _pairs("setting", results.settings)
     sections = [
         *(_figures(analysis, mode) for mode in analysis.modes),
         *(_plots(mode, pictures) for mode in analysis.modes),
-        Section("Why it is not linear", [reasons, _pictures(breakdowns), _table(part_table(analysis))]),
+        Section.of("Why it is not linear", *explanations(analysis), breakdowns, part_table(analysis)),
         _steps(pictures),
         _models(analysis),
         _batches(analysis, pictures),
-        Section("Correctness", [trained, _table(trained_table(analysis))]),
-        Section("Environment and settings", facts),
+        Section.of("Correctness", *trained, trained_table(analysis)),
+        Section.of("Environment and settings", *facts),
         Section("Commands", [Block("code", results.commands)]),
         Section("Threats to validity", [Block("bullets", threats(analysis))]),
-        Section("Glossary", [Block("terms", terms=[*fixed_words("study")["terms"].items()])]),
+        Section("Glossary", [Block("terms", terms=[*fixed_texts("study")["terms"].items()])]),
     ]
-    kept = [section for section in sections if any(_says_something(block) for block in section.blocks)]
-    return Document(analysis.wanted.title, verdict(analysis), advice(analysis), kept)
-
-
-def _says_something(block: Block) -> bool:
-    return bool(block.texts or block.pictures or block.terms or (block.table and block.table.rows))
-
-
-def _prose(*texts: str) -> Block:
-    return Block("prose", texts)
-
-
-def _table(table: WrittenTable) -> Block:
-    return Block("table", table=table)
-
-
-def _pictures(chosen: Sequence[Chart]) -> Block:
-    return Block("pictures", pictures=chosen)
+    filled = [section for section in sections if any(block.has_content for block in section.blocks)]
+    return Document(analysis.settings.title, verdict(analysis), advice(analysis), filled)
 
 
 def _figures(analysis: Analysis, mode: Mode) -> Section:
@@ -337,27 +307,29 @@ def _figures(analysis: Analysis, mode: Mode) -> Section:
         "baseline": "",
     }
     words = f"{about[mode]} Medians; below them the 95 % interval (bootstrap over the runs)."
-    return Section(f"Figures: {mode} scaling", [_prose(words), _table(speed_table(analysis.of(mode)))])
+    return Section.of(f"Figures: {mode} scaling", words, speed_table(analysis.of(mode)))
 
 
 def _plots(mode: Mode, pictures: Sequence[Chart]) -> Section:
     chosen = [chart for chart in pictures if chart.name.endswith(mode) and not chart.name.startswith("breakdown")]
-    return Section(f"Plots: {mode} scaling", [_pictures(chosen)])
+    return Section.of(f"Plots: {mode} scaling", chosen)
 
 
 def _steps(pictures: Sequence[Chart]) -> Section:
     chosen = [chart for chart in pictures if chart.name.startswith("step-")]
-    about = [
-        "What each worker did when, in the median step of one run. The black line is the critical path: what had to "
-        "wait for what before it. unisono timeline shows all steps of a run, whose folder is in the study's cells."
-    ]
-    said = [f"{chart.title}: {chart.words}" for chart in chosen]
-    blocks = [_prose(*about if chosen else []), _pictures(chosen), _prose(*said)]
-    return Section("One step, worker by worker", blocks)
+    about = (
+        "The activities of each worker in the median step of one run. The black line is the critical path: parts that "
+        "waited for each other. unisono timeline shows all steps of a run, whose folder is in the study's cells."
+    )
+    words = [f"{chart.title}: {chart.words}" for chart in chosen]
+    blocks = [Block.of(about), Block.of(chosen), *map(Block.of, words)]
+    return Section("One step, worker by worker", blocks if chosen else [])
 
 
 def _models(analysis: Analysis) -> Section:
-    fits = fit_table(analysis)
+    fits, predictions = fit_table(analysis), prediction_table(analysis)
+    if not fits.rows:
+        return Section.of("Models and predictions", predictions)
     about = (
         "Fitted to each run by least squares of the logarithms, with the throughput of one worker as an unknown of its "
         "own; intervals from the covariance and Student's t. The better fit is the one with the lower BIC."
@@ -366,34 +338,32 @@ def _models(analysis: Analysis) -> Section:
         "Predictions, not measurements: what the models expect of numbers of workers that were not tried, had there "
         "been processors enough."
     )
-    said = [_prose(words) if fits.rows else _prose() for words in (about, guesses)]
-    blocks = [said[0], _table(fits), said[1], _table(prediction_table(analysis))]
-    return Section("Models and predictions", blocks)
+    return Section.of("Models and predictions", about, fits, guesses, predictions)
 
 
 def _batches(analysis: Analysis, pictures: Sequence[Chart]) -> Section:
-    said = []
+    sentences = []
     for label, curve in analysis.batches.items():
         name = f"{shown(label)}: " if label else ""
         best = "" if curve.best in (None, curve.largest) else f"; throughput is best with {curve.best}"
         if curve.largest is None:
-            said.append(f"{name}no batch that was tried fits into memory.")
+            sentences.append(f"{name}no batch that was tried fits into memory.")
         else:
-            said.append(f"{name}the largest batch that fits has {curve.largest} samples per worker{best}.")
+            sentences.append(f"{name}the largest batch that fits has {curve.largest} samples per worker{best}.")
     chosen = [chart for chart in pictures if chart.name == "batch-size"]
-    return Section("Batch size", [_prose(*said), _pictures(chosen), _table(batch_table(analysis))])
+    return Section.of("Batch size", *sentences, chosen, batch_table(analysis))
 
 
 def _pairs(head: str, about: Mapping[str, Any]) -> WrittenTable:
-    rows = [[name, _said(value)] for name, value in about.items() if value not in (None, "", [], {})]
+    rows = [[name, _text(value)] for name, value in about.items() if value not in (None, "", [], {})]
     return WrittenTable.of([head, ""], rows, text_columns=2)
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_said(part)}" for name, part in value.items())
+        return ", ".join(f"{name}: {_text(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(map(_said, value))
+        return ", ".join(map(_text, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

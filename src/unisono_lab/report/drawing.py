@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, axes, legends, and how they get into files and pages."""
+"""What all charts have in common: colours, axes, legends, and how they are written into files and pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.errors import JobError
 INK, FAINT, PAPER = "#1f2328", "#d3d8de", "#ffffff"
 
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
-"""After Okabe and Ito, whose colours people with any kind of colour vision can tell apart; shapes differ, too."""
+"""Colours after Okabe and Ito, which people with any kind of colour vision can tell apart; shapes differ, too."""
 
 BLUE, RED, GREEN, PINK, _, SKY = SERIES
 ORANGE = "#e69f00"
@@ -23,13 +23,13 @@ ORANGE = "#e69f00"
 SHAPES = ("o", "s", "^", "D", "v", "P")
 
 WIDTH, HEIGHT = 4.9, 3.3
-"""Inches."""
+"""The size of a chart, in inches."""
 
 ROOM = 1.06
-"""Of an axis that begins at 0: its end, as a multiple of what lies on it."""
+"""The end of an axis that begins at 0, as a multiple of where it would end by itself."""
 
 DPI, FILE_DPI = 190, 130
-"""Of a report's pictures, and of those that somebody names a file for."""
+"""The resolution of a report's charts, and of charts that are written into a file of their own."""
 
 VARIABLES: Mapping[str, str] = {
     INK: "currentColor",
@@ -37,7 +37,7 @@ VARIABLES: Mapping[str, str] = {
     PAPER: "var(--paper)",
     **{colour: f"var(--s{place})" for place, colour in enumerate((*SERIES, ORANGE))},
 }
-"""Colours of a page that is light or dark; a picture in it takes them over."""
+"""The CSS colours that replace those of a chart in a page, which may be light or dark."""
 
 IDENTITY = re.compile(r"(\bid=\"|(?:xlink:)?href=\"#|url\(#)")
 
@@ -50,9 +50,7 @@ class Chart:
 
     Attributes:
         name: the name of its files, without an ending.
-        title: the chart's title.
-        words: the same for who cannot see it, and how to read it.
-        figure: matplotlib's.
+        words: a description, for readers who cannot see the chart, and how to read it.
     """
 
     name: str
@@ -63,11 +61,9 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A chart as it is in files, on white.
+    """A chart as the bytes of files, on a white background.
 
     Attributes:
-        png: the bytes of the PNG file, also used in the PDF.
-        svg: the bytes of the SVG file.
         shape: the width and the height, in inches.
     """
 
@@ -77,7 +73,7 @@ class Drawing:
 
 
 def canvas(across: str, up: str, width: float = WIDTH, height: float = HEIGHT) -> tuple[Any, Any]:
-    """A figure with one axis, whose two directions have these names."""
+    """A figure with one pair of axes, with these labels."""
     figure, ((axis,),) = panels(1, 1, width, height)
     axis.set_xlabel(across)
     axis.set_ylabel(up)
@@ -85,7 +81,7 @@ def canvas(across: str, up: str, width: float = WIDTH, height: float = HEIGHT) -
 
 
 def panels(rows: int, columns: int, width: float = WIDTH, height: float = HEIGHT, **more: Any) -> tuple[Any, Any]:
-    """A figure with rows of axes, all of one look."""
+    """A figure with rows and columns of axes in the style of all charts."""
     from matplotlib.figure import Figure  # takes a second
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -102,28 +98,28 @@ def panels(rows: int, columns: int, width: float = WIDTH, height: float = HEIGHT
 
 
 def mark(place: int) -> dict[str, str]:
-    """The colour and the shape of what stands at a place among others."""
+    """The colour and the shape of the series at this place."""
     return {"color": SERIES[place % len(SERIES)], "marker": SHAPES[place % len(SHAPES)]}
 
 
 def from_zero(axis: Any) -> None:
-    """With room for the marks above the topmost point."""
+    """Begin the vertical axis at 0, and leave room above the topmost point."""
     axis.set_ylim(0, ROOM * axis.get_ylim()[1])
 
 
 def doubling(axis: Any, direction: str) -> None:
-    """Have each step of an axis double, in the direction x or y, and show plain numbers."""
+    """Make an axis, x or y, logarithmic with base 2, with plain numbers."""
     getattr(axis, f"set_{direction}scale")("log", base=2)
     plain_numbers(getattr(axis, f"{direction}axis"))
 
 
 def plain_numbers(scale: Any) -> None:
-    """Show 16 as 16, not as a power."""
+    """Show 16 as 16, not as a power of 2."""
     scale.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def explain(figure: Any, axis: Any) -> None:
-    """A legend above the axes, each name once, what was measured first."""
+    """Add a legend above the axes: each name once, measured curves first."""
     handles, labels = axis.get_legend_handles_labels()
     measured = {label for label, handle in zip(labels, handles, strict=True) if hasattr(handle, "has_yerr")}
     first = dict(reversed(list(zip(labels, handles, strict=True))))
@@ -134,7 +130,7 @@ def explain(figure: Any, axis: Any) -> None:
 
 
 def explain_below(figure: Any, axes: Sequence[Any], columns: int) -> None:
-    """A legend below the axes, each name once."""
+    """Add a legend below the axes, each name once."""
     pairs = [pair for axis in axes for pair in zip(*reversed(axis.get_legend_handles_labels()), strict=True)]
     _legend(figure, dict(pairs), "outside lower center", columns)
 
@@ -148,7 +144,7 @@ def require_drawable(path: Path) -> None:
     """Make sure that a picture can be drawn into a file, before anything else is done.
 
     Raises:
-        JobError: of this kind it cannot be, matplotlib is not installed, or there is no such folder.
+        JobError: the file's ending is unknown, matplotlib is not installed, or the folder does not exist.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise JobError(f"--plot {path}: end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
@@ -170,13 +166,20 @@ def save(figure: Any, path: Path) -> None:
         raise JobError(f"--plot {path}: {error}") from error
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file atomically: a reader sees the old content or the new one."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(data)
+    beside.replace(path)
+
+
 def drawn(chart: Chart) -> Drawing:
     """Draw a chart: the same bytes from the same figures."""
     import matplotlib as mpl
 
     figure = chart.figure
     figure.draw_without_rendering()
-    figure.set_layout_engine(None)  # all has its place now, and finding it takes as long as drawing
+    figure.set_layout_engine(None)  # the layout is done, and would be computed again for each file
     files = {"png": io.BytesIO(), "svg": io.BytesIO()}
     metadata = {"png": {"Software": None}, "svg": {"Date": None}}
     with mpl.rc_context({"svg.hashsalt": chart.name, "svg.fonttype": "path"}):
@@ -187,7 +190,7 @@ def drawn(chart: Chart) -> Drawing:
 
 
 def inline(name: str, drawing: Drawing) -> str:
-    """A chart as an element of an HTML page: in the page's colours, and with identifiers that no other chart has."""
+    """A chart as an SVG element of an HTML page: in the page's colours, with identifiers of its own."""
     text = drawing.svg.decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)

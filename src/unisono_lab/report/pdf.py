@@ -1,4 +1,4 @@
-"""A report as a PDF file, to be handed in."""
+"""A report as a PDF file."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from reportlab.pdfbase import pdfmetrics
 from reportlab.pdfbase.ttfonts import TTFont
 from reportlab.platypus import Image, Paragraph, Preformatted, SimpleDocTemplate, Spacer, Table
 
-from unisono_lab.analysis.estimate import JOINED
 from unisono_lab.report.document import Block, Document, Field, WrittenTable
 from unisono_lab.report.drawing import FAINT, INK, Chart, Drawing
+from unisono_lab.study.estimate import JOINED
 
 MARGIN = 48.0
-"""Points."""
+"""The margins of a page, in points."""
 
 PADDING = 6.0
-"""Of reportlab's frames."""
+"""The padding of reportlab's frames, in points."""
 
 GAP = 14.0
-"""Between two pictures."""
+"""The space between two charts, in points."""
 
 FONT, BOLD, MONO = "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono"
-"""Those that matplotlib brings along: the fonts that every PDF reader has know no Greek."""
+"""Fonts that are installed with matplotlib: the standard fonts of PDF have no Greek letters."""
 
 SOFT, ACCENT, PANEL = "#59636e", "#0072b2", "#f2f4f7"
 
 CELL, BELOW = 7.6, 6.4
-"""Of letters in tables, in points: of figures, and of intervals."""
+"""The font sizes of figures and of intervals in tables, in points."""
 
 PROSE = {"fontName": FONT, "fontSize": 9, "leading": 13, "textColor": INK, "spaceAfter": 4}
 STRONG = {**PROSE, "fontName": BOLD}
@@ -71,12 +71,7 @@ FIGURES = [
 
 
 def pdf(document: Document, drawings: Mapping[str, Drawing]) -> bytes:
-    """The report on A4 pages, with their numbers.
-
-    Args:
-        document: the document's content.
-        drawings: the drawings of its charts, by their names.
-    """
+    """The bytes of the PDF file: A4 pages with page numbers."""
     for name in {FONT, BOLD, MONO}.difference(pdfmetrics.getRegisteredFontNames()):
         pdfmetrics.registerFont(TTFont(name, str(Path(get_data_path(), "fonts", "ttf", f"{name}.ttf"))))
     pdfmetrics.registerFontFamily(FONT, normal=FONT, bold=BOLD, italic=FONT, boldItalic=BOLD)
@@ -97,22 +92,17 @@ def _footer(canvas: Any, writer: Any) -> None:
 
 
 class _Layout:
-    """Makes what reportlab sets on pages.
-
-    Args:
-        width: the width of a page, in points.
-        drawings: the drawings of charts, by their names.
-    """
+    """Makes reportlab's elements of a report, for text of a width in points."""
 
     def __init__(self, width: float, drawings: Mapping[str, Drawing]) -> None:
         self._width, self._drawings = width, drawings
         self._styles = {name: ParagraphStyle(name, **look) for name, look in LOOKS.items()}
 
     def story(self, document: Document) -> Iterator[Any]:
-        """Everything, in its order."""
+        """The elements of the whole report, in order."""
         yield self._text(document.title, "title")
-        said = [[self._text(words, "verdict")] for words in document.verdict]
-        yield Table(said, colWidths=[self._width], style=VERDICT, splitInRow=1)
+        verdict = [[self._text(words, "verdict")] for words in document.verdict]
+        yield Table(verdict, colWidths=[self._width], style=VERDICT, splitInRow=1)
         yield Spacer(0, 8)
         yield from map(self._text, document.advice)
         for section in document.sections:
@@ -126,9 +116,9 @@ class _Layout:
     def _block(self, block: Block) -> Iterator[Any]:
         for words in block.texts:
             if block.kind == "code":
-                how = {"maxLineLength": 100, "splitChars": " /,;=", "newLineChars": "  "}
+                options = {"maxLineLength": 100, "splitChars": " /,;=", "newLineChars": "  "}
                 yield Spacer(0, 4)
-                yield Preformatted(_plain(words), self._styles["code"], **how)
+                yield Preformatted(_plain(words), self._styles["code"], **options)
             elif block.kind == "bullets":
                 yield self._text(words, "bullet", bulletText="•")
             else:
@@ -141,15 +131,15 @@ class _Layout:
             yield from self._table(block.table)
 
     def _pair(self, charts: Sequence[Chart]) -> Any:
-        """Two pictures beside each other."""
-        each = (self._width - GAP) / 2
+        """A table with two charts side by side."""
+        width = (self._width - GAP) / 2
         cells: list[Any] = []
         for chart in charts:
             drawing = self._drawings[chart.name]
-            picture = Image(io.BytesIO(drawing.png), width=each, height=each * drawing.shape[1] / drawing.shape[0])
+            picture = Image(io.BytesIO(drawing.png), width=width, height=width * drawing.shape[1] / drawing.shape[0])
             cells.append([self._text(chart.title, "word head"), picture, self._text(chart.words, "caption")])
         row = [*cells, ""][:2]
-        return Table([row], colWidths=[each + GAP, each], style=PICTURES, hAlign="LEFT")
+        return Table([row], colWidths=[width + GAP, width], style=PICTURES, hAlign="LEFT")
 
     def _table(self, table: WrittenTable) -> Iterator[Any]:
         kinds = ["word" if place < table.text_columns else "figure" for place in range(len(table.head))]
@@ -167,20 +157,20 @@ class _Layout:
 
 
 def _widths(table: WrittenTable, width: float) -> list[float]:
-    """As wide as what stands in the columns; if that is wider than the page, the widest give way."""
-    found = []
+    """The widths of the columns: those of their texts; if they exceed the page, the widest columns are narrowed."""
+    widths = []
     for place, name in enumerate(table.head):
         texts = [(word, BOLD, CELL) for word in name.split()]
         texts += [(row[place].text, FONT, CELL) for row in table.rows]
         texts += [(row[place].below, FONT, BELOW) for row in table.rows]
-        found.append(10.0 + max(pdfmetrics.stringWidth(_plain(text), *font) for text, *font in texts))
-    while (over := sum(found) - width) > 0:
-        place = found.index(max(found))
-        second = max([part for at, part in enumerate(found) if at != place], default=0.0)
-        found[place] = max(found[place] - over, second * 0.97, width / (2 * len(found)))
-        if found[place] <= width / (2 * len(found)):
+        widths.append(10.0 + max(pdfmetrics.stringWidth(_plain(text), *font) for text, *font in texts))
+    while (excess := sum(widths) - width) > 0:
+        place = widths.index(max(widths))
+        second = max([part for other, part in enumerate(widths) if other != place], default=0.0)
+        widths[place] = max(widths[place] - excess, second * 0.97, width / (2 * len(widths)))
+        if widths[place] <= width / (2 * len(widths)):
             break
-    return found
+    return widths
 
 
 def _field(field: Field) -> str:
@@ -193,5 +183,5 @@ def _markup(words: str) -> str:
 
 
 def _plain(words: str) -> str:
-    """Without what cannot be printed."""
+    """The words, with spaces in the place of characters that cannot be printed."""
     return "".join(letter if letter.isprintable() or letter == JOINED else " " for letter in words)

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unisono_lab.analysis.analysis import PARTS, Analysis, Curve, Prices, Row
-from unisono_lab.analysis.estimate import counted, duration, interval, listed, number, percent, shown
-from unisono_lab.analysis.study_folder import Kind
+from unisono_lab.study.analysis import PARTS, Analysis, Curve, Prices, Row
+from unisono_lab.study.estimate import counted, duration, interval, listed, number, percent, shown
+from unisono_lab.study.study_folder import Kind
 
 
 def verdict(analysis: Analysis) -> list[str]:
-    """A sentence for each curve: what workers brought, or why nothing can be said of it."""
+    """A verdict for each curve: the speedup, or the reason why there is none."""
     if not analysis.curves:
-        return ["No run succeeded, so there is nothing to say."]
+        return ["No run succeeded, so there is no verdict."]
     return [named(analysis, curve, _verdict(curve)) for curve in analysis.curves]
 
 
 def advice(analysis: Analysis) -> list[str]:
-    """For each curve: how many workers to take for time, for efficiency and for cost."""
+    """The recommended numbers of workers of each curve: for time, for efficiency and for cost."""
     return [named(analysis, curve, words) for curve in analysis.curves if (words := _advice(curve, analysis))]
 
 
 def explanations(analysis: Analysis) -> list[str]:
-    """For each curve: why it is not linear, as far as parts of steps were measured."""
+    """The reason why each curve is not linear, if parts of steps were measured."""
     return [named(analysis, curve, words) for curve in analysis.curves if (words := _why_not_linear(curve))]
 
 
 def name_of(analysis: Analysis, curve: Curve) -> str:
-    """Of a curve among the others of a study; empty if it is the only one."""
+    """The name of a curve among those of a study; empty if it is not needed."""
     label = shown(curve.label)
     mode = f"{curve.mode} scaling" if len(analysis.modes) > 1 or curve.mode == "weak" else ""
     return ", ".join(part for part in (label, mode) if part)
 
 
 def named(analysis: Analysis, curve: Curve, words: str) -> str:
-    """Words about a curve, behind its name if it is not the only one."""
+    """Words about a curve, after its name if it has one."""
     name = name_of(analysis, curve)
     return f"{name}: {words}" if name else words
 
@@ -47,8 +47,8 @@ def _verdict(curve: Curve) -> str:
             f"took turns on them. Their times are below; speedups are not given, for they would say nothing."
         )
     if len(curve.usable) < 2:
-        workers, were = counted(curve.rows[0].workers, "worker"), "was" if curve.rows[0].workers == 1 else "were"
-        return f"Only {workers} {were} measured: scaling takes two numbers of workers."
+        workers, verb = counted(curve.rows[0].workers, "worker"), "was" if curve.rows[0].workers == 1 else "were"
+        return f"Only {workers} {verb} measured: scaling takes two numbers of workers."
     chosen = curve.advice.fastest if curve.advice else curve.usable[-1]
     crowded = _and_crowded(curve)
     alone = curve.usable[0]
@@ -57,14 +57,14 @@ def _verdict(curve: Curve) -> str:
         return f"{trained}; one worker was not measured, so there is no speedup.{crowded}"
     if chosen.workers == 1:
         others = curve.usable[1:]
-        surely = all(row.speedup is not None and row.speedup.value <= 1 for row in others)
-        words = "More workers do not pay" if surely else "No gain by more workers stands out of the noise"
+        is_certain = all(row.speedup is not None and row.speedup.value <= 1 for row in others)
+        words = "More workers do not pay" if is_certain else "No gain by more workers stands out of the noise"
         return f"{words}: {_no_faster(others)}.{crowded}"
-    ends = interval(chosen.speedup)
-    sure = f" (95 % interval {ends})" if ends else ""
+    bounds = interval(chosen.speedup)
+    within = f" (95 % interval {bounds})" if bounds else ""
     assert chosen.efficiency is not None, "it follows from the speedup"
     return (
-        f"{counted(chosen.workers, 'worker')} train {number(chosen.speedup.value)} times as fast as one{sure}: "
+        f"{counted(chosen.workers, 'worker')} train {number(chosen.speedup.value)} times as fast as one{within}: "
         f"{number(chosen.samples_per_s.value)} instead of {number(alone.samples_per_s.value)} samples/s"
         f"{_epochs(alone, chosen)}, an efficiency of {percent(chosen.efficiency.value)}.{crowded}"
     )
@@ -77,13 +77,13 @@ def _epochs(alone: Row, chosen: Row) -> str:
 
 
 def _no_faster(others: Sequence[Row]) -> str:
-    said = []
+    parts = []
     for row in others:
         if row.speedup is not None:
-            ends = interval(row.speedup)
-            sure = f" (95 % interval {ends})" if ends else ""
-            said.append(f"{row.workers} workers reach {number(row.speedup.value)} times{sure}")
-    return f"{listed(said)} the throughput of one"
+            bounds = interval(row.speedup)
+            within = f" (95 % interval {bounds})" if bounds else ""
+            parts.append(f"{row.workers} workers reach {number(row.speedup.value)} times{within}")
+    return f"{listed(parts)} the throughput of one"
 
 
 def _and_crowded(curve: Curve) -> str:
@@ -94,19 +94,24 @@ def _and_crowded(curve: Curve) -> str:
 
 
 def _advice(curve: Curve, analysis: Analysis) -> str:
-    found, wanted = curve.advice, analysis.wanted
-    if found is None:
+    recommendation, settings = curve.advice, analysis.settings
+    if recommendation is None:
         return ""
-    said = [f"{counted(found.fastest.workers, 'worker')} for the shortest time"]
-    if found.efficient is not None:
-        said.append(f"at most {found.efficient.workers} for an efficiency of at least {percent(wanted.threshold)}")
-    if found.cheapest is not None and wanted.prices is not None:
-        what = "an epoch" if found.of_epochs else "a million samples"
-        costs = {row.workers: f"{found.costs[row.workers]:.3g}" for row in (found.cheapest, found.fastest)}
-        beside = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
-        price = _price(wanted.prices)
-        said.append(f"{found.cheapest.workers} for the lowest cost ({what} costs {beside}; {price})")
-    return f"Recommended, of the numbers that were measured: {'; '.join(said)}."
+    parts = [f"{counted(recommendation.fastest.workers, 'worker')} for the shortest time"]
+    if recommendation.efficient is not None:
+        parts.append(
+            f"at most {recommendation.efficient.workers} for an efficiency of at least {percent(settings.threshold)}"
+        )
+    if recommendation.cheapest is not None and settings.prices is not None:
+        unit = "an epoch" if recommendation.of_epochs else "a million samples"
+        costs = {
+            row.workers: f"{recommendation.costs[row.workers]:.3g}"
+            for row in (recommendation.cheapest, recommendation.fastest)
+        }
+        cost_words = ", ".join(f"{cost} with {workers}" for workers, cost in costs.items())
+        price = _price(settings.prices)
+        parts.append(f"{recommendation.cheapest.workers} for the lowest cost ({unit} costs {cost_words}; {price})")
+    return f"Recommended, of the measured numbers: {'; '.join(parts)}."
 
 
 def _price(prices: Prices) -> str:
@@ -115,35 +120,35 @@ def _price(prices: Prices) -> str:
 
 
 def _why_not_linear(curve: Curve) -> str:
-    """Where the time of the largest number of workers went, that a perfect speedup would not have taken."""
-    alone, most = curve.alone, curve.usable[-1] if curve.usable else None
-    if alone is None or most is None or most is alone:
+    """The parts of a step that take the additional time, against perfect scaling, with the most workers."""
+    alone, top = curve.alone, curve.usable[-1] if curve.usable else None
+    if alone is None or top is None or top is alone:
         return ""
-    first, then = alone.parts, most.parts
-    if not first or not then or not most.step_s or not alone.step_s:
+    first, last = alone.parts, top.parts
+    if not first or not last or not top.step_s or not alone.step_s:
         return ""
-    share = 1 if curve.mode == "weak" else most.workers
-    lost = {field: then[field] - first.get(field, 0.0) / share for field in then}
-    total = most.step_s - alone.step_s / share
-    if total <= 0.01 * most.step_s:
-        return f"With {most.workers} workers a step takes no longer than with perfect scaling."
+    share = 1 if curve.mode == "weak" else top.workers
+    lost = {field: last[field] - first.get(field, 0.0) / share for field in last}
+    total = top.step_s - alone.step_s / share
+    if total <= 0.01 * top.step_s:
+        return f"With {top.workers} workers a step takes no longer than with perfect scaling."
     large = sorted((field for field in lost if lost[field] > 0.05 * total), key=lambda field: -lost[field])
     parts = [f"{PARTS[field]} {duration(lost[field])}" for field in large]
-    said = f": {listed(parts)}" if parts else ", which no measured part accounts for"
+    reasons = f": {listed(parts)}" if parts else ", which no measured part accounts for"
     return (
-        f"With {most.workers} workers a step takes {duration(most.step_s)}, {duration(total)} more than with perfect "
-        f"scaling{said}."
+        f"With {top.workers} workers a step takes {duration(top.step_s)}, {duration(total)} more than with perfect "
+        f"scaling{reasons}."
     )
 
 
-# Whether all numbers of workers trained the same.
+# Whether all numbers of workers trained to the same weights.
 
 ALIKE = 1e-5
-"""Relative difference of losses that rounding alone may make."""
+"""The largest relative difference of losses that rounding alone explains."""
 
 
 def correctness(curve: Curve) -> str:
-    """What digests and losses say, in a sentence or two."""
+    """A sentence or two about the digests and the losses."""
     rows = [row for row in curve.rows if row.digests]
     unsteady = [str(row.workers) for row in rows if len(row.digests) > 1]
     if unsteady:
@@ -154,7 +159,7 @@ def correctness(curve: Curve) -> str:
     digests = {digest for row in rows for digest in row.digests}
     if curve.mode == "strong" and len(digests) == 1 and len(rows) > 1:
         workers = listed([str(row.workers) for row in rows])
-        more = "" if len(rows) == len(curve.rows) else " (the others told no digest)"
+        more = "" if len(rows) == len(curve.rows) else " (the others recorded no digest)"
         runs = sum(len(row.cells) for row in rows)
         return (
             f"All {runs} runs with {workers} workers ended with the same weights, bit for bit{more}: SHA-256 "
@@ -166,41 +171,42 @@ def correctness(curve: Curve) -> str:
 
 
 def _losses(rows: Sequence[Row], *, weak: bool = False) -> str:
-    known = [row for row in rows if row.loss is not None]
-    if len(known) < 2:
+    with_loss = [row for row in rows if row.loss is not None]
+    if len(with_loss) < 2:
         return (
             "Neither digests nor losses were recorded for two numbers of workers: nothing shows that all trained alike."
         )
-    losses = [row.loss for row in known if row.loss is not None]
-    said = listed([f"{number(row.loss)} with {row.workers}" for row in known])
+    losses = [row.loss for row in with_loss if row.loss is not None]
+    listing = listed([f"{number(row.loss)} with {row.workers}" for row in with_loss])
     if weak:
-        return f"The batch grows with the workers, so the weights differ; losses after the same samples: {said}."
-    apart = (max(losses) - min(losses)) / max(abs(loss) for loss in losses) if any(losses) else 0.0
-    if apart <= ALIKE:
-        return f"Losses after the same samples are alike (within {apart:.1e} of each other): {said}."
-    return f"Losses after the same samples differ by up to {100 * apart:.2g} %: {said}."
+        return f"The batch grows with the workers, so the weights differ; losses after the same samples: {listing}."
+    difference = (max(losses) - min(losses)) / max(abs(loss) for loss in losses) if any(losses) else 0.0
+    if difference <= ALIKE:
+        return f"Losses after the same samples are alike (within {difference:.1e} of each other): {listing}."
+    return f"Losses after the same samples differ by up to {100 * difference:.2g} %: {listing}."
 
 
-# What speaks against a study's figures, as far as the figures themselves tell.
+# Threats to the validity of a study's figures, as far as the figures show them.
 
 FEW = 5
-"""Repeats, at least, that intervals should rest on (Hoefler and Belli, SC 2015)."""
+"""The number of repeats below which the report warns (Hoefler and Belli, SC 2015)."""
 
 NOISY = 0.1
-"""Width of an interval, as a share of its median, that is worth a word."""
+"""The width of an interval, as a share of its median, above which the report warns."""
 
 MISFIT = 0.1
-"""Deviation of a fit from a median that is worth a word."""
+"""The deviation of a fit from a median, as a share, above which the report warns."""
 
 
 def threats(analysis: Analysis) -> list[str]:
-    """In sentences, the gravest first; what holds for all curves is said once."""
-    said: dict[str, list[str]] = {}
+    """Sentences about threats to validity, the gravest first; those that hold for all curves come once."""
+    names_by_words: dict[str, list[str]] = {}
     for curve in analysis.curves:
         for words in _of_curve(curve):
-            said.setdefault(words, []).append(name_of(analysis, curve))
+            names_by_words.setdefault(words, []).append(name_of(analysis, curve))
     named = [
-        words if len(names) == len(analysis.curves) else f"{'; '.join(names)}: {words}" for words, names in said.items()
+        words if len(names) == len(analysis.curves) else f"{'; '.join(names)}: {words}"
+        for words, names in names_by_words.items()
     ]
     return [*_failed(analysis), *named, *_of_all(analysis), *analysis.results.notes]
 
@@ -239,7 +245,7 @@ def _repeats(curve: Curve) -> Iterator[str]:
     if all(not row.repeats and len(row.rates) > 1 for row in curve.rows):
         yield "Each number of workers was run once: intervals are over epochs, and miss what differs between runs."
     elif fewest == 1:
-        yield "Some figures rest on a single run and have no interval: nobody knows how far off another run would be."
+        yield "Some figures rest on a single run and have no interval: how much another run would differ is unknown."
     elif fewest < FEW:
         yield f"Intervals rest on {fewest} repeats: with fewer than {FEW} they are too narrow too often."
 
@@ -247,9 +253,9 @@ def _repeats(curve: Curve) -> Iterator[str]:
 def _noise(curve: Curve) -> Iterator[str]:
     spreads = [(row.workers, row.samples_per_s.spread or 0.0) for row in curve.rows]
     wide = [f"{percent(spread)} with {counted(workers, 'worker')}" for workers, spread in spreads if spread > NOISY]
-    said = listed(wide)
-    if said:
-        yield f"Noise: the interval of the throughput is as wide as {said}. Something else may have used the machine."
+    widths = listed(wide)
+    if widths:
+        yield f"Noise: the interval of the throughput is as wide as {widths}. Something else may have used the machine."
 
 
 def _of_all(analysis: Analysis) -> Iterator[str]:
@@ -258,5 +264,5 @@ def _of_all(analysis: Analysis) -> Iterator[str]:
     if not any(curve.plain for curve in analysis.curves):
         yield "The plain single-process loop was not measured: speedups are against one worker of the same software."
     if not analysis.results.environment:
-        yield "Nothing is known of the machine and its software: the figures were measured elsewhere."
+        yield "The machine and its software are unknown: the figures were measured elsewhere."
     yield "One machine at one time: another processor, network, model or batch has another curve."

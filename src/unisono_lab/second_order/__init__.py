@@ -1,1 +1,1 @@
-"""Optimizers that go by curvature."""
+"""Second-order methods: K-FAC, and measurements of curvature."""

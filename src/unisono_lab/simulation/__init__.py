@@ -1,1 +1,1 @@
-"""A job in virtual time: the real coordinator's decisions and the real policies, on hosts that do not exist."""
+"""A job in virtual time: the real coordinator's decisions and the real policies, on simulated hosts."""

@@ -13,9 +13,11 @@ import numpy as np
 
 from unisono.adapt.view import Decision
 from unisono.membership import state as machine
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Start, WorkerEnded
 from unisono.membership.messages import (
+    AgentHello,
+    AgentLeaving,
     Arrived,
+    End,
     Finished,
     Formed,
     FromWorker,
@@ -28,36 +30,37 @@ from unisono.membership.messages import (
     Removed,
     Replace,
     ResizeRequest,
+    Start,
+    WorkerEnded,
     WorkerHello,
 )
 from unisono.plan.split import Split
 from unisono_lab.simulation.market import HostPrices
 from unisono_lab.simulation.scenario import HostKind, Incident, Scenario
-from unisono_lab.simulation.training import Array, Crew, SimulatedTraining
+from unisono_lab.simulation.simulated_training import Array, Crew, SimulatedTraining
 
-# What happens in virtual time, in its order, and what a job spends that time on.
+# The events in virtual time, and what a job spends that time on.
 
 
 Part = Literal["training", "regroup", "waiting", "start"]
-"""What a job does at a moment.
+"""The activity of a job at a moment.
 
 training  steps are computed
-regroup   a generation ends, or forms: also until a loss is noticed
+regroup   a generation ends or forms, or a loss is not yet noticed
 waiting   there are too few workers, or the job is not running
 start     the first workers start
 """
 
 
 class Course:
-    """Everything that is to happen to a job, by its time, and what the job has lost so far.
+    """The planned events of a job, by their time, and the time that the job has lost so far.
 
-    At one moment things happen in the order in which they were planned.
+    Events at the same moment happen in the order in which they were planned.
 
     Attributes:
         now: the virtual time, in seconds.
-        part: what the job does now.
         repeated_s: seconds of training whose steps were lost.
-        stall_s: seconds that training stood still for checkpoints.
+        stall_s: seconds for which training paused for checkpoints.
         worker_seconds: seconds of training, times workers.
     """
 
@@ -70,32 +73,32 @@ class Course:
         self._turned_at = 0.0
         self._seconds: dict[Part, float] = defaultdict(float)
 
-    def at(self, moment: float, what: Callable[[], None]) -> None:
-        """Plan something for a moment, in seconds."""
+    def at(self, moment: float, event: Callable[[], None]) -> None:
+        """Plan an event for a moment, in seconds."""
         self._count += 1
-        heapq.heappush(self._heap, (moment, self._count, what))
+        heapq.heappush(self._heap, (moment, self._count, event))
 
-    def later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Plan something for so many seconds from now."""
-        self.at(self.now + seconds, what)
+    def later(self, seconds: float, event: Callable[[], None]) -> None:
+        """Plan an event for a number of seconds from now."""
+        self.at(self.now + seconds, event)
 
     def go_on(self) -> bool:
-        """Let the next thing happen, at its time; False if there is none."""
+        """Move the time on to the next event, and let it happen; False if there is none."""
         if not self._heap:
             return False
-        self.now, _, what = heapq.heappop(self._heap)
-        what()
+        self.now, _, event = heapq.heappop(self._heap)
+        event()
         return True
 
     def turn(self, part: Part) -> None:
-        """From now on the job does something else."""
+        """Change the activity of the job."""
         self._seconds[self.part] = self._seconds[self.part] + self.now - self._turned_at
         self.part, self._turned_at = part, self.now
 
     def lost(self) -> dict[str, float]:
-        """Seconds, by what they were lost to."""
-        known = self._seconds
-        spent = {"regroup": known["regroup"], "waiting": known["waiting"], "start": known["start"]}
+        """The lost seconds, by cause."""
+        seconds = self._seconds
+        spent = {"regroup": seconds["regroup"], "waiting": seconds["waiting"], "start": seconds["start"]}
         return {**spent, "repeated": self.repeated_s, "checkpoints": self.stall_s}
 
 
@@ -103,25 +106,21 @@ class Course:
 
 
 PING_S = 20.0
-"""How often the coordinator tries silent connections, as its service does."""
+"""The seconds between pings of silent connections, as in the coordinator's service."""
 
 MESSAGE_S = 0.01
-"""What a message takes."""
+"""The seconds of a message."""
 
 MOST_RESTARTS = 10**6
-"""Lost workers are replaced as long as there is room."""
+"""The number of restarts, which is large, so that lost workers are always replaced if there is room."""
 
 
 @dataclass
 class Host:
-    """A host that is there, with its agent.
+    """A rented host, with its agent.
 
     Attributes:
-        agent: the agent's id.
-        kind: what kind of host it is.
-        zone: the zone that it is in.
-        prices: the price of its hour.
-        noticed: whether it was told that it is going to be taken away.
+        noticed: whether it got the notice that it will be taken away.
     """
 
     agent: str
@@ -136,17 +135,13 @@ class SimulatedGeneration:
     """The workers that train together.
 
     Attributes:
-        number: its number.
-        workers: their ids, by rank.
-        joiners: those that lack the state until it has formed.
-        crew: what each of them computes.
-        formed: whether it works.
-        stopping: whether it ends at the next boundary.
-        over: whether its work has ended.
-        frozen_at: the moment at which a member vanished; None while all are there.
-        begun_at: the moment at which the steps that are drawn begin.
-        ends: the moments at which they end.
-        stalls: seconds of checkpoints in each of them.
+        workers: the ids of the workers, by rank.
+        joiners: the workers that get the state when the generation forms.
+        stopping: whether the generation ends after the present step.
+        frozen_at: the moment at which a worker vanished; None if none did.
+        begun_at: the moment at which the drawn steps begin.
+        ends: the moments at which the drawn steps end.
+        stalls: the seconds of checkpoints in each drawn step.
     """
 
     number: int
@@ -165,15 +160,8 @@ class SimulatedGeneration:
 class Coordination:
     """One start of a job, from its first agent to its end.
 
-    Args:
-        scenario: the scenario.
-        course: the virtual time, and what it is spent on.
-        training: the work.
-        changed: called with the number of workers when that has changed.
-        wants: called with a host and whether any of its workers is wanted, whenever that may have changed.
-
-    Attributes:
-        state: the coordinator's.
+    ``changed`` is called with the number of workers when it has changed, ``wants`` with a host, and whether its workers
+    are wanted.
     """
 
     def __init__(
@@ -200,27 +188,27 @@ class Coordination:
         self._where: dict[str, Host] = {}
         self._generation: SimulatedGeneration | None = None
         self._starting: dict[float, list[tuple[str, str]]] = {}
-        self._warm: set[str] = set()  # agents that have started workers
-        self._vanished: set[str] = set()  # workers and agents that nobody has given up yet
-        self._told_at = 0.0
+        self._warm: set[str] = set()  # agents that have started workers before
+        self._vanished: set[str] = set()  # workers and agents whose loss the coordinator has not noticed
+        self._reported_at = 0.0
 
     # -- hosts
 
     def join(self, host: Host) -> None:
         """The agent of a host connects."""
         self._hosts[host.agent] = host
-        self._tell(
+        self._apply(
             machine.AgentHeard(host.agent, AgentHello(agent=host.agent, host=host.agent, workers=host.kind.workers))
         )
-        self._may_rest(host.agent)
+        self._release_if_idle(host.agent)
 
     def warn(self, host: Host) -> None:
-        """A host is going to be taken away: its agent leaves."""
+        """A host will be taken away: its agent leaves."""
         if host.agent in self._hosts:
-            self._tell(machine.AgentHeard(host.agent, AgentLeaving()))
+            self._apply(machine.AgentHeard(host.agent, AgentLeaving()))
 
     def vanish(self, host: Host) -> None:
-        """A host is gone, and with it all that ran there. Nobody is told; connections fall silent."""
+        """A host vanishes, with all its processes. It sends no message; its connections fall silent."""
         if self._hosts.pop(host.agent, None) is None:
             return
         lost = {name for name, there in self._where.items() if there is host}
@@ -235,26 +223,26 @@ class Coordination:
         self._course.later(silence_s, partial(self._fall_silent, host.agent, lost))
 
     def befall(self, incident: Incident) -> None:
-        """Something happens to the job."""
+        """Let an incident happen to the job."""
         current = self._generation
         if incident.resize is not None and self.state.over is None:
-            self._tell(machine.Resized(incident.resize))
+            self._apply(machine.Resized(incident.resize))
         if incident.kill is None or current is None or current.over or incident.kill >= len(current.workers):
             return
         name = current.workers[incident.kill]
         if (host := self._where.get(name)) is not None:
             current.frozen_at = self._course.now
-            self._gone(host.agent, name, -9)
+            self._end_process(host.agent, name, -9)
 
     def _fall_silent(self, agent: str, workers: Collection[str]) -> None:
         if self.state.over is not None:
             return
         cut = [machine.Disconnected(worker=name) for name in sorted(self._vanished.intersection(workers))]
-        self._tell(machine.Bundle([*cut, machine.Disconnected(agent=agent)]))
+        self._apply(machine.Bundle([*cut, machine.Disconnected(agent=agent)]))
         self._watch()
 
     def _watch(self) -> None:
-        """Time passes for the coordinator while it waits for somebody who has vanished."""
+        """Plan the coordinator's next deadline while it waits for workers or agents that have vanished."""
         deadline = machine.next_deadline(self.state)
         self._vanished &= {*self.state.agents, *self.state.workers}
         if deadline is not None and self._vanished:
@@ -263,16 +251,16 @@ class Coordination:
     def _tick(self) -> None:
         if self.state.over is not None:
             return
-        if self._course.now > self._told_at + self._scenario.job.failure_timeout_s / 2:
-            self._told_at = self._course.now
+        if self._course.now > self._reported_at + self._scenario.job.failure_timeout_s / 2:
+            self._reported_at = self._course.now
             living = [] if self._generation is None else self._living(self._generation)
-            self._say_all(living, Progress(acts=self._acts, step=self._acts, pulse=Pulse(doing="wait")))
-        self._tell(machine.Tick())
+            self._send_all(living, Progress(acts=self._acts, step=self._acts, pulse=Pulse(doing="wait")))
+        self._apply(machine.Tick())
         self._watch()
 
     # -- what the coordinator decides
 
-    def _tell(self, event: machine.Event) -> None:
+    def _apply(self, event: machine.Event) -> None:
         before = self.state.generation
         self.state, actions = machine.step(self.state, event, self._course.now)
         is_due = is_lost = False
@@ -297,8 +285,8 @@ class Coordination:
         elif is_due:
             self._stop()
 
-    def _say_all(self, names: Iterable[str], message: FromWorker) -> None:
-        self._tell(machine.Heard(tuple(names), message))
+    def _send_all(self, names: Iterable[str], message: FromWorker) -> None:
+        self._apply(machine.Heard(tuple(names), message))
 
     def _start(self, agent: str, order: Start) -> None:
         took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
@@ -314,7 +302,7 @@ class Coordination:
             self._starting[moment].append((agent, name))
 
     def _begin(self, moment: float) -> None:
-        """Workers have connected, and are ready."""
+        """The workers that were started for this moment connect, and are ready."""
         shards, names = self._scenario.work.shards, []
         for agent, name in self._starting.pop(moment):
             host = self._hosts.get(agent)
@@ -322,39 +310,38 @@ class Coordination:
                 self._where[name] = host
                 names.append(name)
         hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
-        self._tell(machine.Bundle([machine.Heard((hello.worker,), hello) for hello in hellos]))
-        known = [self.state.workers[name] for name in names if name in self.state.workers]
+        self._apply(machine.Bundle([machine.Heard((hello.worker,), hello) for hello in hellos]))
+        connected = [self.state.workers[name] for name in names if name in self.state.workers]
         ready = {joins: Ready(loop=0 if joins else None) for joins in (False, True)}
-        self._tell(machine.Bundle([machine.Heard((worker.id,), ready[worker.joins]) for worker in known]))
+        self._apply(machine.Bundle([machine.Heard((worker.id,), ready[worker.joins]) for worker in connected]))
 
     def _end(self, agent: str, order: End) -> None:
         for name in order.workers:
-            self._course.later(MESSAGE_S, partial(self._gone, agent, name, -15 if order.how == "leave" else -9))
+            self._course.later(MESSAGE_S, partial(self._end_process, agent, name, -15 if order.how == "leave" else -9))
 
     def _part(self, names: Iterable[str], farewell: Removed) -> None:
         if farewell.preempted:
             self._training.keep(self._course.now)
         for name in names:
             if (host := self._where.get(name)) is not None:
-                self._course.later(MESSAGE_S, partial(self._gone, host.agent, name, 0))
+                self._course.later(MESSAGE_S, partial(self._end_process, host.agent, name, 0))
 
-    def _gone(self, agent: str, name: str, code: int) -> None:
-        """The process of a worker has ended."""
+    def _end_process(self, agent: str, name: str, code: int) -> None:
         if agent not in self._hosts or self.state.over is not None:
             return
         self._where.pop(name, None)
-        self._tell(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
-        self._may_rest(agent)
+        self._apply(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
+        self._release_if_idle(agent)
 
-    def _may_rest(self, agent: str) -> None:
-        """A host has no workers, perhaps, though all that are wanted are there."""
-        host, known = self._hosts.get(agent), self.state.agents.get(agent)
-        is_idle = known is not None and not known.started and len(self.state.workers) >= self.state.size
+    def _release_if_idle(self, agent: str) -> None:
+        """Give a host back if it has no workers, and the job has all workers that it wants."""
+        host, agent_state = self._hosts.get(agent), self.state.agents.get(agent)
+        is_idle = agent_state is not None and not agent_state.started and len(self.state.workers) >= self.state.size
         if host is not None and is_idle:
             self._wants(host, False)
 
     def _start_over(self) -> None:
-        """Nobody is left who holds the state. Checkpoints that were being written as all were lost are not whole."""
+        """No worker holds the state any more: go back to the newest checkpoint that was complete at the loss."""
         lost_at = self._leave_off()
         self._generation = None
         self._course.turn("waiting")
@@ -369,7 +356,7 @@ class Coordination:
         return self._training.now.steps - self._begun_with
 
     def _meet(self) -> None:
-        """A new generation: its workers connect, and joiners get the state."""
+        """Begin a generation: its workers connect, and joiners get the state."""
         minted = self.state.minted
         assert minted is not None
         names = [seat.worker for seat in minted.roster]
@@ -377,11 +364,11 @@ class Coordination:
         crew = Crew.of([*zip([speeds.get(name, 1.0) for name in names], Split(minted.bounds).counts, strict=True)])
         joiners = frozenset(seat.worker for seat in minted.roster if seat.joins)
         self._generation = new = SimulatedGeneration(minted.generation, names, joiners, crew)
-        self._training.unsettled()
+        self._training.reset_steady()
         if self._course.part != "start":
             self._course.turn("regroup")
         if any(name not in self._where for name in names):
-            new.frozen_at = self._course.now  # it has vanished meanwhile, and nobody knows yet
+            new.frozen_at = self._course.now  # a worker has vanished, and the coordinator has not noticed it yet
             return
         self._course.later(self._took.forming(len(names), joined=bool(joiners)), partial(self._form, new))
 
@@ -391,7 +378,7 @@ class Coordination:
         generation.formed = True
         self._course.turn("training")
         self._changed(len(generation.workers))
-        self._say_all(generation.workers, Formed(generation=generation.number))
+        self._send_all(generation.workers, Formed(generation=generation.number))
         if generation is self._generation and not generation.over:
             self._work(generation)
 
@@ -404,47 +391,49 @@ class Coordination:
         self._course.at(float(generation.ends[-1]), partial(self._boundary, generation, generation.begun_at))
 
     def _boundary(self, generation: SimulatedGeneration, begun_at: float) -> None:
-        """All steps that were drawn have ended, or the one that was under way as the generation was called."""
+        """The drawn steps have ended, or the step that was under way when the generation had to stop."""
         if generation.over or generation.frozen_at is not None or generation.begun_at != begun_at:
             return
         mean_s = float(generation.ends[-1] - begun_at) / len(generation.ends)
         self._commit(generation, self._course.now)
-        if self._training.asks and not len(generation.ends):
+        if self._training.has_policies and not len(generation.ends):
             self._decide(generation, mean_s)
         if self._training.is_done:
             generation.over = True
-            self._say_all(generation.workers, Finished(digest="d"))
+            self._send_all(generation.workers, Finished(digest="d"))
         elif generation.stopping:
             self._arrive(generation)
         else:
             self._work(generation)
 
     def _commit(self, generation: SimulatedGeneration, until: float) -> float:
-        """Note the steps that have ended by a moment; the moment at which the last of them did."""
+        """Count the steps that have ended at a moment; returns the end of the last one."""
         done = int(np.searchsorted(generation.ends, until, side="right"))
-        last = float(generation.ends[done - 1]) if done else generation.begun_at
+        ended_at = float(generation.ends[done - 1]) if done else generation.begun_at
         stalls = float(generation.stalls[:done].sum())
         self._course.stall_s += stalls
-        self._course.worker_seconds += (last - generation.begun_at) * len(generation.workers)
-        self._training.commit(done, last - generation.begun_at - stalls, last)
+        self._course.worker_seconds += (ended_at - generation.begun_at) * len(generation.workers)
+        self._training.commit(done, ended_at - generation.begun_at - stalls, ended_at)
         generation.ends, generation.stalls = generation.ends[done:], generation.stalls[done:]
-        generation.begun_at = last
-        return last
+        generation.begun_at = ended_at
+        return ended_at
 
     def _decide(self, generation: SimulatedGeneration, seconds: float) -> None:
         decisions = self._training.ask(generation.crew, seconds, generation.number, self.state.departures)
         for decision in decisions:
             self._carry_out(generation, decision)
         if self._training.balances and not generation.over:
-            self._tell_speeds(generation)
+            self._report_speeds(generation)
 
-    def _tell_speeds(self, generation: SimulatedGeneration) -> None:
-        """Members say what a shard takes them: by that the coordinator splits the shards."""
+    def _report_speeds(self, generation: SimulatedGeneration) -> None:
+        """Workers report the seconds of a shard, by which the coordinator splits the shards."""
         crew, acts = generation.crew, self._acts
         for place, shard_s in enumerate(self._training.shard_seconds(crew)):
-            names = [name for name, at in zip(generation.workers, crew.places, strict=True) if at == place]
+            names = [
+                name for name, load_place in zip(generation.workers, crew.places, strict=True) if load_place == place
+            ]
             pulse = Pulse(doing="call", shard_s=shard_s)
-            self._say_all(names, Progress(acts=acts, step=acts, pulse=pulse))
+            self._send_all(names, Progress(acts=acts, step=acts, pulse=pulse))
 
     def _carry_out(self, generation: SimulatedGeneration, decision: Decision) -> None:
         value = decision.value
@@ -453,40 +442,40 @@ class Coordination:
                 self._training.keep(self._course.now + self._took.checkpoint_s)
                 self._course.stall_s += self._took.stall_s
             case "resize" if isinstance(value, int):
-                self._say_all(generation.workers[:1], ResizeRequest(workers=value))
+                self._send_all(generation.workers[:1], ResizeRequest(workers=value))
             case "replace" if isinstance(value, int):
-                self._say_all(generation.workers[:1], Replace(generation=generation.number, rank=value))
+                self._send_all(generation.workers[:1], Replace(generation=generation.number, rank=value))
 
     def _stop(self) -> None:
-        """The generation is called: it ends at the next boundary."""
+        """The coordinator ends the generation, after the step that is under way."""
         current = self._generation
         if current is None or current.over or current.stopping:
             return
         current.stopping = True
         if not current.formed or current.frozen_at is not None or not len(current.ends):
-            return  # it stops behind the first step once it has formed, or is woken
+            return  # it stops after the first step once it has formed, or when the loss is noticed
         boundary = float(current.ends[np.searchsorted(current.ends, self._course.now)])
         self._course.at(boundary, partial(self._boundary, current, current.begun_at))
 
     def _break_off(self) -> None:
-        """The step that is under way cannot end: all notice, and stop waiting."""
+        """A worker is lost, so the present step cannot end: the others notice it, and wait for a generation."""
         current = self._generation
         if current is None or current.over:
             return
-        noticed_at = self._course.now + self._took.detect_s + self._rest_of_step(current)
+        noticed_at = self._course.now + self._took.detect_s + self._remaining_step_s(current)
         self._leave_off()
         self._course.turn("regroup")
         self._course.at(noticed_at, partial(self._arrive, current))
 
-    def _rest_of_step(self, generation: SimulatedGeneration) -> float:
-        """Seconds of the broken step that are still computed: who is left misses others only when it sends."""
+    def _remaining_step_s(self, generation: SimulatedGeneration) -> float:
+        """The seconds for which the others still compute the broken step: they notice the loss when they send."""
         ends, now = generation.ends, self._course.now
         broken_at = now if generation.frozen_at is None else generation.frozen_at
         later = ends[np.searchsorted(ends, broken_at) :] if generation.formed else ends[:0]
         return max(0.0, float(later[0]) - now) if len(later) else 0.0
 
     def _leave_off(self) -> float:
-        """The generation's work ends where it stands, with all steps that are done; the moment at which it stopped."""
+        """End the generation's work, keeping the steps that have ended; returns the moment at which it stopped."""
         current = self._generation
         if current is None:
             return self._course.now
@@ -497,17 +486,19 @@ class Coordination:
         return until
 
     def _arrive(self, generation: SimulatedGeneration) -> None:
-        """All that are left wait for the next generation."""
+        """The remaining workers wait for the next generation."""
         generation.over = True
         if self.state.over is not None:
             return
         self._course.turn("regroup")
         arrived = Arrived(generation=generation.number, acts=self._acts, loop=0, at_boundary=True, step=self._acts)
-        lacking = frozenset() if generation.formed else generation.joiners
+        without_state = frozenset() if generation.formed else generation.joiners
         names = self._living(generation)
-        whole, others = ([name for name in names if (name in lacking) is lacks] for lacks in (False, True))
-        again = Ready(loop=0, generation=generation.number)
-        self._tell(machine.Bundle([machine.Heard(tuple(whole), arrived), machine.Heard(tuple(others), again)]))
+        complete, joiners = (
+            [name for name in names if (name in without_state) is is_joiner] for is_joiner in (False, True)
+        )
+        ready = Ready(loop=0, generation=generation.number)
+        self._apply(machine.Bundle([machine.Heard(tuple(complete), arrived), machine.Heard(tuple(joiners), ready)]))
 
     def _living(self, generation: SimulatedGeneration) -> list[str]:
         return [name for name in generation.workers if name in self._where]

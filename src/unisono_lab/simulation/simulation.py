@@ -1,4 +1,4 @@
-"""A simulation as a value: what was asked, all that is answered, and the commands that start the job."""
+"""A simulation as a value: its settings, its answers, and the commands that start the job."""
 
 from __future__ import annotations
 
@@ -11,57 +11,56 @@ from typing import Literal
 
 import numpy as np
 
-from unisono.adapt.named import NAMED
+from unisono.adapt.policy_names import NAMED
 from unisono.adapt.view import BatchShape
 from unisono.errors import JobError
 from unisono.named import require_named
 from unisono_lab.simulation.coordination import MOST_RESTARTS
 from unisono_lab.simulation.scenario import HostKind, Scenario
-from unisono_lab.simulation.seeds import KnownOutcomes
-from unisono_lab.simulation.simulated_run import SimulatedOutcome
-from unisono_lab.simulation.training import SPOT, Crew, StepClock
+from unisono_lab.simulation.simulated_run import OutcomeCache, SimulatedOutcome
+from unisono_lab.simulation.simulated_training import SPOT, Crew, StepClock
 
-# What simulated outcomes come to, and the way to run a job of which they are best: hosts, checkpoints and policies.
+# Statistics of simulated outcomes, and the search for the best hosts, checkpoints and policies.
 
 
 PAYS = 1.1
-"""More workers are worth their price as long as they are faster by this factor."""
+"""More workers pay as long as they are faster by this factor."""
 
 NORMAL_95 = 1.96
 
 Aim = Literal["cost", "time"]
 
 FEW_SEEDS = 6
-"""Of candidates in the first rounds."""
+"""The number of seeds for candidates in the first rounds."""
 
-KEPT = 3
-"""Candidates that go on into the next round."""
+MOST_FINALISTS = 3
+"""The number of candidates that go on into the next round."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the hosts of a kind that are tried."""
+"""The shares of the hosts of a kind that are tried."""
 
 MOST_MIXES = 60
 
 INTERVALS_S = (60.0, 300.0, 1200.0)
-"""Seconds between checkpoints that are tried."""
+"""The times between checkpoints that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over seeds: its median, and what 95 % of the seeds do not exceed."""
+    """A figure over seeds: its median and its 95th percentile."""
 
     p50: float
     p95: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Over at least one value; infinite ones are of jobs that were not done."""
+        """The spread of at least one value; those of jobs that were not done are infinite."""
         return cls(*(float(np.quantile(values, share, method="inverted_cdf")) for share in (0.5, 0.95)))
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """The share of seeds of which something holds, and its 95 % interval (Wilson, JASA 1927)."""
+    """The share of seeds for which a condition holds, and its 95 % interval (Wilson, JASA 1927)."""
 
     share: float
     low: float
@@ -69,22 +68,21 @@ class Likelihood:
 
     @classmethod
     def of(cls, good: int, tried: int) -> Likelihood:
-        """Of so many seeds, of which it holds for some."""
+        """The likelihood from the number of seeds for which the condition holds, and of all."""
         return cls(good / tried, *wilson(good, tried))
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What outcomes of one scenario say.
+    """The statistics of one scenario's outcomes.
 
     Attributes:
-        seconds: the seconds of the whole job; infinite for one that was not done.
+        seconds: the seconds of the whole job; infinite if it was not done.
         cost: the cost of all hosts, until the job was done or given up.
-        in_time: the seeds that were done by the deadline, or at all if there is none.
-        in_budget: the seeds that were done, and cost no more than the budget; None without a budget.
-        lost: mean seconds, by what they were lost to.
+        in_time: the likelihood that the job is done by the deadline, or at all if there is none.
+        in_budget: the likelihood that the job is done within the budget; None without a budget.
+        lost: the mean lost seconds, by cause.
         losses: the mean number of workers that were lost, or left on notice.
-        seeds: the number of seeds.
     """
 
     seconds: Spread
@@ -99,24 +97,18 @@ class Expectation:
 def answer(
     outcomes: Sequence[SimulatedOutcome], deadline_s: float | None = None, budget: float | None = None
 ) -> Expectation:
-    """Put outcomes of one scenario together.
-
-    Args:
-        outcomes: at least one.
-        deadline_s: the seconds that the job may take; None for any.
-        budget: what it may cost; None for any.
-    """
-    seconds = [each.seconds if each.done else math.inf for each in outcomes]
-    good = sum(each <= (math.inf if deadline_s is None else deadline_s) and each < math.inf for each in seconds)
-    cheap = None if budget is None else sum(each.done and each.cost <= budget for each in outcomes)
-    lost = {part: float(np.mean([each.lost[part] for each in outcomes])) for part in outcomes[0].lost}
+    """The statistics of one scenario's outcomes, at least one."""
+    seconds = [outcome.seconds if outcome.done else math.inf for outcome in outcomes]
+    good = sum(time_s <= (math.inf if deadline_s is None else deadline_s) and time_s < math.inf for time_s in seconds)
+    cheap = None if budget is None else sum(outcome.done and outcome.cost <= budget for outcome in outcomes)
+    lost = {part: float(np.mean([outcome.lost[part] for outcome in outcomes])) for part in outcomes[0].lost}
     return Expectation(
         seconds=Spread.of(seconds),
-        cost=Spread.of([each.cost for each in outcomes]),
+        cost=Spread.of([outcome.cost for outcome in outcomes]),
         in_time=Likelihood.of(good, len(outcomes)),
         in_budget=None if cheap is None else Likelihood.of(cheap, len(outcomes)),
         lost=lost,
-        losses=float(np.mean([each.losses for each in outcomes])),
+        losses=float(np.mean([outcome.losses for outcome in outcomes])),
         seeds=len(outcomes),
     )
 
@@ -131,7 +123,7 @@ def wilson(good: int, tried: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRate:
-    """What so many workers of speed 1 train on in a second, when nothing goes wrong; and what one more brings."""
+    """The throughput of a number of workers of speed 1 without losses, and whether it is extrapolated."""
 
     workers: int
     samples_per_s: float
@@ -139,40 +131,33 @@ class WorkerRate:
 
 
 def rates(scenario: Scenario, most: int) -> list[WorkerRate]:
-    """Throughputs of 1, 2, 4 … workers, by the fitted step time with its jitter.
-
-    Args:
-        scenario: the scenario.
-        most: the largest number of workers.
-    """
+    """Throughputs of 1, 2, 4 … workers, by the fitted step time with its jitter."""
     work = scenario.work
     sizes = [size for size in (2**power for power in range(most.bit_length())) if size <= most]
     clock, shape = StepClock(scenario, np.random.default_rng(0)), BatchShape(work.batch_size, work.shards)
-    found = []
+    throughputs = []
     for workers in sorted({*sizes, most}):
         crew = Crew.of([(1.0, -(-work.shards // workers))] * workers)
         step_s = float(np.mean(clock.draw(crew, shape, 256)))
-        found.append(WorkerRate(workers, work.batch_size / step_s, workers > scenario.measured_to))
-    return found
+        throughputs.append(WorkerRate(workers, work.batch_size / step_s, workers > scenario.measured_to))
+    return throughputs
 
 
-def enough(found: Sequence[WorkerRate]) -> int:
-    """The number of workers from which more no longer pays: the next larger one is hardly faster, or is not tried."""
-    for rate, more in pairwise(found):
+def enough(rates: Sequence[WorkerRate]) -> int:
+    """The number of workers beyond which more do not pay: the next larger number is hardly faster, or not tried."""
+    for rate, more in pairwise(rates):
         if more.samples_per_s < PAYS * rate.samples_per_s:
             return rate.workers
-    return found[-1].workers
+    return rates[-1].workers
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a job should be like.
+    """The goal of a search.
 
     Attributes:
-        aim: what is as small as can be.
-        deadline_s: the seconds that it may take; None for any.
-        budget: what it may cost, in 95 % of the seeds; None for any.
-        certainty: the share of the seeds that have to be in time.
+        budget: the cost that the job may have in 95 % of the seeds; None for no limit.
+        certainty: the share of the seeds that must be in time.
     """
 
     aim: Aim = "cost"
@@ -187,52 +172,46 @@ class Goal:
         )
 
     def key(self, answer: Expectation) -> tuple[bool, float, float]:
-        """By which answers are ordered, the best first."""
+        """The key by which answers are sorted, the best first."""
         is_short = not self.holds(answer)
         return is_short, 1 - answer.in_time.share if is_short else 0.0, self.aimed_at(answer)
 
     def aimed_at(self, answer: Expectation) -> float:
-        """What is to be small: the median cost, or the median seconds."""
+        """The figure to minimise: the median cost, or the median seconds."""
         return answer.cost.p50 if self.aim == "cost" else answer.seconds.p50
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run the job, with what it comes to.
-
-    Attributes:
-        scenario: the scenario with it.
-        answer: what it comes to.
-    """
+    """A way to run the job, with its simulated time and cost."""
 
     scenario: Scenario
     answer: Expectation
 
     @property
     def hosts(self) -> str:
-        """Its hosts, for people: ``2 on-demand, 14 spot``."""
+        """The hosts as text: ``2 on-demand, 14 spot``."""
         return ", ".join(f"{kind.count} {kind.name}" for kind in self.scenario.hosts if kind.count)
 
     @property
     def policies(self) -> str:
-        """Its policies, for people."""
+        """The policies as text."""
         return ", ".join(self.scenario.job.policies) or "none"
 
     @property
     def checkpoints(self) -> str:
-        """How often it writes checkpoints, for people."""
+        """The interval of checkpoints as text."""
         return f"every {every} steps" if (every := self.scenario.job.checkpoint_every) else "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """What would be lost with the next best candidate in place of the best.
+    """The difference between the best candidate and a next best one.
 
     Attributes:
-        next: the next best candidate.
-        share: the cost, or the time, that it takes more in the median, as a share of the best one's.
-        has_other_hosts: whether it has another mix of hosts.
-        holds: whether it is within deadline and budget.
+        share: the additional median cost or time, as a share of the best one's.
+        has_other_hosts: whether the next best one has another mix of hosts.
+        holds: whether the next best one is within deadline and budget.
     """
 
     next: Candidate
@@ -241,99 +220,98 @@ class Margin:
     holds: bool
 
 
-def margins(candidates: Sequence[Candidate], wish: Goal) -> list[Margin]:
-    """Of the next best candidate, and of the next best with other hosts if that is another one.
+def margins(candidates: Sequence[Candidate], goal: Goal) -> list[Margin]:
+    """The margins of the next best candidate, and of the next best one with other hosts if that is another one.
 
-    Args:
-        candidates: the candidates, the best first, all with the same seeds.
-        wish: what is wanted.
+    Candidates come the best first, all with the same seeds.
     """
     if len(candidates) < 2:
         return []
     best = candidates[0]
-    other = next((one for one in candidates[1:] if one.hosts != best.hosts), candidates[1])
-    found = [candidates[1]] if other is candidates[1] else [candidates[1], other]
-    return [Margin(one, _more(best, one, wish), one.hosts != best.hosts, wish.holds(one.answer)) for one in found]
+    other = next((candidate for candidate in candidates[1:] if candidate.hosts != best.hosts), candidates[1])
+    next_best = [candidates[1]] if other is candidates[1] else [candidates[1], other]
+    return [
+        Margin(candidate, _more(best, candidate, goal), candidate.hosts != best.hosts, goal.holds(candidate.answer))
+        for candidate in next_best
+    ]
 
 
-def _more(best: Candidate, other: Candidate, wish: Goal) -> float:
-    mine, theirs = wish.aimed_at(best.answer), wish.aimed_at(other.answer)
-    return theirs / mine - 1 if 0 < mine < math.inf else 0.0
+def _more(best: Candidate, other: Candidate, goal: Goal) -> float:
+    best_value, other_value = goal.aimed_at(best.answer), goal.aimed_at(other.answer)
+    return other_value / best_value - 1 if 0 < best_value < math.inf else 0.0
 
 
 Simulate = Callable[[Sequence[Scenario], int], list[Expectation]]
-"""From scenarios and a number of seeds to the answer for each of them; seeds are the same for all."""
+"""Simulates scenarios with a number of seeds, the same for all; returns the statistics of each."""
 
 
 def search(
     scenario: Scenario,
-    wish: Goal,
+    goal: Goal,
     simulate: Simulate,
     seeds: int,
     step_s: float,
     policies: Sequence[tuple[str, ...]] = (),
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Look for the best way to run a job: first the mix of hosts, then checkpoints and policies.
+    """Search for the best way to run a job: first the mix of hosts, then checkpoints and policies.
 
-    Args:
-        scenario: the scenario with all hosts that can be had.
-        wish: what is wanted.
-        simulate: simulates.
-        seeds: the number of seeds for the last candidates.
-        step_s: seconds of a typical step.
-        policies: the sets of policies to try; none for those of :func:`worth_trying`.
+    Without sets of policies, those of :func:`worth_trying` are tried.
 
     Returns:
-        the last candidates, the best first, two mixes of hosts among them if there are two; and all mixes of hosts,
-        with few seeds.
+        the last candidates, the best first, with two mixes of hosts among them if there are two; and all mixes of
+        hosts, with few seeds.
     """
     few = min(FEW_SEEDS, seeds)
-    tried = _ordered(mixes(scenario), wish, simulate, few)
-    ways = [way for one in tried[:KEPT] for way in _ways(one.scenario, step_s, policies)]
-    last = _finalists(_ordered(ways, wish, simulate, few))
-    return _ordered([one.scenario for one in last], wish, simulate, seeds), tried
+    tried = _ordered(mixes(scenario), goal, simulate, few)
+    ways = [way for candidate in tried[:MOST_FINALISTS] for way in _ways(candidate.scenario, step_s, policies)]
+    last = _finalists(_ordered(ways, goal, simulate, few))
+    return _ordered([candidate.scenario for candidate in last], goal, simulate, seeds), tried
 
 
 def _finalists(ordered: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The first ones; the last place is for the best with other hosts, so that it is known what these would cost."""
-    kept = ordered[:KEPT]
-    other = next((one for one in ordered if one.hosts != ordered[0].hosts), None)
-    return kept if other is None or other in kept else [*kept[:-1], other]
+    """The best candidates; the last place is for the best one with other hosts, so that its cost is shown."""
+    finalists = ordered[:MOST_FINALISTS]
+    other = next((candidate for candidate in ordered if candidate.hosts != ordered[0].hosts), None)
+    return finalists if other is None or other in finalists else [*finalists[:-1], other]
 
 
-def _ordered(scenarios: Sequence[Scenario], wish: Goal, simulate: Simulate, seeds: int) -> list[Candidate]:
-    """Candidates, the best first. Of two that are as good, the one with fewer policies is the simpler one."""
-    found = map(Candidate, scenarios, simulate(scenarios, seeds))
-    return sorted(found, key=lambda one: (*wish.key(one.answer), len(one.scenario.job.policies)))
+def _ordered(scenarios: Sequence[Scenario], goal: Goal, simulate: Simulate, seeds: int) -> list[Candidate]:
+    """Simulated candidates, the best first; of two equally good ones, the one with fewer policies comes first."""
+    candidates = map(Candidate, scenarios, simulate(scenarios, seeds))
+    return sorted(candidates, key=lambda candidate: (*goal.key(candidate.answer), len(candidate.scenario.job.policies)))
 
 
 def frontier(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Those to which none of the others is better in time and in cost, the fastest first."""
-    found: list[Candidate] = []
-    for one in sorted(tried, key=lambda one: (one.answer.seconds.p50, one.answer.cost.p50)):
-        if math.isfinite(one.answer.seconds.p50) and (not found or one.answer.cost.p50 < found[-1].answer.cost.p50):
-            found.append(one)
-    return found
+    """The candidates than which no other is better in both time and cost, the fastest first."""
+    best: list[Candidate] = []
+    for candidate in sorted(tried, key=lambda candidate: (candidate.answer.seconds.p50, candidate.answer.cost.p50)):
+        if math.isfinite(candidate.answer.seconds.p50) and (
+            not best or candidate.answer.cost.p50 < best[-1].answer.cost.p50
+        ):
+            best.append(candidate)
+    return best
 
 
 def mixes(scenario: Scenario) -> list[Scenario]:
-    """All mixes of hosts that are tried: of each kind none, a quarter, half, three quarters or all of them."""
+    """All mixes of hosts to try: of each kind none, a quarter, half, three quarters or all; fewer with many kinds."""
     kinds = len(scenario.hosts)
     shares = next(
-        each for each in (SHARES, SHARES[::2], SHARES[::4]) if len(each) ** kinds <= MOST_MIXES or len(each) == 2
+        option
+        for option in (SHARES, SHARES[::2], SHARES[::4])
+        if len(option) ** kinds <= MOST_MIXES or len(option) == 2
     )
     counts = [sorted({round(share * kind.count) for share in shares}) for kind in scenario.hosts]
-    found = []
+    scenarios = []
     for chosen in product(*counts):
         counted = zip(scenario.hosts, chosen, strict=True)
         mix = replace(scenario, hosts=[kind.model_copy(update={"count": count}) for kind, count in counted])
         if mix.room >= scenario.job.fewest:
-            found.append(mix)
-    return found
+            scenarios.append(mix)
+    return scenarios
 
 
 def _ways(scenario: Scenario, step_s: float, policies: Sequence[tuple[str, ...]]) -> list[Scenario]:
-    """The same hosts with other checkpoints and policies."""
+    """Scenarios with the same hosts, and other checkpoints and policies."""
     every = {scenario.job.checkpoint_every, *(max(1, round(seconds / step_s)) for seconds in INTERVALS_S)}
     return [
         scenario.run_with(checkpoint_every=steps, policies=names)
@@ -342,9 +320,9 @@ def _ways(scenario: Scenario, step_s: float, policies: Sequence[tuple[str, ...]]
 
 
 def worth_trying(scenario: Scenario) -> list[tuple[str, ...]]:
-    """Sets of policies that may change time or cost: none, the scenario's own, and one for each thing that it has.
+    """Sets of policies that may change time or cost: none, the scenario's own, and single ones.
 
-    ``spot`` where hosts may be taken away, ``straggler`` where they differ in speed, and ``goodput`` where the gradient
+    Single ones are ``spot`` if hosts may be taken away, ``straggler`` if they differ in speed, and ``goodput`` if the
     noise scale is given, since it changes the batch.
     """
     reasons = {
@@ -355,35 +333,29 @@ def worth_trying(scenario: Scenario) -> list[tuple[str, ...]]:
     return [*dict.fromkeys([(), scenario.job.policies, *((name,) for name, holds in reasons.items() if holds)])]
 
 
-# A simulation as a value: what was asked, all that is answered, and the commands that start the job.
+# A simulation as a value: its settings, its answers, and the commands that start the job.
 
 
 GUESS = 2.0
-"""By which figures that nobody measured are multiplied and divided, to see what they matter."""
+"""The factor by which figures that were not measured are multiplied and divided, to see whether they matter."""
 
 GUESS_SEEDS = 4
-"""So many are simulated with each of these."""
+"""The number of seeds for each of these figures."""
 
 LONGEST, LONGEST_ALONE = 20.0, 2.0
-"""Times the deadline, and times what the slowest number of workers takes without trouble: then a job is given up."""
+"""A job is given up after this multiple of the deadline, or of its time with the slowest number of workers."""
 
-MATTERS = 0.005
-"""A change of the median that is told."""
+SMALLEST_EFFECT = 0.005
+"""The relative change of a median above which a guess is reported."""
 
 
 PORT = 7777
-"""Of the coordinator, as the commands have it."""
+"""The port of the coordinator in the commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The same job with other policies.
-
-    Attributes:
-        name: the policies, for people.
-        answer: what it comes to.
-        outcomes: the outcome of each seed.
-    """
+    """The same job with other policies."""
 
     name: str
     answer: Expectation
@@ -392,11 +364,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What the job would come to if a figure that nobody measured were another one.
+    """The change of time and cost if a figure that was not measured had another value.
 
     Attributes:
-        name: the figure.
-        value: its value.
         factor: the factor by which it was multiplied.
         seconds: the median time, as a multiple.
         cost: the median cost, as a multiple.
@@ -411,20 +381,15 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All that is answered.
+    """The answers of a simulation.
 
     Attributes:
-        scenario: the scenario.
-        wish: the limits, and what is searched for.
-        variants: the answers, one for each set of policies.
-        rates: throughputs by the number of workers.
-        guesses: what figures that nobody measured matter.
-        candidates: the best ways to run the job; none if they were not searched for.
+        candidates: the best ways to run the job; empty if they were not searched for.
         tried: all mixes of hosts that the search has tried, with few seeds.
     """
 
     scenario: Scenario
-    wish: Goal
+    goal: Goal
     variants: Sequence[Variant]
     rates: Sequence[WorkerRate]
     guesses: Sequence[Guess] = ()
@@ -439,19 +404,14 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """What is asked of a simulation.
+    """The settings of a simulation.
 
     Attributes:
-        wish: the limits, and what is searched for.
-        policies: sets of policies to put side by side, and to search among; none for the scenario's own, and for all
-            that may matter.
-        seeds: the number of seeds.
-        first_seed: the first of them.
-        processes: the number of processes that simulate.
-        searches: whether the best way to run the job is searched for.
+        policies: the sets of policies to compare, and to search among; empty to simulate the scenario's own, and to
+            search among all that may matter.
     """
 
-    wish: Goal = field(default_factory=Goal)
+    goal: Goal = field(default_factory=Goal)
     policies: Sequence[tuple[str, ...]] = ()
     seeds: int = 40
     first_seed: int = 0
@@ -459,8 +419,8 @@ class SimulationSettings:
     searches: bool = False
 
     def answer(self, outcomes: Sequence[SimulatedOutcome]) -> Expectation:
-        """What outcomes of one scenario come to, within the limits."""
-        return answer(outcomes, self.wish.deadline_s, self.wish.budget)
+        """The statistics of one scenario's outcomes, with these limits."""
+        return answer(outcomes, self.goal.deadline_s, self.goal.budget)
 
 
 def until_s(scenario: Scenario, deadline_s: float | None) -> float:
@@ -470,42 +430,42 @@ def until_s(scenario: Scenario, deadline_s: float | None) -> float:
     return max(LONGEST * (deadline_s or 0.0), LONGEST_ALONE * scenario.work.samples / slowest, 86_400.0)
 
 
-def simulation(scenario: Scenario, asked: SimulationSettings) -> Simulation:
-    """Simulate what is asked.
+def simulation(scenario: Scenario, settings: SimulationSettings) -> Simulation:
+    """Simulate a scenario.
 
     Raises:
         JobError: a policy is unknown, a trace cannot be read, or the simulated job fails.
     """
-    chosen = asked.policies or [scenario.job.policies]
+    chosen = settings.policies or [scenario.job.policies]
     for names in chosen:
-        require_named(names, [*NAMED, SPOT], "policy", "--policies" if asked.policies else "job.policies")
+        require_named(names, [*NAMED, SPOT], "policy", "--policies" if settings.policies else "job.policies")
     scenarios = [scenario.run_with(policies=names) for names in chosen]
-    known = KnownOutcomes(asked.first_seed, until_s(scenario, asked.wish.deadline_s), asked.processes)
-    found = known.of(scenarios, asked.seeds)
+    cache = OutcomeCache(settings.first_seed, until_s(scenario, settings.goal.deadline_s), settings.processes)
+    outcomes = cache.of(scenarios, settings.seeds)
     variants = [
-        Variant(", ".join(names) or "no policies", asked.answer(each), each)
-        for names, each in zip(chosen, found, strict=True)
+        Variant(", ".join(names) or "no policies", settings.answer(of_variant), of_variant)
+        for names, of_variant in zip(chosen, outcomes, strict=True)
     ]
-    if not any(each.done for one in variants for each in one.outcomes):
+    if not any(outcome.done for variant in variants for outcome in variant.outcomes):
         raise JobError(
-            "the job is not done in any of the seeds: its hosts are there too seldom, or checkpoints too far apart "
-            "(job.checkpoint_every); what has been trained is lost again and again"
+            "the job is not done in any of the seeds: its hosts are available too seldom, or its checkpoints too far "
+            "apart (job.checkpoint_every), so that steps are lost again and again"
         )
 
     def simulate(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
-        return [asked.answer(each) for each in known.of(scenarios, seeds)]
+        return [settings.answer(of_scenario) for of_scenario in cache.of(scenarios, seeds)]
 
     speeds = rates(scenario, scenario.room)
     step_s = scenario.work.batch_size / speeds[-1].samples_per_s
-    guesses = _guesses(scenario, simulate, min(GUESS_SEEDS, asked.seeds))
-    if not asked.searches:
-        return Simulation(scenario, asked.wish, variants, speeds, guesses)
-    best, tried = search(scenario, asked.wish, simulate, asked.seeds, step_s, asked.policies)
-    return Simulation(scenario, asked.wish, variants, speeds, guesses, best, tried)
+    guesses = _guesses(scenario, simulate, min(GUESS_SEEDS, settings.seeds))
+    if not settings.searches:
+        return Simulation(scenario, settings.goal, variants, speeds, guesses)
+    best, tried = search(scenario, settings.goal, simulate, settings.seeds, step_s, settings.policies)
+    return Simulation(scenario, settings.goal, variants, speeds, guesses, best, tried)
 
 
 def _guesses(scenario: Scenario, simulate: Simulate, seeds: int) -> list[Guess]:
-    """Figures by default, at half and at double their values, with the same few seeds."""
+    """The effects of default figures at half and at double their values, with the same few seeds."""
     figures = scenario.figures()
     names = [name for name, source in scenario.sources.items() if source == "default" and figures[name]]
     tried = [(name, factor) for name in names if name != "gamma" for factor in (1 / GUESS, GUESS)]
@@ -513,25 +473,24 @@ def _guesses(scenario: Scenario, simulate: Simulate, seeds: int) -> list[Guess]:
         return []
     scenarios = [scenario, *(scenario.scaled(name, factor) for name, factor in tried)]
     base, *others = simulate(scenarios, seeds)
-    found = []
+    guesses = []
     for (name, factor), other in zip(tried, others, strict=True):
         seconds, cost = _times(other.seconds.p50, base.seconds.p50), _times(other.cost.p50, base.cost.p50)
-        if abs(seconds - 1) > MATTERS or abs(cost - 1) > MATTERS:
-            found.append(Guess(name, figures[name], factor, seconds, cost))
-    return found
+        if abs(seconds - 1) > SMALLEST_EFFECT or abs(cost - 1) > SMALLEST_EFFECT:
+            guesses.append(Guess(name, figures[name], factor, seconds, cost))
+    return guesses
 
 
-def _times(one: float, other: float) -> float:
-    return 1.0 if not other or not math.isfinite(one) or not math.isfinite(other) else one / other
+def _times(value: float, reference: float) -> float:
+    return 1.0 if not reference or not math.isfinite(value) or not math.isfinite(reference) else value / reference
 
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """What is run on some hosts.
+    """A command for some hosts.
 
     Attributes:
-        hosts: the hosts, for people: ``each of 3 spot hosts``.
-        words: the command.
+        hosts: the hosts as text: ``each of 3 spot hosts``.
     """
 
     hosts: str
@@ -539,7 +498,7 @@ class HostCommand:
 
 
 def commands(scenario: Scenario) -> list[HostCommand]:
-    """Of the first host, on which the coordinator is, and of all others, by kind. A host that stays comes first."""
+    """The commands of the first host, which has the coordinator, and of the others. A host that stays comes first."""
     kinds = sorted((kind for kind in scenario.hosts if kind.count), key=lambda kind: kind.is_spot)
     if not kinds:
         return []
@@ -550,22 +509,24 @@ def commands(scenario: Scenario) -> list[HostCommand]:
 
 
 def left_out(scenario: Scenario) -> list[str]:
-    """What was simulated, and is not in the commands."""
+    """Sentences about what was simulated, and is not in the commands."""
     spot = [kind for kind in scenario.hosts if kind.count and kind.is_spot]
-    found = []
+    sentences = []
     if spot:
         names = " or ".join(kind.name for kind in spot)
-        found.append(f"A {names} host that comes back runs its command again as it starts: what rents it sees to that.")
+        sentences.append(f"A {names} host that comes back has to run its command again when it starts.")
     if spot and len(spot) == sum(kind.count > 0 for kind in scenario.hosts):
-        found.append(
-            "All hosts may be taken away. The simulation loses no coordinator, and starts a job that all have left "
-            "again: run the coordinator with --here 0 on a host that stays, and unisono run again when it has ended."
+        sentences.append(
+            "All hosts may be taken away. The simulation loses no coordinator, and starts a job again that all hosts "
+            "have left: run the coordinator with --here 0 on a host that stays, and unisono run again when it ends."
         )
     if (begin := scenario.job.begin_with) is not None and begin < scenario.room:
-        found.append(f"The simulated job begins with {begin} workers: ask for them with unisono resize {begin}.")
+        sentences.append(f"The simulated job begins with {begin} workers: ask for them with unisono resize {begin}.")
     if "spot" in scenario.job.policies:
-        found.append("The commands have no policy spot: unisono.SpotPolicy needs a market, which the script gives it.")
-    return found
+        sentences.append(
+            "The commands have no policy spot: unisono.SpotPolicy needs a market, which the script passes to it."
+        )
+    return sentences
 
 
 def _hosts(kind: HostKind, count: int, word: str) -> str:
@@ -586,7 +547,7 @@ def _join(scenario: Scenario, kind: HostKind) -> str:
 
 
 def _alike(scenario: Scenario, kind: HostKind) -> Sequence[str]:
-    """Options of both: what all workers have in common, and the notices of these hosts."""
+    """The options of both commands: those of all workers, and the notices of these hosts."""
     job = scenario.job
     words = ["--failure-timeout-s", f"{job.failure_timeout_s:g}", "--shards", str(scenario.work.shards)]
     words += ["--checkpoint-every", str(job.checkpoint_every)] if job.checkpoint_every else []
@@ -594,59 +555,67 @@ def _alike(scenario: Scenario, kind: HostKind) -> Sequence[str]:
     return [*words, *(["--notices", "auto"] if kind.is_spot and kind.notice_s else [])]
 
 
-def as_json(found: Simulation) -> Mapping[str, object]:
-    """All of it but the pictures, for programs; what is infinite is null."""
+def as_json(simulation: Simulation) -> Mapping[str, object]:
+    """All answers as values for JSON; infinite ones are None."""
     return {
-        "extrapolation": found.is_extrapolation,
-        "measured_to": found.scenario.measured_to,
-        "variants": [{"policies": one.name, **_written(one.answer)} for one in found.variants],
-        "rates": [asdict(rate) for rate in found.rates],
+        "extrapolation": simulation.is_extrapolation,
+        "measured_to": simulation.scenario.measured_to,
+        "variants": [{"policies": variant.name, **_written(variant.answer)} for variant in simulation.variants],
+        "rates": [asdict(rate) for rate in simulation.rates],
         "figures": {
-            name: {"value": value, "source": found.scenario.sources.get(name, "default")}
-            for name, value in found.scenario.figures().items()
+            name: {"value": value, "source": simulation.scenario.sources.get(name, "default")}
+            for name, value in simulation.scenario.figures().items()
         },
         "guesses": [
-            {"figure": one.name, "value": one.value, "factor": one.factor, "time": one.seconds, "cost": one.cost}
-            for one in found.guesses
+            {
+                "figure": guess.name,
+                "value": guess.value,
+                "factor": guess.factor,
+                "time": guess.seconds,
+                "cost": guess.cost,
+            }
+            for guess in simulation.guesses
         ],
         "candidates": [
             {
-                **_way(one),
-                "commands": [{"hosts": each.hosts, "command": each.words} for each in commands(one.scenario)],
-                "left_out": left_out(one.scenario),
-                "holds": found.wish.holds(one.answer),
-                **_written(one.answer),
+                **_way(candidate),
+                "commands": [
+                    {"hosts": command.hosts, "command": command.words} for command in commands(candidate.scenario)
+                ],
+                "left_out": left_out(candidate.scenario),
+                "holds": simulation.goal.holds(candidate.answer),
+                **_written(candidate.answer),
             }
-            for one in found.candidates
+            for candidate in simulation.candidates
         ],
         "margins": [
-            {**_way(one.next), "more": _finite(one.share), "holds": one.holds}
-            for one in margins(found.candidates, found.wish)
+            {**_way(margin.next), "more": _finite(margin.share), "holds": margin.holds}
+            for margin in margins(simulation.candidates, simulation.goal)
         ],
     }
 
 
-def _way(one: Candidate) -> dict[str, object]:
-    job = one.scenario.job
-    return {"hosts": one.hosts, "checkpoint_every": job.checkpoint_every, "policies": list(job.policies)}
+def _way(candidate: Candidate) -> dict[str, object]:
+    job = candidate.scenario.job
+    return {"hosts": candidate.hosts, "checkpoint_every": job.checkpoint_every, "policies": list(job.policies)}
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _written(found: Expectation) -> dict[str, object]:
-    budget = found.in_budget
+def _written(answer: Expectation) -> dict[str, object]:
+    budget = answer.in_budget
     return {
-        "seeds": found.seeds,
-        "seconds_p50": _finite(found.seconds.p50),
-        "seconds_p95": _finite(found.seconds.p95),
-        "cost_p50": found.cost.p50,
-        "cost_p95": found.cost.p95,
-        "in_time": found.in_time.share,
-        "in_time_95": [found.in_time.low, found.in_time.high],
+        "seeds": answer.seeds,
+        "seconds_p50": _finite(answer.seconds.p50),
+        "seconds_p95": _finite(answer.seconds.p95),
+        "cost_p50": answer.cost.p50,
+        "cost_p95": answer.cost.p95,
+        "in_time": answer.in_time.share,
+        "in_time_95": [answer.in_time.low, answer.in_time.high],
         "in_budget": budget and budget.share,
         "in_budget_95": budget and [budget.low, budget.high],
-        "lost_s": dict(found.lost),
-        "losses": found.losses,
+        "lost_s": dict(answer.lost),
+        "losses": answer.losses,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from unisono.errors import JobError
-from unisono.sync.strategy import Rounds
+from unisono.sync import Rounds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class ModelAveraging(Rounds):
     """Synchronous model averaging, SMA (Koliousis et al., CROSSBOW, VLDB 2019), with a central model z.
 
-    In each step every worker updates its replica w_j on its own part of the batch. Before, d_j = w_j - z; after it::
+    In each step every worker updates its replica w_j on its own part of the batch. After the
+    update, with d_j = w_j - z from before it::
 
         w_j ← w_j - alpha·d_j        z ← z + Σ alpha·d_j + μ·(z - z_prev)
 
@@ -24,7 +25,7 @@ class ModelAveraging(Rounds):
 
         D ← (1 - alpha·(n + 1))·D - μ·(z - z_prev)        z - z_prev ← n·alpha·D + μ·(z - z_prev)
 
-    which grows without end unless alpha·(n + 1 + μ) < 2·(1 + μ). Where workers have become so many that an alpha is too
+    which grows without bound unless alpha·(n + 1 + μ) < 2·(1 + μ). If a job grows to so many workers that alpha is too
     large for them, the default is used instead.
 
     Args:
@@ -37,7 +38,7 @@ class ModelAveraging(Rounds):
     """
 
     name: ClassVar[str] = "model-averaging"
-    part: ClassVar[str] = "unisono_lab.strategies.central_averaging:CentralAveraging"
+    part: ClassVar[str] = "unisono_lab.strategies.replicas:CentralAveraging"
 
     alpha: float = 0.0
     momentum: float = 0.0
@@ -48,7 +49,7 @@ class ModelAveraging(Rounds):
         self._require_rate("momentum", below=1.0)
 
     def require(self, workers: int | None) -> None:
-        """Also refuse corrections that overshoot."""
+        """Refuse also corrections that overshoot."""
         super().require(workers)
         if workers is not None and not self._settles(workers):
             raise JobError(
@@ -57,16 +58,16 @@ class ModelAveraging(Rounds):
             )
 
     def strength(self, workers: int) -> float:
-        """The correction among so many workers."""
+        """The strength of the correction with this number of workers."""
         return self.alpha if self.alpha and self._settles(workers) else 1.0 / max(workers, 2)
 
     def move(self, central: Tensor, previous: Tensor, corrections: Tensor) -> None:
-        """Move the central model, and remember where it was; all 1-D, of one length, changed in place.
+        """Move the central model. All tensors are of one shape, and changed in place.
 
         Args:
-            central: z.
-            previous: z_prev; becomes z as it was.
-            corrections: Σ alpha·d_j; its content is used up.
+            central: z, which is moved.
+            previous: z_prev, which becomes the old z.
+            corrections: Σ alpha·d_j, which is overwritten.
         """
         corrections.add_(central - previous, alpha=self.momentum)
         previous.copy_(central)
@@ -95,9 +96,9 @@ class PairAveraging(Rounds):
     """
 
     name: ClassVar[str] = "pair-averaging"
-    part: ClassVar[str] = "unisono_lab.strategies.pairs:Pairs"
+    part: ClassVar[str] = "unisono_lab.strategies.replicas:Pairs"
 
 
 def average(mine: Tensor, theirs: Tensor) -> Tensor:
-    """(mine + theirs) / 2, of any shape: the same bits whoever computes it."""
+    """(mine + theirs) / 2, of any shape: both workers of a pair get the same bits."""
     return (mine + theirs).mul_(0.5)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from unisono.errors import JobError
-from unisono.sync.strategy import ROUND, Strategy
+from unisono.sync import ROUND, Strategy
 
 # Which server holds which tensors.
 
@@ -15,12 +15,7 @@ from unisono.sync.strategy import ROUND, Strategy
 def shares(sizes: Sequence[int], servers: int) -> list[list[int]]:
     """Distribute tensors so that all servers hold about as many bytes: the largest ones first, each to the emptiest.
 
-    Args:
-        sizes: bytes of each tensor.
-        servers: the number of servers, at least 1.
-
-    Returns:
-        the numbers of each server's tensors, in order; the same for the same sizes.
+    The numbers of each server's tensors come in order, and are the same for the same sizes.
     """
     held: list[list[int]] = [[] for _ in range(servers)]
     filled = [0] * servers
@@ -31,27 +26,24 @@ def shares(sizes: Sequence[int], servers: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in held]
 
 
-# Who may go on without making somebody else's gradient too stale.
+# Which worker may go on without making the gradient of another one too stale.
 
 
 class StalenessBound:
     """Keeps the staleness of gradients within a bound.
 
-    A worker reads the weights, computes, and asks to push; meanwhile others push. Pushes overtake each other on their
-    way, so a gradient may become as stale as the number of other pushes that were granted before it arrived, without
-    those that had arrived when it read. A read or push is granted if none that is on its way can become too stale by
-    it, and if all who have read can still push, in the order in which they read, each within the bound. So the one that
-    read first may push as soon as nothing is on its way, and nobody waits for ever.
-
-    Args:
-        bound: the largest staleness; None for no limit.
+    A worker reads the weights, computes, and asks to push; meanwhile others push. Pushes on their way may overtake each
+    other, so the staleness of a gradient may reach the number of other pushes that were granted before it arrived,
+    less those that had arrived when its worker read. A read or a push is granted if no push on its way can exceed the
+    bound by it, and if all workers that have read can still push within the bound, in the order in which they read. So
+    the worker that read first may push as soon as nothing is on its way, and no worker waits for ever.
     """
 
     def __init__(self, bound: int | None) -> None:
         self._bound = bound
         self._granted = self._arrived = 0
-        self._reads: dict[int, int] = {}  # by worker, how many pushes had arrived when it read
-        self._pushes: dict[int, int] = {}  # the same of those whose push is on its way
+        self._reads: dict[int, int] = {}  # by worker, the number of pushes that had arrived when it read
+        self._pushes: dict[int, int] = {}  # the same number, of workers whose push is on its way
 
     @property
     def out(self) -> list[int]:
@@ -59,15 +51,15 @@ class StalenessBound:
         return sorted({*self._reads, *self._pushes})
 
     def read(self, worker: int) -> bool:
-        """Ask to read; granted if true."""
+        """Ask to read; returns whether it is granted."""
         if not self._is_bearable(self._granted, [*self._reads.values(), self._arrived]):
             return False
         self._reads[worker] = self._arrived
         return True
 
     def push(self, worker: int) -> bool:
-        """Ask to push what was computed since the read; granted if true."""
-        others = [seen for other, seen in self._reads.items() if other != worker]
+        """Ask to push the gradient that was computed since the read; returns whether it is granted."""
+        others = [arrived for other, arrived in self._reads.items() if other != worker]
         on_their_way = [*self._pushes.values(), self._reads[worker]]
         if not self._is_bearable(self._granted + 1, others, on_their_way):
             return False
@@ -76,25 +68,25 @@ class StalenessBound:
         return True
 
     def arrived(self, worker: int) -> None:
-        """What the worker was granted to push is on all servers."""
+        """Count the push of a worker, which has arrived on all servers."""
         del self._pushes[worker]
         self._arrived += 1
 
     def give_up(self, worker: int) -> None:
-        """What the worker has read is not going to be used."""
+        """Forget the read of a worker that will not push."""
         self._reads.pop(worker, None)
 
     def _is_bearable(self, granted: int, reads: Iterable[int], on_their_way: Iterable[int] = ()) -> bool:
         if self._bound is None:
             return True
-        stalest = [granted - 1 - seen for seen in on_their_way]
-        stalest += [granted + turn - seen for turn, seen in enumerate(sorted(reads))]
+        stalest = [granted - 1 - arrived for arrived in on_their_way]
+        stalest += [granted + position - arrived for position, arrived in enumerate(sorted(reads))]
         return all(staleness <= self._bound for staleness in stalest)
 
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
-    """Servers hold what is central; workers push gradients and pull what became of them.
+    """Servers hold gradient sums or weights; workers push gradients and pull the results.
 
     Synchronous: each server finishes the sums of its share of the gradients, Σ gᵢ / n along the job's summation tree,
     and workers pull them and make the update (as BytePS does; Jiang et al., OSDI 2020). Exact, with the digest of
@@ -106,7 +98,7 @@ class ParameterServer(Strategy):
 
     - ``staleness_aware``: the learning rate is η / max(1, τ) (Zhang et al., arXiv 1511.05950).
     - ``delay_compensation`` λ: the gradient is g + λ·g⊙g⊙(w - w_read) (Zheng et al., arXiv 1609.08326).
-    - ``max_staleness``: nobody gets so far ahead that a gradient would be staler (Ho et al., NIPS 2013).
+    - ``max_staleness``: workers wait before a gradient would become staler than this (Ho et al., NIPS 2013).
 
     Args:
         synchronous: whether all workers make a step together.
@@ -148,24 +140,24 @@ class ParameterServer(Strategy):
 
     @property
     def is_exact(self) -> bool:  # type: ignore[override]
-        """If synchronous."""
+        """Whether the strategy is exact: it is if synchronous."""
         return self.synchronous
 
     @property
     def central_servers(self) -> int | None:
-        """If synchronous."""
+        """The number of servers; None if it is asynchronous."""
         return self.servers if self.synchronous else None
 
     @property
     def round_steps(self) -> int:
-        """Of the asynchronous form: as given."""
+        """The number of steps in a round: 1 if synchronous, else as given."""
         return 1 if self.synchronous else self.round_every
 
     def require(self, workers: int | None) -> None:
-        """Also refuse servers without anybody to serve."""
+        """Refuse also servers without a worker that computes."""
         super().require(workers)
         if workers is not None and self.servers and self.servers >= workers:
             raise JobError(
                 f"strategy={str(self)!r} with {workers} worker{'s' if workers > 1 else ''}: {self.servers} of them "
-                f"would serve, which leaves nobody to compute. Start more, or use fewer servers"
+                f"would serve, so none would compute. Start more workers, or use fewer servers"
             )

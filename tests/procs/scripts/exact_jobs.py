@@ -67,6 +67,10 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
+ARRIVING = {"bucket_mb": 0.001}
+"""Gradients are taken as they arrive: in a single bucket that is small they are taken together."""
+
+
 def train(
     model: Callable[[], nn.Module] = Net,
     data: Any = None,
@@ -165,7 +169,7 @@ def bf16_autocast() -> Any:
 
 @job
 def small_buckets() -> Any:
-    return train(data=images(150), arithmetic={"bucket_mb": 0.001})
+    return train(data=images(150), arithmetic=ARRIVING)
 
 
 @job
@@ -319,7 +323,7 @@ def draws_between_the_steps() -> Any:
 
 @job
 def reduced_beside_the_backward_pass() -> Any:
-    return train(communication={"overlap": True})
+    return train(communication={"overlap": True}, arithmetic=ARRIVING)
 
 
 @job
@@ -341,7 +345,7 @@ def a_layer_used_under_several_reentrant_checkpoints() -> Any:
             found: Tensor = self.out(hidden)
             return found
 
-    return train(model=Repeated)
+    return train(model=Repeated, arithmetic=ARRIVING)
 
 
 @job
@@ -351,7 +355,7 @@ def a_backward_pass_of_the_loss_functions_own() -> Any:
             (1e-2 * model(batch[0]).pow(2).mean()).backward()
         return cross_entropy(model, batch)
 
-    return train(loss_fn=loss_fn)
+    return train(loss_fn=loss_fn, arithmetic=ARRIVING)
 
 
 @job

@@ -8,10 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-from unisono.launch.ending.result import open_folder
 from unisono.launch.local import Launcher
+from unisono.launch.outcome import open_folder
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal.terminal import Terminal
+from unisono.launch.terminal import Terminal
 
 
 def main() -> None:

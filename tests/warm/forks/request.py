@@ -11,7 +11,7 @@ from typing import get_type_hints
 
 import unisono
 from unisono.errors import Unreadable
-from unisono.launch.forkserver.warm_start import FORK_SERVER
+from unisono.launch.worker_start import FORK_SERVER
 from unisono.received import parse_json, value_of
 
 COORDINATOR = "unisono.membership.server"

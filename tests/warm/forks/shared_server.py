@@ -30,14 +30,14 @@ from forks.request import (
 )
 from forks.starts import replace
 from unisono.errors import Unreadable
-from unisono.host.parent_death import end_with_parent
-from unisono.launch.forkserver.warm_start import FORK_SERVER
+from unisono.host.process import end_with_parent
+from unisono.launch.worker_start import FORK_SERVER
 from unisono.received import is_same_user
 
 LOADED = {
     "torch": (FORK_SERVER,),
     "commands": (
-        *(f"unisono.cli.{name}" for name in ("app", "run", "join", "status", "verify")),
+        *(f"unisono.cli.{name}" for name in ("app", "run_command", "jobs", "verify_command")),
         *(f"unisono_lab.commands.{name}" for name in ("study", "batch_size")),
         "unisono.launch.elastic.agent",
         COORDINATOR,

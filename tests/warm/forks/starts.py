@@ -14,7 +14,7 @@ from typing import Any
 
 from forks.client import SHARED_FORK_SERVERS, ForkedProcess, NotForked, request_fork
 from forks.request import COORDINATOR
-from unisono.launch.forkserver.warm_start import FORK_SERVER
+from unisono.launch.worker_start import FORK_SERVER
 
 begin = asyncio.create_subprocess_exec
 

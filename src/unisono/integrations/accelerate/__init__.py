@@ -1,6 +1,6 @@
 """accelerate: ``unisono.accelerate.Accelerator`` has a script's own loop train on any number of workers."""
 
-from unisono.integrations.packages import require
+from unisono.integrations.kit import require
 
 require("accelerate", ["accelerate"])
 

@@ -17,15 +17,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.errors import DataError, JobError, ModelError
-from unisono.integrations import live_rank
 from unisono.integrations.accelerate.bodies import Bodies
-from unisono.integrations.accelerate.evaluation import Evaluations, from_main, leaves_of, rebuilt
+from unisono.integrations.accelerate.evaluation_loop import Evaluations, from_main, leaves_of, rebuilt
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
-from unisono.integrations.kept_attributes import free_name
-from unisono.integrations.loaders import Cut, Grouped, like
-from unisono.integrations.loss_scaler import take_scaling
-from unisono.integrations.refused import refused
-from unisono.integrations.run_of_script import run_for
+from unisono.integrations.kept import are_same, register
+from unisono.integrations.kit import Cut, Grouped, follow_rank, like, refused, run_for, take_scaling
 from unisono.train.run import Run
 
 # What a script iterates over in place of its loader.
@@ -35,12 +31,7 @@ Read = Callable[[DataLoader[Any]], Iterator[Any]]
 
 
 class Loader:
-    """Stands for a loader, and is in all but its iteration like it.
-
-    Args:
-        loader: the loader, whose batches are global batches.
-        read: a function that begins a pass over it.
-    """
+    """Stands for a loader, and is in all but its iteration like it. Its batches are global batches."""
 
     def __init__(self, loader: DataLoader[Any], read: Read) -> None:
         self.base_dataloader = loader
@@ -63,7 +54,7 @@ class Loader:
         """Nothing: the run knows the epoch."""
 
     def behind(self, batches: int) -> Loader:
-        """The same without its first batches.
+        """Return the loader without its first batches.
 
         Raises:
             DataError: it reads a stream.
@@ -107,26 +98,23 @@ _VARIABLES = {
 }
 
 
-def require_kept(said: Mapping[str, Any]) -> None:
-    """Refuse what an accelerator is made with, if it cannot train on several workers as on one.
-
-    Args:
-        said: arguments of accelerate's own ``Accelerator`` by name.
+def require_kept(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of accelerate's ``Accelerator`` with which it cannot train on several workers as on one.
 
     Raises:
         JobError: there is such a thing; says what to do.
     """
-    for name, what in _OTHERS.items():
-        if said.get(name) is not None:
-            raise JobError(refused("accelerate.split", where=f"{name}=…", what=what))
-    for name, what in _VARIABLES.items():
+    for name, alternative in _OTHERS.items():
+        if arguments.get(name) is not None:
+            raise JobError(refused("accelerate.split", where=f"{name}=…", what=alternative))
+    for name, alternative in _VARIABLES.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
-            raise JobError(refused("accelerate.split", where=f"{name}={os.environ[name]}", what=what))
-    loaders, plugin = said.get("dataloader_config"), said.get("gradient_accumulation_plugin")
+            raise JobError(refused("accelerate.split", where=f"{name}={os.environ[name]}", what=alternative))
+    loaders, plugin = arguments.get("dataloader_config"), arguments.get("gradient_accumulation_plugin")
     is_so = {
-        "accelerate.fp8": precision_of(said) == "fp8",
-        "accelerate.compiled": said.get("dynamo_backend") is not None or said.get("dynamo_plugin") is not None,
-        "accelerate.scheduler-steps": said.get("step_scheduler_with_optimizer") is False,
+        "accelerate.fp8": precision_of(arguments) == "fp8",
+        "accelerate.compiled": any(arguments.get(name) is not None for name in ("dynamo_backend", "dynamo_plugin")),
+        "accelerate.scheduler-steps": arguments.get("step_scheduler_with_optimizer") is False,
         "accelerate.dispatch-batches": loaders is not None and loaders.dispatch_batches,
         "accelerate.stateful-loader": loaders is not None and loaders.use_stateful_dataloader,
         "accelerate.epoch-end": plugin is not None and not plugin.sync_with_dataloader,
@@ -136,31 +124,15 @@ def require_kept(said: Mapping[str, Any]) -> None:
         raise JobError(refused(name))
 
 
-def precision_of(said: Mapping[str, Any]) -> str:
+def precision_of(arguments: Mapping[str, Any]) -> str:
     """The precision that an accelerator is made with."""
-    return str(said.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-
-
-def require_own_folder(project: str | os.PathLike[str] | None, run: Path) -> None:
-    """Refuse to save states among the run's checkpoints.
-
-    Args:
-        project: accelerate's project folder.
-        run: the run folder.
-
-    Raises:
-        JobError: they are one.
-    """
-    if project is not None and Path(project).resolve() == run.resolve():
-        raise JobError(refused("accelerate.run-folder", run=run))
+    return str(arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
 
 
 class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looked into by mypy
     """Whether gradients are those of a whole step now, for one accelerator.
 
-    Args:
-        state: accelerate's own, of the process.
-        bodies: the training loop's body.
+    ``state`` is accelerate's own, of the process.
     """
 
     adjust_scheduler = False  # schedulers count updates, however many turns a worker has in a step
@@ -178,13 +150,7 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
 
 
 class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An optimizer that makes its step in the last turn of a step's body.
-
-    Args:
-        optimizer: the script's optimizer.
-        state: whether gradients are those of a whole step.
-        bodies: the training loop's body.
-    """
+    """An optimizer that makes its step in the last turn of a step's body."""
 
     def __init__(self, optimizer: Any, state: StepState, bodies: Bodies) -> None:
         super().__init__(optimizer)
@@ -236,26 +202,28 @@ class Accelerator(RecordingAccelerator):
     def __init__(self, *arguments: Any, run: Run | None = None, **settings: Any) -> None:
         own = {name: value for name, value in settings.items() if name in _OWN}
         ours = {name: value for name, value in settings.items() if name not in _OWN}
-        said = inspect.signature(Original.__init__).bind_partial(None, *arguments, **own).arguments
-        require_kept(said)
-        if said.get("cpu"):
+        given = inspect.signature(Original.__init__).bind_partial(None, *arguments, **own).arguments
+        require_kept(given)
+        if given.get("cpu"):
             ours.setdefault("device", "cpu")
-        precision = precision_of(said)
+        precision = precision_of(given)
         defaults = {"arithmetic.precision": precision} if precision in _NARROW else {}  # it is part of the job
         self.run = run_for("unisono.accelerate.Accelerator", run, ours, defaults)
-        if said.get("mixed_precision") is None and self.run.job.precision in _NARROW:
+        if given.get("mixed_precision") is None and self.run.job.precision in _NARROW:
             own["mixed_precision"] = self.run.job.precision
         super().__init__(*arguments, **own)
         take_scaling(self, self.run, "mixed_precision='fp16'")
-        require_own_folder(self.project_dir, self.run.dir)
-        rank = live_rank.follow(self.run)
+        if self.project_dir is not None and Path(self.project_dir).resolve() == self.run.dir.resolve():
+            raise JobError(refused("accelerate.run-folder", run=self.run.dir))  # states among the run's checkpoints
+        rank = follow_rank(self.run)
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             shared.update(device=self.run.device, process_index=rank, local_process_index=rank)
-        self._bodies = self.run.register(free_name(self.run, "accelerate"), Bodies(self.run))
-        self._evaluations = Evaluations(self.run)
-        self._saves = self.run.register(free_name(self.run, "accelerate saves"), Saves(self.project_configuration))
+        self._bodies, self._evaluations = Bodies(self.run), Evaluations(self.run)
+        self._saves = Saves(self.project_configuration)
+        register(self.run, "accelerate", self._bodies)
+        register(self.run, "accelerate saves", self._saves)
         self.gradient_state: Any = StepState(GradientState(), self._bodies)
-        self._prepared_for: list[int] = []
+        self._prepared_for: list[Any] = []
 
     # -- what is trained -------------------------------------------------------------------------------------
 
@@ -271,11 +239,13 @@ class Accelerator(RecordingAccelerator):
         if not (self._models and self._optimizers):
             return
         models = [self.unwrap_model(model) for model in self._models]
-        trained = [id(parameter) for model in models for parameter in model.parameters() if parameter.requires_grad]
-        what = [*map(id, models), *map(id, self._optimizers), *trained]
-        if what != self._prepared_for:
-            self._prepared_for = what
-            self.run.prepare(models if len(models) > 1 else models[0], [one.optimizer for one in self._optimizers])
+        trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+        parts = [*models, *self._optimizers, *trained]
+        if not are_same(parts, self._prepared_for):
+            self._prepared_for = parts
+            self.run.prepare(
+                models if len(models) > 1 else models[0], [optimizer.optimizer for optimizer in self._optimizers]
+            )
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -296,17 +266,17 @@ class Accelerator(RecordingAccelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """A scheduler that acts in the last turn of a step, and is part of checkpoints."""
-        found = super().prepare_scheduler(scheduler)
-        if scheduler is not found:
-            found.gradient_state = self.gradient_state
-            self.run.register(free_name(self.run, "accelerate scheduler"), found.scheduler)
-        return found
+        prepared = super().prepare_scheduler(scheduler)
+        if scheduler is not prepared:
+            prepared.gradient_state = self.gradient_state
+            register(self.run, "accelerate scheduler", prepared.scheduler)
+        return prepared
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have objects in the run's checkpoints, too."""
         super().register_for_checkpointing(*objects)
-        for one in objects:
-            self.run.register(free_name(self.run, "accelerate object"), one)
+        for thing in objects:
+            register(self.run, "accelerate object", thing)
 
     # -- training --------------------------------------------------------------------------------------------
 
@@ -391,7 +361,7 @@ class Accelerator(RecordingAccelerator):
     # -- what workers tell each other ------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """What all workers have of the present round of an evaluation loop, each sample once, in order.
+        """Gather the workers' tensors of the present round of an evaluation loop, each sample once, in order.
 
         Outside of loops every worker has the same, and gets what the main worker has.
 
@@ -411,7 +381,7 @@ class Accelerator(RecordingAccelerator):
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """What the main worker has: every worker has the same. An evaluation loop that reduces is not distributed.
+        """Return the main worker's tensor; all have the same. An evaluation loop that reduces is not distributed.
 
         Raises:
             JobError: in the body of a training loop.
@@ -419,7 +389,7 @@ class Accelerator(RecordingAccelerator):
         return self.gather(tensor) if self._evaluations.newest is None else self._whole(tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """What it is given: an evaluation loop that pads is not distributed."""
+        """Return the tensor as it is: an evaluation loop that pads is not distributed."""
         return tensor if self._evaluations.newest is None else self._whole(tensor)
 
     def _whole(self, tensor: Any) -> Any:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.data.streams import Generators, generators_kept
+from unisono.data.generators import Generators, generators_kept
 from unisono.errors import JobError, LossError
-from unisono.integrations.refused import refused
+from unisono.integrations.kit import refused
 from unisono.train.loop.prefetch import to_device
 from unisono.train.run import Run
 from unisono.train.step.loss import Weighted
@@ -31,11 +31,7 @@ class GivenUp(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The call has returned.
-
-    Attributes:
-        value: the value.
-    """
+    """The call has returned."""
 
     value: Any
 
@@ -59,16 +55,12 @@ class Turns:
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._news: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_asked = False
+        self._has_question = False
 
     # -- on the script's thread --------------------------------------------------------------------------------
 
     def begin(self, call: Callable[[], Any]) -> Any:
-        """Carry a call out, as far as its first question.
-
-        Returns:
-            the question, or :class:`Done`.
-        """
+        """Carry a call out, as far as its first question. Return that, or :class:`Done`."""
         if self._thread is None:
             name = f"{threading.current_thread().name} steps"
             run = copy_context().run
@@ -76,23 +68,19 @@ class Turns:
             self._thread = threading.Thread(target=lambda: run(self._carry_out, threads), name=name, daemon=True)
             self._thread.start()
         self._calls.put(call)
-        return self._heard()
+        return self._next_question()
 
     def answer(self, value: Any) -> Any:
-        """Answer the newest question, and carry the call on to the next one.
-
-        Returns:
-            that question, or :class:`Done`.
-        """
+        """Answer the newest question, and carry the call on to the next one. Return that, or :class:`Done`."""
         self._answers.put(value)
-        return self._heard()
+        return self._next_question()
 
     def give_up(self) -> None:
         """Have the call end at its question, with :class:`GivenUp`."""
-        if self._is_asked:
+        if self._has_question:
             self._answers.put(_GIVEN_UP)
             self._news.get()
-            self._is_asked = False
+            self._has_question = False
 
     def close(self) -> None:
         """End the thread."""
@@ -127,21 +115,17 @@ class Turns:
             self._news.put(news)
             news = Done(None)
 
-    def _heard(self) -> Any:
-        self._is_asked = False
+    def _next_question(self) -> Any:
+        self._has_question = False
         news = self._news.get()
         if isinstance(news, _Failed):
             raise news.error
-        self._is_asked = not isinstance(news, Done)
+        self._has_question = not isinstance(news, Done)
         return news
 
 
 class SettingsWatch:
-    """Finds settings that a body changes in several turns of a step: how many turns there are depends on the workers.
-
-    Args:
-        run: the run.
-    """
+    """Finds settings that a body changes in several turns of a step: the number of turns depends on the workers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -149,11 +133,11 @@ class SettingsWatch:
         self._has_changed = False
 
     def step_begins(self) -> None:
-        """The body has made no turn of a step."""
+        """Begin a step: the body has made no turn of it."""
         self._has_changed = False
 
     def turn_begins(self) -> None:
-        """The body begins a turn."""
+        """Note that the body begins a turn."""
         self._before = self._present()
 
     def turn_ends(self) -> None:
@@ -168,9 +152,9 @@ class SettingsWatch:
         if self._has_changed:
             names = {
                 name
-                for one, other in zip(self._before, present, strict=False)
-                for name in one
-                if one[name] != other.get(name)
+                for group, other in zip(self._before, present, strict=False)
+                for name in group
+                if group[name] != other.get(name)
             }
             raise JobError(refused("accelerate.settings-twice", names=", ".join(sorted(names))))
         self._has_changed = True
@@ -189,7 +173,7 @@ def _plain(value: Any) -> Any:
 
 
 class Phase(Enum):
-    """What the script does now."""
+    """The part of a step that the script is in."""
 
     OUTSIDE = auto()  # it is in no training loop's body
     FORWARD = auto()  # a shard's loss is awaited
@@ -200,12 +184,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The engine wants a shard's loss.
-
-    Attributes:
-        batch: the shard's batch.
-        drawn: the generators' states as the shard begins.
-    """
+    """The engine wants a shard's loss. ``drawn`` are the generators' states as the shard begins."""
 
     batch: Any
     drawn: Generators
@@ -218,9 +197,6 @@ class _Update:
 
 class Bodies:
     """Runs the loop's body for each shard that the engine asks for, and holds the engine meanwhile.
-
-    Args:
-        run: the run.
 
     Attributes:
         loss: the mean loss of the newest step over its global batch; NaN before the first one.
@@ -252,11 +228,11 @@ class Bodies:
                 yield from self._turns_of(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of the newest step."""
+        """Return the state of the newest step."""
         return {"loss": self.loss, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Know it."""
+        """Set that."""
         self.loss, self.steps = state["loss"], state["steps"]
 
     # -- what the script asks ----------------------------------------------------------------------------------
@@ -287,9 +263,8 @@ class Bodies:
     def backward(self, loss: Tensor, weight: Any = None) -> None:
         """Have the engine go backward from a shard's loss. After the last own shard the mean gradient is there.
 
-        Args:
-            loss: the mean loss of the shard.
-            weight: the number of samples or tokens that it is the mean of; by default the shard's number of samples.
+        ``weight`` is the number of samples or tokens that the loss is the mean of; by default the shard's number of
+        samples.
 
         Raises:
             JobError: no shard's loss is awaited.
@@ -324,11 +299,8 @@ class Bodies:
         self._has_stepped |= self.updates
         return self.updates
 
-    def settle(self, what: str) -> None:
-        """Have the step over, before something that all workers do together.
-
-        Args:
-            what: it is, for messages.
+    def settle(self, action: str) -> None:
+        """End the step, before an action that all workers take together.
 
         Raises:
             JobError: it is not, as far as this turn of the body has come.
@@ -337,7 +309,7 @@ class Bodies:
         if self._phase is Phase.UPDATE and self._has_stepped:
             self._end_update()
         if self._phase not in (Phase.OUTSIDE, Phase.BEHIND):
-            raise JobError(refused("accelerate.before-update", what=what))
+            raise JobError(refused("accelerate.before-update", what=action))
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -371,7 +343,7 @@ class Bodies:
         self.loss, self.steps = step.loss, step.number + 1
 
     def _end_turn(self) -> None:
-        """The body has come to its end."""
+        """Note that the body has come to its end."""
         if self._phase is Phase.FORWARD:
             self._give_up()
             raise JobError(refused("accelerate.no-backward"))
@@ -388,7 +360,7 @@ class Bodies:
         self._phase = Phase.BEHIND
 
     def _leave(self) -> None:
-        """The loop is left in its body, by a break or an error."""
+        """Leave the loop in its body, after a break or an error."""
         if self._phase is Phase.UPDATE and self._has_stepped:
             self._end_update()
         elif self._phase is not Phase.BEHIND:
@@ -405,12 +377,12 @@ class Bodies:
     def _stand_in(self, step: Step) -> Any:
         """A batch for a turn that makes the update, on a worker that has no shard in this step."""
         modules = self._run.inside.trained.require_prepared().modules
-        self._buffers = [(one, one.detach().clone()) for each in modules for one in each.buffers()]
-        source = self._run.inside.loop.source
+        self._buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
+        source = self._run.inside.loop.body.source
         assert source is not None, "a step comes from a loop"
         with generators_kept():
-            (found,) = source.of(step.batch, [0])
-        return to_device(found, self._run.device)
+            (batch,) = source.of(step.batch, [0])
+        return to_device(batch, self._run.device)
 
     # -- on the engine's thread --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What an accelerator prints, tracks and saves: on the main worker, whoever that is, and once for each step."""
+"""The records of an accelerator: prints, trackers and saves, by the main worker alone, and once for each step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Any
 
 from accelerate import Accelerator as Original
 
-from unisono.data.streams import generators_kept
+from unisono.data.generators import generators_kept
 from unisono.integrations.accelerate.bodies import Bodies
-from unisono.integrations.accelerate.evaluation import Evaluations
+from unisono.integrations.accelerate.evaluation_loop import Evaluations
 from unisono.train.run import Run
 
 
 class Saves:
-    """How many states were saved under names that are numbers, in checkpoints: another main worker counts on.
+    """The number of states saved under numbers as names, in checkpoints: a new main worker counts on.
 
-    Args:
-        settings: accelerate's own, which count them.
+    ``settings`` are accelerate's own, which count them.
     """
 
     def __init__(self, settings: Any) -> None:
@@ -36,15 +35,13 @@ class Saves:
     def remove_repeated(self, folder: Path, *, has_begun: bool) -> None:
         """Remove a state that this job has saved under the next number: it has gone back to before that.
 
-        Args:
-            folder: the folder of all such states.
-            has_begun: whether the job is known to have saved there.
+        ``folder`` has all such states; ``has_begun`` says that the job is known to have saved there.
         """
         if has_begun or self._settings.iteration > self._first:
             rmtree(folder / f"checkpoint_{self._settings.iteration}", ignore_errors=True)
 
     def count(self) -> None:
-        """Another worker saves one."""
+        """Count a state that another worker saves."""
         self._settings.iteration += 1
 
 

@@ -1,12 +1,12 @@
 """Keras 3 on torch: ``unisono.keras.Model`` trains a Keras model on any number of workers, to the same bits.
 
-Whoever imports this before anything that loads Keras is told what is missing.
+A script that imports this before anything that loads Keras gets an error that names what is missing.
 """
 
 import os
 
 from unisono.errors import JobError
-from unisono.integrations.packages import require
+from unisono.integrations.kit import require
 
 require("keras", ["keras"])
 
@@ -23,7 +23,7 @@ except ImportError as error:
 if keras.backend.backend() != "torch":
     raise JobError(f"unisono.keras needs Keras on torch, and here it is on {keras.backend.backend()}: {_CURE}")
 
-from unisono.integrations.keras.callbacks import LearningRateWarmup  # noqa: E402 (it loads what is asked for above)
+from unisono.integrations.keras.fitting import LearningRateWarmup  # noqa: E402 (it loads what is asked for above)
 from unisono.integrations.keras.model import Model  # noqa: E402 (likewise)
 
 __all__ = ["LearningRateWarmup", "Model"]

@@ -1,4 +1,4 @@
-"""What Keras users give to ``fit``: arrays in any structure, data sets, loaders and streams, as a run reads them."""
+"""The data that Keras users give to ``fit``, as a run reads them: arrays, data sets, loaders and streams."""
 
 from __future__ import annotations
 
@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
+from unisono.data.generators import generators_kept
 from unisono.data.shards import is_indexed
 from unisono.data.stream_reader import Reader, ReaderKey, ReaderState, opens_readers
-from unisono.data.streams import generators_kept
 from unisono.errors import DataError
-from unisono.integrations.keras.batches import BatchOrder, BatchRows, DataEpochs, DrawKey, Standard, changes, loader_of
+from unisono.integrations.keras.batch_rows import (
+    BatchOrder,
+    BatchRows,
+    DataEpochs,
+    DrawKey,
+    Standard,
+    changes,
+    loader_of,
+)
 from unisono.integrations.keras.tf_data import TfBatches, is_tf_data
-from unisono.integrations.refused import refused
+from unisono.integrations.kit import refused
 
 _CANNOT_BE_READ = (
     "{} can be read once, and workers that join and runs that resume read again: give arrays, a PyDataset (whose "
@@ -35,7 +43,6 @@ class KerasData:
     """Data, and how a batch of it becomes ``(x, y, sample_weight)``.
 
     Attributes:
-        data: a data set, a ``DataLoader``, or a stream.
         form: the structure of the arrays: a number for each array, None where there is none; None for other data.
         epochs: the data set's own epochs, if it changes between them.
         standard: a function that makes tensors of a batch, where that is not done before.
@@ -61,7 +68,7 @@ class KerasData:
 
         Args:
             x: arrays in any structure, a ``PyDataset``, a ``tf.data.Dataset``, a data set of torch or a ``DataLoader``.
-            training: what a ``PyDataset`` draws follows from.
+            training: the key of the draws of a ``PyDataset``.
             y: the targets, beside arrays.
             sample_weight: a weight for each sample, beside arrays.
             class_weight: a weight for each class, beside arrays, a ``PyDataset`` or a ``tf.data.Dataset``.
@@ -107,7 +114,6 @@ class KerasData:
         return cls(TensorDataset(*leaves), form)
 
     def __len__(self) -> int:
-        """The number of samples."""
         return len(self._source)
 
     @property
@@ -125,7 +131,7 @@ class KerasData:
         return isinstance(self.data, TfBatches) or opens_readers(self._source) or not is_indexed(self._source)
 
     def size(self, batch_size: int) -> int | None:
-        """What to say of the samples in a batch, unless the data decide it alone."""
+        """Return the number of samples in a batch, unless the data alone decide it."""
         return None if isinstance(self.data, TfBatches) else self.batch_size or batch_size
 
     @property
@@ -143,14 +149,14 @@ class KerasData:
             DataError: there is none.
         """
         if isinstance(self.data, TfBatches):
-            found = self.data.batches
+            batches = self.data.batches
         elif self.is_stream:
-            found = None
+            batches = None
         else:
-            found = len(self.data) if self.is_batched else math.ceil(len(self) / batch_size)
-        if found == 0:
+            batches = len(self.data) if self.is_batched else math.ceil(len(self) / batch_size)
+        if batches == 0:
             raise DataError("the data have no batch: there are no samples, or drop_last or a sampler leaves none")
-        return found
+        return batches
 
     def passes(self, epochs: int, steps_per_epoch: int | None, steps_in_pass: int | None) -> int:
         """The number of passes in which so many epochs are over.
@@ -167,15 +173,15 @@ class KerasData:
         return epochs if steps_per_epoch is None else math.ceil(steps / (steps_in_pass or 1))
 
     def unpack(self, batch: Any) -> tuple[Any, ...]:
-        """What ``train_step`` gets for a collated batch."""
+        """Return the arguments of ``train_step`` for a collated batch."""
         if self.standard is not None:
             return self.standard(batch)
         if self.form is None:
             return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-        found: tuple[Any, ...] = keras.tree.map_structure(
+        parts: tuple[Any, ...] = keras.tree.map_structure(
             lambda number: None if number is None else batch[number], self.form
         )
-        return found
+        return parts
 
     def first(self) -> tuple[Any, ...]:
         """A batch of the first two samples, by which a model gets its shapes."""
@@ -227,7 +233,7 @@ def _refuse_beside(x: Any, **beside: Any) -> None:
 
 
 def _standard(batch: Any, class_weight: Mapping[int, float] | None = None) -> tuple[Any, ...]:
-    """What a ``PyDataset`` gives for a batch, as tensors."""
+    """Return a batch of a ``PyDataset``, as tensors."""
     parts = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
     if not 1 <= len(parts) <= 3:
         raise DataError(f"a batch of {len(parts)} parts: return (x,), (x, y) or (x, y, sample_weight)")
@@ -235,16 +241,14 @@ def _standard(batch: Any, class_weight: Mapping[int, float] | None = None) -> tu
         if len(parts) != 2:
             raise DataError("class_weight needs batches (x, y), without sample_weight")
         parts = (*parts, _weights_of(parts[1], class_weight))
-    found: tuple[Any, ...] = keras.tree.map_structure(lambda leaf: None if leaf is None else _tensor(leaf), parts)
-    return found
+    tensors: tuple[Any, ...] = keras.tree.map_structure(lambda leaf: None if leaf is None else _tensor(leaf), parts)
+    return tensors
 
 
 def split(arrays: Sequence[Any], share: float) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The first samples, and the last ones that are held out for validation.
 
-    Args:
-        arrays: x, y and sample_weight, each any structure of arrays, or None.
-        share: the share of the samples that is held out.
+    ``arrays`` are x, y and sample_weight, each any structure of arrays, or None; ``share`` of the samples is held out.
 
     Raises:
         DataError: they are no arrays, or one of the parts would be empty.
@@ -258,7 +262,7 @@ def split(arrays: Sequence[Any], share: float) -> tuple[tuple[Any, ...], tuple[A
         raise DataError(f"validation_split={share} of {samples} samples leaves nothing to train or to validate with")
 
     def part(of: slice) -> tuple[Any, ...]:
-        return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[of], one) for one in arrays)
+        return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[of], tree) for tree in arrays)
 
     return part(slice(0, bound)), part(slice(bound, None))
 

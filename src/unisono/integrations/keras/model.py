@@ -12,16 +12,14 @@ import numpy as np
 import torch
 
 from unisono.errors import ModelError
-from unisono.integrations.keras.batches import DrawKey
-from unisono.integrations.keras.callbacks import listed
+from unisono.integrations.kept import evaluate
+from unisono.integrations.keras.batch_rows import DrawKey
 from unisono.integrations.keras.data import KerasData, split
-from unisono.integrations.keras.fitting import Fitting
-from unisono.integrations.keras.kept import require_kept, require_number, scales_loss
+from unisono.integrations.keras.fitting import Fitting, listed
 from unisono.integrations.keras.on_run import OnRun
-from unisono.integrations.keras.shard_step import EvaluationStep, PredictStep, TrainStep
-from unisono.integrations.keras.variables import results_of, set_metrics
-from unisono.integrations.refused import refused
-from unisono.integrations.run_of_script import run_for
+from unisono.integrations.keras.shard_step import TrainStep, evaluate_block, predict_block
+from unisono.integrations.keras.variables import require_kept, require_number, results_of, scales_loss, set_metrics
+from unisono.integrations.kit import refused, run_for
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -97,7 +95,7 @@ class Model:
         self._on_run.write(partial(self.keras_model.export, *values, **options))
 
     def train_on_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: what each worker trains by itself is in no checkpoint.
+        """Refuse: weights that each worker trains by itself are in no checkpoint.
 
         Raises:
             ModelError: says what to do.
@@ -162,7 +160,7 @@ class Model:
         require_number(model)
         self._on_run.get_ready(samples, trains=True)
         config = run.inside.loop.config
-        size = samples.batch_size or batch_size or config.asked_batch_size or USUAL_BATCH
+        size = samples.batch_size or batch_size or config.script_batch_size or USUAL_BATCH
         steps_in_pass = samples.steps(size if config.batch_set_by is None else run.job.batch_size or size)
         passes = samples.passes(max(epochs - initial_epoch, 0), steps_per_epoch, steps_in_pass)
         steps = steps_per_epoch or steps_in_pass
@@ -271,19 +269,19 @@ class Model:
         called = listed(callbacks, model, lambda: run.is_main, 0, epochs=1, steps=samples.steps(size))
         called.on_predict_begin()
         with samples.epoch():
-            step, block = PredictStep(model, samples.unpack), None if samples.is_batched else size
-            found = self._on_run.predict(lambda: run.predict(samples.data, step, batch_size=block))
+            step, block = partial(predict_block, model, samples.unpack), None if samples.is_batched else size
+            outputs = self._on_run.predict(lambda: run.predict(samples.data, step, batch_size=block))
         called.on_predict_end()
-        return keras.tree.map_structure(_array, found)
+        return keras.tree.map_structure(_array, outputs)
 
     def _summed(self, samples: KerasData, batch_size: int, known: torch.Tensor | None) -> torch.Tensor:
-        """What the metrics' variables add up to over all samples."""
-        inside = self.run.inside
-        inside.synchronisation.before_call()
-        step = EvaluationStep(self.keras_model, samples.unpack)
-        size = None if samples.is_batched else batch_size
-        return inside.evaluator.carry_out(
-            lambda one: one.sums(step) if known is None else known, samples.data, size, None
+        """Return the sums of the metrics' variables over all samples."""
+        step, size = (
+            partial(evaluate_block, self.keras_model, samples.unpack),
+            None if samples.is_batched else batch_size,
+        )
+        return evaluate(
+            self.run, lambda evaluation: evaluation.sums(step) if known is None else known, samples.data, size
         )
 
     def _held_out(self, data: Any, training: DrawKey) -> KerasData:

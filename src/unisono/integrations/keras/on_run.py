@@ -1,28 +1,31 @@
-"""A Keras model on a run: prepared for what it is now, and what checkpoints and other workers get of it."""
+"""A Keras model on a run: its preparation, and its state for checkpoints and other workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.layout import form_of
+from unisono.checkpoint.tensor_bytes import form_of
 from unisono.errors import CheckpointError
-from unisono.integrations.kept_attributes import free_name, put
+from unisono.integrations.kept import Trainings, are_same, put
 from unisono.integrations.keras.data import KerasData
 from unisono.integrations.keras.fitting import Fitting
-from unisono.integrations.keras.kept import own_optimizer, require_kept, scales_loss
-from unisono.integrations.keras.variables import is_built, require_sums, shared_state
-from unisono.integrations.loss_scaler import require_scaling
-from unisono.integrations.refused import refused
+from unisono.integrations.keras.variables import (
+    is_built,
+    own_optimizer,
+    require_kept,
+    require_sums,
+    scales_loss,
+    shared_state,
+)
+from unisono.integrations.kit import refused, require_scaling
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.run import Run
-from unisono.train.state.registered import kept
 
 
 class KerasUpdate(torch.optim.Optimizer):
@@ -41,7 +44,11 @@ class KerasUpdate(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure
         """Let the Keras optimizer clip, decay and apply what lies in ``parameter.grad``."""
-        trained = [(one.value.grad, one) for one in self._model.trainable_variables if one.value.grad is not None]
+        trained = [
+            (variable.value.grad, variable)
+            for variable in self._model.trainable_variables
+            if variable.value.grad is not None
+        ]
         optimizer = own_optimizer(self._model)  # the run has unscaled gradients, and skips steps
         with _scaled(optimizer, float(self.param_groups[0]["lr"])):
             optimizer.apply([gradient for gradient, _ in trained], [variable for _, variable in trained])
@@ -60,9 +67,7 @@ def _scaled(optimizer: Any, factor: float) -> Iterator[None]:
 class VariablesState:
     """The values of Keras' variables, as checkpoints and other workers get them.
 
-    Args:
-        owner: what has them, for messages.
-        variables: a function that returns them, always in the same order.
+    ``variables`` returns them, always in the same order.
     """
 
     def __init__(self, owner: str, variables: Callable[[], Sequence[Any]]) -> None:
@@ -70,7 +75,10 @@ class VariablesState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The values by number and name."""
-        return {f"{number} {one.path}": one.value.detach().clone() for number, one in enumerate(self._variables())}
+        return {
+            f"{number} {variable.path}": variable.value.detach().clone()
+            for number, variable in enumerate(self._variables())
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set all of them.
@@ -93,10 +101,6 @@ class VariablesState:
 class OnRun:
     """A Keras model on a run: its trainings, its evaluations and its optimizer.
 
-    Args:
-        model: the Keras model.
-        run: the run.
-
     Attributes:
         update: the model's update; None as long as it is not prepared.
         evaluated: what metrics came to in each evaluation of the script so far, in their order.
@@ -104,13 +108,12 @@ class OnRun:
     """
 
     def __init__(self, model: Any, run: Run) -> None:
-        self._model, self._run, self._name = model, run, ""
+        self._model, self._run = model, run
         self._optimizer = VariablesState("optimizer", lambda: model.optimizer.variables if model.optimizer else ())
         self._weights = VariablesState("model", lambda: model.variables)
         self._prepared_for: list[Any] = []
         self._prepared: Prepared | None = None
-        self._begun: list[Fitting] = []
-        self._awaited: dict[int, Mapping[str, Any]] = {}
+        self._fits = Trainings(run)
         self.update: KerasUpdate | None = None
         self.evaluated: list[Tensor] = []
         self.predicted: list[Any] = []
@@ -119,14 +122,12 @@ class OnRun:
     @property
     def count(self) -> int:
         """The number of trainings that have begun."""
-        return len(self._begun)
+        return len(self._fits.begun)
 
     def get_ready(self, samples: KerasData, *, trains: bool = False) -> None:
         """Build the model, and prepare it unless that was done for what it is now.
 
-        Args:
-            samples: data by which it gets its shapes.
-            trains: whether it is to be trained: then the run has to be prepared for it, and not for another model.
+        If it ``trains``, the run has to be prepared for it, and not for another model. ``samples`` give it its shapes.
         """
         model, run = self._model, self._run
         require_kept(model)
@@ -135,14 +136,10 @@ class OnRun:
         if not is_built(model):
             first = samples.first()
             model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))
-        present = self._present()
-        is_same = len(present) == len(self._prepared_for) and all(map(is_, present, self._prepared_for))
-        if is_same and (self._is_prepared or not trains):
+        if are_same(self._present(), self._prepared_for) and (self._is_prepared or not trains):
             return
         require_sums(model)
-        if not self._prepared_for:
-            self._name = free_name(run, "keras")
-            run.register(self._name, self)
+        self._fits.register("keras", self)
         self.update = KerasUpdate(model)
         run.prepare(model, self.update, state=shared_state(model))
         self._prepared_for, self._prepared = self._present(), run.inside.trained.prepared
@@ -153,7 +150,7 @@ class OnRun:
         return self._prepared is self._run.inside.trained.prepared
 
     def _present(self) -> list[Any]:
-        """What the run is prepared for: it has to be told of others."""
+        """The variables for which the run is prepared; others have to be prepared anew."""
         model = self._model
         return [
             model.optimizer,
@@ -162,9 +159,9 @@ class OnRun:
         ]
 
     def known(self) -> Tensor | None:
-        """What the metrics came to in the coming evaluation, if the run has it behind itself."""
-        found: Tensor | None = self._behind("evaluated", len(self.evaluated))
-        return found
+        """The results of the coming evaluation, if the run has made it already."""
+        known: Tensor | None = self._behind("evaluated", len(self.evaluated))
+        return known
 
     def predict(self, act: Callable[[], Any]) -> Any:
         """The outputs of a prediction: those of that time, if the run has it behind itself."""
@@ -175,48 +172,37 @@ class OnRun:
         return self.predicted[-1]
 
     def _behind(self, kind: str, number: int) -> Any:
-        found = self._restored().get(kind, [])
-        return found[number] if number < len(found) else None
-
-    def _restored(self) -> Mapping[str, Any]:
-        restored = self._run.inside.trained.restored
-        return {} if restored is None else kept(restored, "registered").get(self._name, {})
+        results = self._fits.restored.get(kind, [])
+        return results[number] if number < len(results) else None
 
     def begin(self, fit: Fitting) -> None:
-        """One more begins."""
+        """Begin the next training."""
         fit.begin()
-        number = len(self._begun)
-        self._begun.append(fit)
-        if (state := self._awaited.pop(number, None)) is not None:
-            self._go_on(fit, state)
+        self._fits.add(fit)
 
     def end(self) -> Any:
-        """The newest training is over.
-
-        Returns:
-            its history, also if this worker has not taken part in it.
-        """
-        fit, number = self._begun[-1], len(self._begun) - 1
-        if not fit.knows and number < len(fits := self._restored().get("fits", [])):
-            fit.load(fits[number])
+        """End the newest training. Return its history, also if this worker has not taken part in it."""
+        fit: Fitting = self._fits.begun[-1]
+        if not fit.has_state:
+            self._fits.recall()
         outline = self._run.together(lambda workers: workers.broadcast(fit.outline(), 0))
-        if not fit.knows:  # this worker joins, and the others have done it
+        if not fit.has_state:  # this worker joins, and the others have done it
             fit.load(outline)
         return fit.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole state."""
         return {
             "weights": {} if self._is_prepared else self._weights.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "fits": [one.state() for one in self._begun],
+            "fits": self._fits.state(),
             "evaluated": list(self.evaluated),
             "predicted": list(self.predicted),
             "written": self._written,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set all of it; what is of a training that this worker has yet to begin waits for that.
+        """Set the whole state; the state of a training that this worker has yet to begin waits for that.
 
         Raises:
             CheckpointError: it is of another model or optimizer, or of other callbacks.
@@ -226,11 +212,7 @@ class OnRun:
         self._optimizer.load_state_dict(state["optimizer"])
         self.evaluated, self._written = list(state["evaluated"]), state["written"]
         self.predicted = list(state["predicted"])
-        for number, one in enumerate(state["fits"]):
-            if number < len(self._begun):
-                self._go_on(self._begun[number], one)
-            else:
-                self._awaited[number] = one
+        self._fits.load(state["fits"])
 
     def write(self, act: Callable[[], None]) -> None:
         """Have the main worker write a file, while the others wait. A run that resumes behind it leaves it alone."""
@@ -238,7 +220,7 @@ class OnRun:
             if self._run.is_main:
                 act()
             return
-        is_written = self._written < self._restored().get("written", 0)
+        is_written = self._written < self._fits.restored.get("written", 0)
 
         def together(workers: Workers) -> None:
             if workers.rank == 0 and not is_written:
@@ -247,8 +229,3 @@ class OnRun:
 
         self._run.together(together)
         self._written += 1
-
-    @staticmethod
-    def _go_on(fit: Fitting, state: Mapping[str, Any]) -> None:
-        fit.load(state)
-        fit.is_here = True

@@ -1,4 +1,4 @@
-"""One shard of a global batch, by the model's own ``train_step`` or ``test_step``."""
+"""A shard of a global batch, computed by the model's own ``train_step`` or ``test_step``."""
 
 from __future__ import annotations
 
@@ -14,65 +14,63 @@ from keras.src.losses import loss as of_keras
 from torch import Tensor
 
 from unisono.errors import LossError, ModelError
-from unisono.integrations.kept_attributes import put
-from unisono.integrations.keras.kept import is_half, optimizers_of, own_optimizer, scales_loss
-from unisono.integrations.keras.variables import flat_metrics, left_alone, seeds_drawn
-from unisono.integrations.loss_scaler import scale_of
-from unisono.integrations.refused import refused
+from unisono.integrations.kept import put
+from unisono.integrations.keras.variables import (
+    flat_metrics,
+    is_half,
+    left_alone,
+    optimizers_of,
+    own_optimizer,
+    scales_loss,
+    seeds_drawn,
+)
+from unisono.integrations.kit import refused, scale_of
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 
-# The losses of a shard: what each is a mean of, and what they come to over the global batch.
+# The losses of a shard: the divisor of each, and their value over the global batch.
 
 BY_WEIGHT = "mean_with_sample_weight"
 
 
 class LossWeight:
-    """The weight of a shard, by which its mean loss counts in that of the global batch.
-
-    Attributes:
-        samples: the number of the shard's samples.
-    """
+    """The weight of a shard, by which its mean loss counts in that of the global batch."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
         self._is_plain = False
-        self._found: list[float] = []
+        self._weights: list[float] = []
 
     def note(self, weight: Tensor | None) -> None:
-        """A loss was a mean over samples, or over what some numbers add up to."""
+        """Note the divisor of a loss: None for the number of samples, else the sum of some weights."""
         if weight is None:
             self._is_plain = True
         else:
-            self._found.append(float(weight))
+            self._weights.append(float(weight))
 
     @property
     def value(self) -> float:
-        """The weight: samples, or what a mask leaves, or the sum of the samples' weights.
+        """The weight of the shard: its samples, those that a mask leaves, or the sum of the samples' weights.
 
         Raises:
             ModelError: losses are means of different things.
         """
-        if not self._found:
+        if not self._weights:
             return float(self.samples)
-        if self._is_plain or len(set(self._found)) > 1:
-            counts = [*(["all samples"] if self._is_plain else []), *(f"{one:g}" for one in self._found)]
+        if self._is_plain or len(set(self._weights)) > 1:
+            counts = [*(["all samples"] if self._is_plain else []), *(f"{weight:g}" for weight in self._weights)]
             raise ModelError(refused("keras.means-differ", counts=", ".join(counts), reduction=BY_WEIGHT))
-        return self._found[0]
+        return self._weights[0]
 
 
 @contextmanager
 def weighed(samples: int, batch: int) -> Iterator[LossWeight]:
     """Losses of Keras are noted in here, and sums are such that the mean over the shards is that of the global batch.
 
-    Args:
-        samples: the number of the shard's samples.
-        batch: the number of the global batch's samples.
-
     Yields:
         the shard's weight, once all losses are computed.
     """
-    found, usual = LossWeight(samples), of_keras.reduce_weighted_values
+    shard_weight, usual = LossWeight(samples), of_keras.reduce_weighted_values
 
     def reduced(
         values: Any,
@@ -82,20 +80,20 @@ def weighed(samples: int, batch: int) -> Iterator[LossWeight]:
         dtype: Any = None,
     ) -> Any:
         if reduction not in (None, "none"):
-            found.note(None if reduction == "sum" else _weight(sample_weight, mask, reduction))
+            shard_weight.note(None if reduction == "sum" else _weight(sample_weight, mask, reduction))
         value = usual(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         return value * (batch / samples) if reduction == "sum" else value
 
     of_keras.reduce_weighted_values = reduced
     try:
-        yield found
+        yield shard_weight
     finally:
         of_keras.reduce_weighted_values = usual
 
 
 @torch.no_grad()
 def _weight(sample_weight: Any, mask: Any, reduction: str) -> Tensor | None:
-    """What a loss is divided by, unless that is its number of values."""
+    """Return the divisor of a loss; None if that is its number of values."""
     if reduction == BY_WEIGHT:
         own = None if sample_weight is None else torch.as_tensor(sample_weight).clone()  # Keras multiplies it in place
         weight = of_keras.apply_mask(own, mask, dtype="float32", reduction=reduction)
@@ -104,11 +102,7 @@ def _weight(sample_weight: Any, mask: Any, reduction: str) -> Tensor | None:
 
 
 class LossTracker:
-    """Has Keras' mean of the loss go by the global batches' losses, and not by their shards'.
-
-    Args:
-        model: the Keras model, compiled.
-    """
+    """Has Keras' mean of the loss go by the global batches' losses, and not by their shards'."""
 
     def __init__(self, model: Any) -> None:
         self._tracker = getattr(model, "_loss_tracker", None)
@@ -116,13 +110,13 @@ class LossTracker:
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self._tracker is not None:
-            self._before = [one.value.detach().clone() for one in self._tracker.variables]
+            self._before = [variable.value.detach().clone() for variable in self._tracker.variables]
 
     @torch.no_grad()
     def step_ends(self, loss: float, samples: int) -> None:
-        """A step is done. What its shards have told is replaced, if it was their means, each with its samples."""
+        """End a step. Values that its shards have noted as means, each with its samples, are replaced."""
         if self._tracker is None:
             return
         (total, count), kept = self._before, self._tracker.total.value
@@ -131,7 +125,7 @@ class LossTracker:
 
 
 PREFIX = "keras "
-"""What the names of logged values begin with that are no results of metrics."""
+"""The prefix of the names of logged values that are no results of metrics."""
 
 Unpack = Callable[[Any], tuple[Any, ...]]
 """Makes what ``train_step`` gets of a collated batch."""
@@ -141,12 +135,7 @@ Unpack = Callable[[Any], tuple[Any, ...]]
 class TrainStep:
     """A loss function that runs the model's ``train_step`` on a shard, and has the optimizer wait.
 
-    Attributes:
-        model: the Keras model.
-        unpack: what makes ``train_step``'s argument of a batch.
-        results: the names of the metrics' results.
-        run: the run.
-        batch: the number of the global batch's samples.
+    ``unpack`` makes ``train_step``'s argument of a batch; ``batch`` is the number of the global batch's samples.
     """
 
     model: Any
@@ -245,7 +234,7 @@ def scaled(model: Any, factor: float) -> Iterator[list[float]]:
 @contextmanager
 def own_casts(model: Any) -> Iterator[None]:
     """Layers that cast to float16 by themselves have no autocast beside it: some are to stay in float32."""
-    device = next((one.value.device.type for one in model.variables), "cpu")
+    device = next((variable.value.device.type for variable in model.variables), "cpu")
     casts = is_half(model) or scales_loss(model)
     with torch.autocast(device, enabled=False) if casts else nullcontext():
         yield
@@ -258,7 +247,7 @@ _NONE = (
 
 
 def _many(applied: Sequence[Applied]) -> str:
-    names = ", ".join(one.optimizer.name for one in applied)
+    names = ", ".join(call.optimizer.name for call in applied)
     return (
         f"train_step called optimizers {len(applied)} times ({names}), and the shards of a step have one update "
         f"together, by self.optimizer: write models with several optimizers as a loop, with one step.run for each "
@@ -266,24 +255,18 @@ def _many(applied: Sequence[Applied]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class EvaluationStep:
-    """Runs the model's ``test_step`` on a block of samples, from metrics that were reset.
+def evaluate_block(model: Any, unpack: Unpack, _: Any, batch: Any) -> Tensor:
+    """The values of the metrics' variables, which add up over blocks, by the model's ``test_step``."""
+    model.reset_metrics()
+    with left_alone(model), own_casts(model):
+        model.test_step(unpack(batch))
+    return flat_metrics(model)
 
-    Attributes:
-        model: the Keras model.
-        unpack: what makes ``test_step``'s argument of a batch.
-    """
 
-    model: Any
-    unpack: Unpack
-
-    def __call__(self, _: Any, batch: Any) -> Tensor:
-        """The values of the metrics' variables, which add up over blocks."""
-        self.model.reset_metrics()
-        with left_alone(self.model), own_casts(self.model):
-            self.model.test_step(self.unpack(batch))
-        return flat_metrics(self.model)
+def predict_block(model: Any, unpack: Unpack, _: Any, batch: Any) -> Any:
+    """The outputs, with one row per sample, by the model's ``predict_step``."""
+    with left_alone(model), own_casts(model):
+        return model.predict_step(unpack(batch))
 
 
 def _flat(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -294,24 +277,6 @@ def _flat(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _number(value: Any) -> float:
     return float(keras.ops.convert_to_tensor(value).detach())
-
-
-@dataclass(frozen=True)
-class PredictStep:
-    """Runs the model's ``predict_step`` on a block of samples.
-
-    Attributes:
-        model: the Keras model.
-        unpack: what makes ``predict_step``'s argument of a batch.
-    """
-
-    model: Any
-    unpack: Unpack
-
-    def __call__(self, _: Any, batch: Any) -> Any:
-        """The outputs, with one row per sample."""
-        with left_alone(self.model), own_casts(self.model):
-            return self.model.predict_step(self.unpack(batch))
 
 
 def samples_in(data: Sequence[Any]) -> int:

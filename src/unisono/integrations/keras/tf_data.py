@@ -1,4 +1,4 @@
-"""``tf.data`` data sets as streams of batches. tensorflow is loaded by whoever gives one, never here."""
+"""``tf.data`` data sets as streams of batches. tensorflow is loaded by the script that gives one, never here."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ import torch
 
 from unisono.data.batch_stream import StreamBatch
 from unisono.errors import DataError
-from unisono.integrations.refused import refused
+from unisono.integrations.kit import refused
 
 IGNORE = 1
 """tensorflow is to say nothing of functions that could keep something: whether the batches are the same is compared."""
 
 
 class _Begun(NamedTuple):
-    """An iterator that has just begun a pass: its state says how often all shuffles have drawn their seeds.
-
-    Attributes:
-        number: the number of the pass.
-        state: the iterator's state, a tensor of tensorflow.
-    """
+    """An iterator that has just begun a pass: its state says how often all shuffles have drawn their seeds."""
 
     number: int
     state: Any
@@ -37,7 +32,7 @@ _FIRST: WeakKeyDictionary[Any, _Begun] = WeakKeyDictionary()
 
 def is_tf_data(x: Any) -> bool:
     """Whether it is a ``tf.data.Dataset``."""
-    return any(one.__name__ == "DatasetV2" and one.__module__.startswith("tensorflow.") for one in type(x).__mro__)
+    return any(kind.__name__ == "DatasetV2" and kind.__module__.startswith("tensorflow.") for kind in type(x).__mro__)
 
 
 class TfBatches:
@@ -45,16 +40,8 @@ class TfBatches:
 
     Its shuffles draw new seeds each time that an iterator is made, so the order of a pass follows from how many were
     made before. A pass is begun from the state of an iterator of an earlier one, and so many are made from there: as in
-    Keras alone, and the same on a worker that joins, in a run that resumes, and behind an evaluation.
-
-    Args:
-        dataset: the data set.
-        most: the number of batches to give; None for all.
-
-    Attributes:
-        origin: the data set, by which passes are counted.
-        name: what it is, for messages.
-        cure: what to do if it does not give the same batches each time, for messages.
+    Keras alone, and the same on a worker that joins, in a run that resumes, and behind an evaluation. ``most``
+    batches of a pass are given; None for all.
 
     Raises:
         DataError: it hides another data set, or its passes cannot be begun again.
@@ -71,7 +58,7 @@ class TfBatches:
         if dataset not in _FIRST:
             nodes = _nodes(dataset)
             _require_repeatable(nodes.values())
-            for other in [one for one in _FIRST if _nodes(one).keys() & nodes.keys()]:
+            for other in [seen for seen in _FIRST if _nodes(seen).keys() & nodes.keys()]:
                 self._restored(other, _FIRST[other])  # a shuffle of both is where it was when the other one was seen
             _FIRST[dataset] = _Begun(0, self._state(iter(dataset)))
         self._newest = _FIRST[dataset]
@@ -88,24 +75,24 @@ class TfBatches:
         return int(self.origin.cardinality()) == -1 and self._most is None
 
     def cut(self, most: int) -> TfBatches:
-        """The same with no more than so many batches."""
+        """Return the data set with no more than so many batches."""
         return TfBatches(self.origin, most)
 
     def first(self) -> Any:
         """Two samples, by which a model gets its shapes; read only if their shapes are not known."""
         spec = self.origin.element_spec
-        known = [getattr(one, "shape", None) for one in keras.tree.flatten(spec)]
+        known = [getattr(leaf, "shape", None) for leaf in keras.tree.flatten(spec)]
         if all(shape is not None and shape.rank and all(shape[1:].as_list()) for shape in known):
             return keras.tree.map_structure(_zeros, spec)
-        found = next(self.open_batches(0), None)
-        if found is None:
+        batch = next(self.open_batches(0), None)
+        if batch is None:
             raise DataError(f"{self.name} has no batches: check the path, the split or the filter it was made with")
-        return StreamBatch.of(found, self.name).part(slice(2))
+        return StreamBatch.of(batch, self.name).part(slice(2))
 
     def open_batches(self, number: int) -> Iterator[Any]:
-        """One of its passes; see :class:`~unisono.data.batch_stream.BatchStream`."""
-        found = (keras.tree.map_structure(_tensor, element) for element in self._at(number))
-        return islice(found, self._most)
+        """Open a pass; see :class:`~unisono.data.batch_stream.BatchStream`."""
+        batches = (keras.tree.map_structure(_tensor, element) for element in self._at(number))
+        return islice(batches, self._most)
 
     def _at(self, number: int) -> Any:
         start = self._newest if self._newest.number <= number else _FIRST[self.origin]
@@ -135,12 +122,12 @@ def _operations() -> Any:
 
 def _nodes(dataset: Any) -> dict[int, Any]:
     """A data set, and all that it is made from, by identity."""
-    found, left = dict[int, Any](), [dataset]
+    nodes, left = dict[int, Any](), [dataset]
     while left:
-        one = left.pop()
-        found[id(one)] = one
-        left += [each for each in one._inputs() if id(each) not in found]
-    return found
+        node = left.pop()
+        nodes[id(node)] = node
+        left += [parent for parent in node._inputs() if id(parent) not in nodes]
+    return nodes
 
 
 CHANCE = {
@@ -159,8 +146,8 @@ def _require_repeatable(nodes: Iterable[Any]) -> None:
     for node in nodes:
         if getattr(node, "_rerandomize", None):
             raise DataError(refused("keras.tf-rerandomize", name=TfBatches.name))
-        for function in (each.function for each in node._functions()):
-            if any(one.dtype.name == "variant" for one in function.captured_inputs):
+        for function in (wrapped.function for wrapped in node._functions()):
+            if any(captured.dtype.name == "variant" for captured in function.captured_inputs):
                 raise DataError(refused("keras.tf-inner-data", name=TfBatches.name, function=function.name))
             if "Parallel" in type(node).__name__ and CHANCE & _operations_in(function):
                 raise DataError(refused("keras.tf-parallel-draws", name=TfBatches.name, function=function.name))
@@ -168,7 +155,7 @@ def _require_repeatable(nodes: Iterable[Any]) -> None:
 
 def _operations_in(function: Any) -> set[str]:
     graph = function.graph.as_graph_def()
-    return {node.op for nodes in (graph.node, *(one.node_def for one in graph.library.function)) for node in nodes}
+    return {node.op for nodes in (graph.node, *(inner.node_def for inner in graph.library.function)) for node in nodes}
 
 
 def _zeros(spec: Any) -> torch.Tensor:
@@ -176,10 +163,10 @@ def _zeros(spec: Any) -> torch.Tensor:
 
 
 def _dtype(dtype: Any) -> torch.dtype:
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
+    known = getattr(torch, dtype.name, None)
+    if not isinstance(known, torch.dtype):
         raise DataError(f"{TfBatches.name} gives {dtype.name}, which torch has not: turn it into numbers in a map")
-    return found
+    return known
 
 
 def _tensor(leaf: Any) -> torch.Tensor | None:

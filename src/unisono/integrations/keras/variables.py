@@ -1,4 +1,4 @@
-"""The variables of a Keras model, and how what shards make of them is combined."""
+"""A Keras model's variables, how what shards make of them is combined, and what of a model cannot be kept exact."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from keras.src.random.seed_generator import global_seed_generator
 from torch import Tensor
 
-from unisono.errors import ModelError
-from unisono.integrations.refused import refused
+from unisono.errors import JobError, ModelError
+from unisono.integrations.kit import refused
 
 LARGEST_SEED = 2**31 - 1
 
@@ -20,10 +20,8 @@ LARGEST_SEED = 2**31 - 1
 def shared_state(model: Any) -> dict[str, Any]:
     """The variables that shards change, as ``run.prepare(state=…)`` takes them.
 
-    Moving statistics end as the mean over shards, metrics as their sum; seeds are set before each shard.
-
-    Args:
-        model: the model, built.
+    Moving statistics end as the mean over shards, metrics as their sum; seeds are set before each shard. The model has
+    to be built.
 
     Raises:
         ModelError: a metric does not begin with zeros, so what shards add to it cannot be added up.
@@ -54,14 +52,14 @@ def moving_statistics(model: Any) -> list[Any]:
 
 def seeds_of(model: Any) -> list[Any]:
     """The states of the model's seed generators, and of the global one, from which callbacks may draw."""
-    own = (one.state for layer in model._flatten_layers() for one in getattr(layer, "_seed_generators", ()))
+    own = (generator.state for layer in model._flatten_layers() for generator in getattr(layer, "_seed_generators", ()))
     return [*own, global_seed_generator().state]
 
 
 def metric_variables(model: Any) -> list[Any]:
     """The variables of all metrics, each once, in their order."""
-    found = {id(variable): variable for metric in model.metrics for variable in metric.variables}
-    return list(found.values())
+    by_identity = {id(variable): variable for metric in model.metrics for variable in metric.variables}
+    return list(by_identity.values())
 
 
 def require_sums(model: Any) -> None:
@@ -104,7 +102,7 @@ def seeds_drawn(model: Any) -> Iterator[None]:
 
 @contextmanager
 def left_alone(model: Any) -> Iterator[None]:
-    """What layers change in here is put back, and seeds are drawn: each worker does a part of an evaluation."""
+    """Restore the variables of layers after the context, and draw seeds: each worker does a part of an evaluation."""
     before = [(variable, variable.value.clone()) for variable in moving_statistics(model)]
     try:
         with seeds_drawn(model):
@@ -121,7 +119,7 @@ def flat_metrics(model: Any) -> Tensor:
 
 
 def set_metrics(model: Any, row: Tensor) -> None:
-    """The inverse of :func:`flat_metrics`."""
+    """Set the metrics from the result of :func:`flat_metrics`."""
     variables = metric_variables(model)
     parts = row.split([variable.value.numel() for variable in variables])
     for variable, part in zip(variables, parts, strict=True):
@@ -129,10 +127,75 @@ def set_metrics(model: Any, row: Tensor) -> None:
 
 
 def results_of(model: Any) -> dict[str, float]:
-    """What the metrics come to, by name."""
-    found = keras.tree.map_structure(_number, model.get_metrics_result())
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the results of the metrics, by name."""
+    results = keras.tree.map_structure(_number, model.get_metrics_result())
+    return {name: value for name, value in results.items() if value is not None}
 
 
 def _number(value: Any) -> Any:
     return torch.as_tensor(value.value if isinstance(value, keras.Variable) else value).tolist()
+
+
+def require_kept(model: Any) -> None:
+    """Refuse a model, or what it was compiled with, that cannot be trained on several workers as it is on one.
+
+    Raises:
+        JobError: there is an active ``keras.distribution``.
+        ModelError: it is no Keras model, or was compiled with what cannot be kept; says what to do.
+    """
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"unisono.keras.Model needs a Keras model, got {type(model).__name__}")
+    if keras.distribution.distribution() is not None:
+        raise JobError(refused("keras.distribution"))
+    if stateful := [layer.name for layer in model._flatten_layers() if getattr(layer, "stateful", False)]:
+        raise ModelError(refused("keras.stateful", layer=stateful[0]))
+    if not model.compiled:
+        return
+    if model.jit_compile:
+        raise ModelError("compile(jit_compile=True): compiled steps have other bits; leave it out, or say False")
+    if model.steps_per_execution != 1:
+        raise ModelError(f"compile(steps_per_execution={model.steps_per_execution}): each step is one update; use 1")
+    if wholly := [variable.path for variable in model.trainable_variables if variable.dtype == "float16"]:
+        raise ModelError(refused("keras.float16", variable=wholly[0]))
+
+
+def scales_loss(model: Any) -> bool:
+    """Whether Keras would scale the loss of a model, or will when it is compiled."""
+    if model.compiled:
+        return isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    return is_half(model)
+
+
+def is_half(model: Any) -> bool:
+    """Whether layers compute in float16, by Keras' own policy."""
+    return bool(model.dtype_policy.name == "mixed_float16")
+
+
+def own_optimizer(model: Any) -> Any:
+    """The optimizer that updates, without one around it that scales the loss."""
+    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
+
+
+def require_number(model: Any) -> None:
+    """Refuse losses that are no number, unless the model makes one of them by itself.
+
+    Raises:
+        ModelError: there is one; names its reduction.
+    """
+    own = type(model)
+    if own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss:
+        return
+    for loss in keras.tree.flatten(model.loss):
+        if getattr(loss, "reduction", "mean") in (None, "none"):
+            raise ModelError(refused("keras.loss-no-number", loss=loss.name, reduction=loss.reduction))
+
+
+def optimizers_of(model: Any) -> Iterator[Any]:
+    """The optimizers that a model's own code can reach as its attributes, each once."""
+    seen: set[int] = set()
+    for value in [model.optimizer, *vars(model).values()]:
+        several = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+        for optimizer in several:
+            if isinstance(optimizer, keras.optimizers.Optimizer) and id(optimizer) not in seen:
+                seen.add(id(optimizer))
+                yield optimizer

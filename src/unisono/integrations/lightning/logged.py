@@ -1,4 +1,4 @@
-"""What ``self.log`` says of shards and of evaluated batches, and how all workers come to know it."""
+"""The values that ``self.log`` logs of shards and of evaluated batches, and how all workers get them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from unisono.errors import LossError
+from unisono.integrations.kit import refused
 from unisono.integrations.lightning.framework import fabric, part
-from unisono.integrations.refused import refused
 from unisono.received import read_object, value_of
 from unisono.train.run import Run
 
 _Results = part("trainer.connectors.logger_connector.result")._ResultCollection
 
 PREFIX = "lightning "
-"""What the names of logged values begin with in a run's metrics."""
+"""The prefix of the names of logged values in a run's metrics."""
 
 MEANS = ("mean", "avg", torch.mean)
 SUMS = ("sum", torch.sum, sum)
@@ -34,19 +34,13 @@ EXTREMES = {"min": "min", torch.min: "min", min: "min", "max": "max", torch.max:
 
 @dataclass(frozen=True, slots=True)
 class LogKind:
-    """What a call of ``self.log`` says besides the value, as plain values.
+    """The arguments of a call of ``self.log`` besides the value, as plain values.
 
     Attributes:
         fx: the hook that called.
-        name: the name of the value.
         attribute: the attribute of the module that holds the torchmetrics metric; empty for a number.
-        prog_bar: whether the progress bar shows it.
-        logger: whether loggers write it.
-        on_step: whether it is wanted for each step.
-        on_epoch: whether it is wanted for each epoch.
         reduce: the way in which values of several steps become one: mean, sum, min or max.
         has_size: whether the caller said how many samples it is the mean of.
-        add_dataloader_idx: whether the loader's number becomes part of the name.
         dtype: the type of the number: float32 or float64.
     """
 
@@ -63,26 +57,23 @@ class LogKind:
     dtype: str = "float32"
 
 
+FLAGS = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "add_dataloader_idx": True}
+"""The arguments of ``self.log`` that are passed on as they are, with their defaults."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogCall:
-    """One call of ``self.log``.
-
-    Attributes:
-        kind: what it says besides the value.
-        value: the number; None for a metric.
-        batch_size: the number of samples that the caller said, or None.
-    """
+    """A call of ``self.log``. ``value`` is None for a metric."""
 
     kind: LogKind
     value: float | None
     batch_size: int | None
 
 
-class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
-    """Stands where a loop of Lightning keeps results, and notes what is logged instead of adding it up.
+class RecordedLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
+    """Records the calls of ``self.log`` in the place of a loop's results, instead of adding the values up.
 
-    Args:
-        of_shards: whether what is noted is of shards, which are combined by mean and sum.
+    Values ``of_shards`` are combined by mean and sum.
     """
 
     def __init__(self, *, of_shards: bool) -> None:
@@ -90,58 +81,51 @@ class HeardLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not 
         self.calls: list[LogCall] = []
         self._of_shards = of_shards
 
-    def log(self, fx: str, name: str, value: Any, **said: Any) -> None:
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Note a call.
 
         Raises:
             LossError: shards cannot be combined in the way that is asked for.
         """
-        is_number, reduce = isinstance(value, Tensor), said.get("reduce_fx", torch.mean)
+        flags: dict[str, Any] = {flag: bool(options.get(flag, usual)) for flag, usual in FLAGS.items()}
+        if not isinstance(value, Tensor):
+            kind = LogKind(fx, name, str(options.get("metric_attribute") or ""), **flags)
+            self.calls.append(LogCall(kind, None, options.get("batch_size")))
+            return
+        reduce = options.get("reduce_fx", torch.mean)
         reduce = reduce.lower() if isinstance(reduce, str) else reduce
-        if is_number and self._of_shards and reduce not in MEANS and reduce not in SUMS:
-            raise LossError(refused("lightning.reduce-fx", name=name, reduce_fx=said["reduce_fx"]))
+        if self._of_shards and reduce not in MEANS and reduce not in SUMS:
+            raise LossError(refused("lightning.reduce-fx", name=name, reduce_fx=options["reduce_fx"]))
         kind = LogKind(
             fx,
             name,
-            "" if is_number else str(said.get("metric_attribute") or ""),
-            bool(said.get("prog_bar", False)),
-            bool(said.get("logger", True)),
-            bool(said.get("on_step", False)),
-            bool(said.get("on_epoch", True)),
-            ("sum" if reduce in SUMS else EXTREMES.get(reduce, "mean")) if is_number else "mean",
-            is_number and said.get("batch_size") is not None,
-            bool(said.get("add_dataloader_idx", True)),
-            "float64" if is_number and value.dtype == torch.float64 else "float32",
+            reduce="sum" if reduce in SUMS else EXTREMES.get(reduce, "mean"),
+            has_size=options.get("batch_size") is not None,
+            dtype="float64" if value.dtype == torch.float64 else "float32",
+            **flags,
         )
-        self.calls.append(LogCall(kind, float(value.detach()) if is_number else None, said.get("batch_size")))
+        self.calls.append(LogCall(kind, float(value.detach()), options.get("batch_size")))
 
 
 @contextmanager
-def heard(trainer: Any, loop: Any, *, of_shards: bool = True) -> Iterator[HeardLogs]:
-    """What is logged in here is noted, and Lightning's own results stay as they are.
+def recording(trainer: Any, loop: Any, *, of_shards: bool = True) -> Iterator[RecordedLogs]:
+    """Record the calls of ``self.log`` in the context; Lightning's own results stay as they are.
 
-    Args:
-        trainer: the trainer.
-        loop: the loop that keeps the results.
-        of_shards: whether what is logged is of shards of a batch, and not of whole ones.
+    ``of_shards`` says that values are of shards of a batch, and not of whole batches.
     """
-    connector, kept, ears = trainer._logger_connector, loop._results, HeardLogs(of_shards=of_shards)
+    connector, kept, recorded = trainer._logger_connector, loop._results, RecordedLogs(of_shards=of_shards)
     fx = connector._current_fx
-    loop._results = ears
+    loop._results = recorded
     try:
-        yield ears
+        yield recorded
     finally:
         loop._results, connector._current_fx = kept, fx
 
 
-def tell(trainer: Any, kind: LogKind, value: Any, batch_size: int) -> None:
+def log_result(trainer: Any, kind: LogKind, value: Any, batch_size: int) -> None:
     """Log a value where Lightning keeps results, as ``self.log`` does.
 
-    Args:
-        trainer: the trainer.
-        kind: what the call said.
-        value: a number, or a torchmetrics metric.
-        batch_size: the number of samples that a number is the mean of.
+    ``batch_size`` is the number of samples that a number is the mean of.
     """
     connector, results = trainer._logger_connector, trainer._results
     if connector.should_reset_tensors(kind.fx):  # the first batch of an epoch
@@ -158,19 +142,15 @@ def add(trainer: Any, results: Any, kind: LogKind, value: Any, batch_size: int) 
         kind.fx,
         kind.name,
         value,
-        prog_bar=kind.prog_bar,
-        logger=kind.logger,
-        on_step=kind.on_step,
-        on_epoch=kind.on_epoch,
+        **{flag: getattr(kind, flag) for flag in FLAGS},
         reduce_fx=kind.reduce,
-        add_dataloader_idx=kind.add_dataloader_idx,
         batch_size=batch_size,
         sync_dist_fn=trainer.strategy.reduce,  # as self.log does, or Lightning takes it for another call
         metric_attribute=kind.attribute or None,
     )
 
 
-# Lightning's loggers: where they write is agreed on, and whoever is the main worker goes on with their files.
+# Lightning's loggers: workers agree on where they write, and a new main worker goes on with their files.
 
 _CSVLogger = fabric("loggers.csv_logs").CSVLogger
 
@@ -180,20 +160,20 @@ VERSIONS = "lightning.json"
 RECENT = 1000
 """Rows that every worker keeps, since a main worker may be lost before it has written them."""
 
-_asked: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
 
 
 def agree_on_versions(run: Run, loggers: Sequence[Any]) -> None:
     """Have loggers that number their folders take the same number on all workers, and when the job is resumed."""
     for logger in loggers:
         if getattr(logger, "_version", "") is None:
-            number = _asked.get(run, 0)
-            _asked[run] = number + 1
+            number = _numbers.get(run, 0)
+            _numbers[run] = number + 1
             logger._version = run.together(partial(_version, run, logger, number))
 
 
 def _version(run: Run, logger: Any, number: int, workers: Any) -> Any:
-    found = None
+    version = None
     if workers.rank == 0:
         path = run.dir / VERSIONS
         known: list[int | str] = []
@@ -203,26 +183,22 @@ def _version(run: Run, logger: Any, number: int, workers: Any) -> Any:
             known.append(logger.version)
             logger._version = None
             path.write_text(json.dumps({"versions": known}))
-        found = known[number]
-    return workers.broadcast(found)
+        version = known[number]
+    return workers.broadcast(version)
 
 
 class Rows:
-    """The rows of a ``CSVLogger``: counted on every worker, so that whoever becomes the main one goes on with them.
+    """The rows of a ``CSVLogger``: counted on every worker, so that a new main worker goes on with them.
 
     Args:
         logger: the logger, before it has made its writer, which deletes an older file.
-        run: the run.
-
-    Attributes:
-        count: the number of rows so far.
     """
 
     def __init__(self, logger: Any, run: Run) -> None:
         self.count = 0
         self._logger, self._run = logger, run
         self._write = logger.log_metrics
-        self._found: list[list[str]] | None = self._read() if run.is_main else None
+        self._old_rows: list[list[str]] | None = self._read() if run.is_main else None
         self._recent: deque[tuple[dict[str, Any], int | None]] = deque(maxlen=RECENT)
         vars(logger)["log_metrics"] = self._log
 
@@ -231,21 +207,21 @@ class Rows:
         vars(self._logger).pop("log_metrics", None)
 
     def settle(self) -> None:
-        """Have all rows in the file."""
+        """Write all rows to the file."""
         if self._run.is_main:
             self._logger.save()
 
     def begin(self) -> None:
-        """The training has begun, or goes on: an older file counts no more."""
-        self._found = None
+        """Note that the training has begun, or goes on: an older file counts no more."""
+        self._old_rows = None
 
     def resume(self, count: int) -> None:
-        """The run goes on behind so many rows."""
+        """Go on behind so many rows."""
         self.count = count
         if self._run.is_main:
-            if self._found is None:
+            if self._old_rows is None:
                 self.settle()
-            self._restore(self._read() if self._found is None else self._found)
+            self._restore(self._read() if self._old_rows is None else self._old_rows)
 
     def _log(self, metrics: Any, step: int | None = None) -> None:
         if self._run.is_main and self._logger._experiment is None and self.count:
@@ -256,7 +232,7 @@ class Rows:
         self.count += 1
 
     def _restore(self, rows: list[list[str]]) -> None:
-        """Have the file end behind the rows that count."""
+        """Cut the file behind the rows that count, and write the missing ones."""
         experiment = self._logger.experiment
         experiment.metrics, experiment.metrics_keys = [], rows[0] if rows else []
         if rows:
@@ -279,4 +255,4 @@ class Rows:
 
 def rows_of(run: Run, loggers: Sequence[Any]) -> list[Rows]:
     """The rows of all loggers that write CSV files."""
-    return [Rows(one, run) for one in loggers if isinstance(one, _CSVLogger)]
+    return [Rows(logger, run) for logger in loggers if isinstance(logger, _CSVLogger)]

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from unisono.errors import JobError, ModelError
-from unisono.integrations import live_rank
-from unisono.integrations.lightning.evaluating import EvaluatedBatch, Evaluating, EvaluationLoader
-from unisono.integrations.lightning.fitting import Fits, OneFit
-from unisono.integrations.lightning.framework import fabric, part, pl
-from unisono.integrations.lightning.loader import GlobalBatch, TrainingLoader, require_length
+from unisono.integrations.kit import RunScaler, follow_rank, rank_of, refused, require_scaling, run_for
+from unisono.integrations.lightning.fit import Fits, LightningFit
+from unisono.integrations.lightning.framework import Leaves, fabric, part, pl
 from unisono.integrations.lightning.logged import Rows, agree_on_versions, rows_of
-from unisono.integrations.live_rank import rank_of
-from unisono.integrations.loss_scaler import RunScaler, require_scaling
-from unisono.integrations.refused import refused
-from unisono.integrations.run_of_script import run_for
+from unisono.integrations.lightning.loops import (
+    EvaluatedBatch,
+    Evaluating,
+    EvaluationLoader,
+    GlobalBatch,
+    TrainingLoader,
+    require_length,
+)
 from unisono.train.run import Run
 
 _WHOLLY = ("16-true", "transformer-engine-float16")
@@ -28,15 +30,14 @@ _SEARCHES = pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder
 def require_one_training(trainer: Any) -> None:
     """Refuse what trains with other loaders, or other batches, than the run has entered its loop with.
 
-    Args:
-        trainer: the trainer, before anything is set up.
+    The trainer has set up nothing yet.
 
     Raises:
         JobError: a callback or a setting of the trainer; says what to do.
     """
-    for one in trainer.callbacks:
-        if isinstance(one, _SEARCHES):
-            raise JobError(refused("lightning.search", callback=type(one).__name__))
+    for callback in trainer.callbacks:
+        if isinstance(callback, _SEARCHES):
+            raise JobError(refused("lightning.search", callback=type(callback).__name__))
     if trainer.reload_dataloaders_every_n_epochs:
         raise JobError(refused("lightning.reload-loaders"))
 
@@ -44,8 +45,7 @@ def require_one_training(trainer: Any) -> None:
 def require_kept(trainer: Any) -> None:
     """Refuse a trainer, or a module, that cannot train on several workers as it does on one.
 
-    Args:
-        trainer: the trainer, set up to fit.
+    The trainer is set up to fit.
 
     Raises:
         JobError: a setting of the trainer; says what to do.
@@ -68,17 +68,8 @@ _rank_zero_only = fabric("utilities.rank_zero").rank_zero_only
 _ClusterEnvironment = fabric("plugins.environments").ClusterEnvironment
 
 
-def follow(run: Run) -> None:
-    """Lightning's functions for rank 0 alone go by this run from now on."""
-    _rank_zero_only.rank = live_rank.follow(run)
-
-
 class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
-    """The workers of a run, started by whoever started them. Batches come from one loader, whatever their number.
-
-    Args:
-        run: the run.
-    """
+    """The workers of a run, which a launcher has started. Batches come from one loader, whatever their number."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -89,25 +80,25 @@ class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type] 
 
     @staticmethod
     def detect() -> bool:
-        """It is never chosen by itself."""
+        """Return False: the strategy is never chosen by itself."""
         return False
 
     def world_size(self) -> int:
-        """One, so that nothing that a script derives of it depends on the number of workers."""
+        """Return 1, so that nothing that a script derives from it depends on the number of workers."""
         return 1
 
     def set_world_size(self, size: int) -> None:
-        """It stays."""
+        """Do nothing: the run decides the world size."""
 
     def global_rank(self) -> int:
         """The worker's rank."""
         return rank_of(self._run)
 
     def set_global_rank(self, rank: int) -> None:
-        """It is the run's to say."""
+        """Do nothing: the run decides the rank."""
 
     def local_rank(self) -> int:
-        """Each worker has one device, and the run has chosen it."""
+        """Return 0: each worker has one device, which the run has chosen."""
         return 0
 
     def node_rank(self) -> int:
@@ -115,7 +106,6 @@ class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type] 
         return 0
 
 
-_Leaves = part("utilities.exceptions")._TunerExitException
 _TrainerFn = part("trainer.states").TrainerFn
 
 
@@ -157,10 +147,10 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         self.cluster_environment = WorkersEnvironment(self.run)
         self.evaluating = Evaluating(self.run, self)
         self._fits = Fits(self.run)
-        self._fitting: OneFit | None = None
+        self._fitting: LightningFit | None = None
         self.rows: list[Rows] = []
         self.saved: set[str] = set()
-        follow(self.run)
+        _rank_zero_only.rank = follow_rank(self.run)  # by which Lightning's functions for rank 0 alone go
 
     # -- who and where ---------------------------------------------------------------------------------------
 
@@ -210,20 +200,20 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             require_kept(self._trainer)
             self._fitting = self._fits.begin(self._trainer)
             if self._fitting.is_over:
-                raise _Leaves
+                raise Leaves
         elif name == "Trainer.save_checkpoint" and self._may_ask:
             self.run.barrier()  # others may read what the main worker has written
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What the main worker has, where that may be asked for; else what all have."""
+        """Return the main worker's object where a collective call is possible; else the object itself."""
         return self.run.broadcast(obj, src) if self._may_ask and _is_plain(obj) else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What all workers have: results are those of the global batch already."""
+        """Return the tensor as it is: results are those of the global batch already."""
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """What all workers have: results are those of the global batch already."""
+        """Return the tensor as it is: results are those of the global batch already."""
         return tensor
 
     # -- Lightning's checkpoints -----------------------------------------------------------------------------
@@ -239,7 +229,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         self.saved.discard(str(filepath))
 
     def keep_only(self, saved: Collection[str]) -> None:
-        """The run goes back: what was written since comes again, and would get another name beside the old file."""
+        """Go back with the run: files written since then come again, and would get other names beside the old ones."""
         for path in sorted(self.saved.difference(saved)):
             self.remove_checkpoint(path)
         self.saved = set(saved)
@@ -291,30 +281,30 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return self._fitting.training.compute(closure, update)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step, or hear what came of it on another worker."""
+        """Run the module's validation step, or take its results from another worker."""
         return self._evaluated(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's test step, or hear what came of it on another worker."""
+        """Run the module's test step, or take its results from another worker."""
         return self._evaluated(super().test_step, *args, **kwargs)
 
     def _evaluated(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], EvaluatedBatch):
-            return self.evaluating.hear(args[0])
+            return self.evaluating.receive(args[0])
         return step(*args, **kwargs)
 
     def on_train_end(self) -> None:
-        """The loop is over, wherever in its epochs it stands."""
+        """End the loop, wherever in its epochs it stands."""
         if self._fitting is not None:
             self._fitting.end()
 
     def teardown(self) -> None:
-        """Let go of what the training has set."""
+        """Let go of the attributes that the training has set."""
         if self._fitting is not None:
             self._fitting.close()
             self._fitting = None
-        for one in self.rows:
-            one.close()
+        for rows in self.rows:
+            rows.close()
         self.rows = []
         super().teardown()
 

@@ -1,29 +1,185 @@
-"""The steps of a ``fit``: a global batch is computed in shards, by the module's own ``training_step``."""
+"""The steps of a ``fit``: shards run the module's own ``training_step``, and their metrics are combined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric, MetricCollection
 
-from unisono.errors import LossError, UnisonoWarning
-from unisono.integrations.lightning.framework import part
-from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, heard, tell
-from unisono.integrations.lightning.metrics import Metrics
-from unisono.integrations.loss_scaler import scale_of
-from unisono.integrations.refused import refused
+from unisono.errors import LossError, ModelError
+from unisono.host.tracebacks import warn
+from unisono.integrations.kit import refused, scale_of
+from unisono.integrations.lightning.framework import call, extract_batch_size, is_overridden, part
+from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, log_result, recording
+from unisono.integrations.torchmetrics import RULES
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 from unisono.train.step.step import Step
 
-_call = part("trainer.call")
 _ClosureResult = part("loops.optimization.automatic").ClosureResult
-_is_overridden = part("utilities.model_helpers").is_overridden
-_extract_batch_size = part("utilities.data").extract_batch_size
+
+
+# The torchmetrics metrics of a module: what shards and evaluated batches make of them is combined.
+
+
+@dataclass
+class BatchStates:
+    """The states that metrics have after one batch.
+
+    Attributes:
+        states: the states by name of the metric and of the state, with the newest value of the metric.
+        is_shared: whether all of them can be combined.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    is_shared: bool = True
+
+
+class Metrics:
+    """The metrics of a module.
+
+    Attributes:
+        trained: names of the metrics that training steps update.
+    """
+
+    def __init__(self, module: Any) -> None:
+        for child in module.modules():
+            if isinstance(child, MetricCollection):
+                _part(child)
+        self.by_name = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+        self.trained: set[str] = set()
+
+    def shared_state(self) -> dict[str, Any]:
+        """The state that shards change, as ``run.prepare(state=…)`` takes it."""
+        return {
+            f"metric {name}": (metric, {key: RULES[metric._reductions[key]] for key in metric._defaults})
+            for name, metric in self.by_name.items()
+            if metric._defaults and _is_shared(metric)
+        }
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """Compute shards in the context, and combine their states; metrics then hold these beside their old states."""
+        before = {
+            name: (_states(metric), metric._update_count) for name, metric in self.by_name.items() if _is_shared(metric)
+        }
+        for name in before:
+            _clear(self.by_name[name])
+        counts = {name: metric._update_count for name, metric in self.by_name.items()}
+        yield
+        for name, metric in self.by_name.items():
+            if metric._update_count != counts[name]:
+                self.trained.add(name)
+            if name in self.trained and name not in before:
+                raise ModelError(_unshared(name, metric))
+        for name, (states, count) in before.items():
+            self._merge(name, states, count)
+
+    @contextmanager
+    def of_batch(self) -> Iterator[BatchStates]:
+        """Evaluate a batch in the context; afterwards metrics hold their old states.
+
+        Yields:
+            the states that the batch has made, once the context is over.
+        """
+        before = {name: (_states(metric), metric._update_count) for name, metric in self.by_name.items()}
+        for metric in self.by_name.values():
+            _clear(metric)
+        made = BatchStates()
+        try:
+            yield made
+        finally:
+            for name, (states, count) in before.items():
+                metric = self.by_name[name]
+                if metric._update_count != count:
+                    made.is_shared &= _is_shared(metric)
+                    made.states[name] = [_states(metric), _plain(metric._forward_cache)]
+                for key, value in states.items():
+                    setattr(metric, key, value)
+                metric._update_count, metric._computed = count, None
+
+    def add(self, made: Mapping[str, Any]) -> None:
+        """Add the states that a batch has made to those of the metrics."""
+        for name, (states, newest) in made.items():
+            metric = self.by_name[name]
+            held = _states(metric)
+            for key, value in states.items():
+                setattr(metric, key, value)
+            metric._forward_cache, metric._computed = newest, None
+            metric._update_count += 1
+            metric._reduce_states(held)
+
+    def _merge(self, name: str, states: Mapping[str, Any], count: int) -> None:
+        metric = self.by_name[name]
+        metric._computed = None
+        if name not in self.trained:
+            metric._update_count = count
+            for key, value in states.items():
+                setattr(metric, key, value)
+            return
+        metric._update_count = 1
+        metric._forward_cache = _value(metric)
+        metric._computed = None
+        metric._update_count = count + 1
+        metric._reduce_states(dict(states))
+
+
+def _part(collection: MetricCollection) -> None:
+    """Have metrics of a collection keep states of their own: shards change each of them."""
+    if collection._groups_checked:
+        collection._compute_groups_create_state_ref(copy=True)
+    collection._enable_compute_groups = collection._groups_checked = False
+    collection._groups = {number: [str(name)] for number, name in enumerate(collection.keys(keep_base=True))}
+
+
+def _is_shared(metric: Metric) -> bool:
+    """Whether all states of a metric can be combined, beginning from the state after a reset."""
+    for key, default in metric._defaults.items():
+        rule = RULES.get(metric._reductions[key])
+        is_list = isinstance(default, list)
+        if rule is None or is_list != (rule == "cat") or (rule == "sum" and bool(torch.count_nonzero(default))):
+            return False
+    return True
+
+
+def _unshared(name: str, metric: Metric) -> str:
+    return (
+        f"the metric {name} ({type(metric).__name__}) is updated in training_step, and what shards make of its state "
+        f"cannot be combined: its states need dist_reduce_fx (sum, mean, max, min, or cat of a list), and sums begin "
+        f"with zeros. Update it in validation_step, where each batch is whole, or keep sums in it and derive the rest "
+        f"in compute()"
+    )
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {
+        key: list(value) if isinstance(value := getattr(metric, key), list) else value.detach().clone()
+        for key in metric._defaults
+    }
+
+
+def _clear(metric: Metric) -> None:
+    for key, default in metric._defaults.items():
+        setattr(metric, key, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
+
+
+def _value(metric: Metric) -> Any:
+    try:
+        return metric.compute()
+    except (RuntimeError, ValueError):  # of a step without samples that count
+        return None
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+# The steps.
 
 
 @dataclass
@@ -31,11 +187,6 @@ class Training:
     """Computes the steps of one ``fit``.
 
     Attributes:
-        run: the run.
-        trainer: the trainer.
-        metrics: the module's metrics.
-        step: the step that is under way.
-        shard: the batch of the shard that is being computed.
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
@@ -55,12 +206,8 @@ class Training:
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
         """Compute the step that is under way, and update the weights when it is time.
 
-        Args:
-            closure: Lightning's closure of a batch: training step, and all around it.
-            update: a function that clips and makes the optimizer's step, given a closure.
-
-        Returns:
-            the mean loss over the global batch.
+        ``closure`` is Lightning's, of a batch: training step, and all around it. ``update`` clips and makes the
+        optimizer's step, given a closure. Return the mean loss over the global batch.
         """
         assert self.step is not None, "Lightning has asked for the step's batch"
         if (zero_grad := getattr(closure, "_zero_grad_fn", None)) is not None:
@@ -73,7 +220,7 @@ class Training:
             self.accumulated, self.is_spoiled = [], self.trainer.fit_loop._should_accumulate()
         mean = torch.tensor(loss, device=self.run.device)
         closure._result = _ClosureResult(mean)
-        self._tell(step)
+        self._log_means(step)
         return mean
 
     def training_step(self, train: Callable[..., Any], *values: Any) -> Any:
@@ -87,36 +234,36 @@ class Training:
     def backward(self, loss: Tensor, *values: Any, **options: Any) -> Tensor:
         """Keep the loss of the shard: the run goes backward. A module that has a ``backward`` of its own does so."""
         self._loss = loss
-        if self._goes_by_itself:
+        if self._has_own_backward:
             self.trainer.lightning_module.backward(loss * scale_of(self.run), *values, **options)
         return loss
 
     @property
-    def _goes_by_itself(self) -> bool:
-        return bool(_is_overridden("backward", self.trainer.lightning_module))
+    def _has_own_backward(self) -> bool:
+        return bool(is_overridden("backward", self.trainer.lightning_module))
 
     def _shard(self, closure: Callable[[], Any], batch: Any) -> Any:
         trainer, kept = self.trainer, self._lengths()
         self.shard, self._loss = trainer.strategy.shard_to_device(batch), None
         try:
-            with heard(trainer, trainer.fit_loop.epoch_loop) as ears:
+            with recording(trainer, trainer.fit_loop.epoch_loop) as recorded:
                 loss = closure()
-            self._log(ears.calls)
+            self._log(recorded.calls)
         finally:
             self.shard = None
         if kept != self._lengths():
             self._warn_of_kept(kept)
         if self._only_measures:
-            return loss.detach() + 0 * next(one for one in self._trained() if one.requires_grad).sum()
+            return loss.detach() + 0 * next(parameter for parameter in self._trained() if parameter.requires_grad).sum()
         assert self._loss is not None, "the closure goes backward"
-        return BackwardDone(self._loss.detach(), scale=scale_of(self.run)) if self._goes_by_itself else self._loss
+        return BackwardDone(self._loss.detach(), scale=scale_of(self.run)) if self._has_own_backward else self._loss
 
     def _lengths(self) -> dict[str, int]:
         """The lengths of lists and dicts in the module's attributes, as long as nobody was warned of them."""
         if self._has_warned:
             return {}
         named = vars(self.trainer.lightning_module).items()
-        return {name: len(one) for name, one in named if type(one) in (list, dict) and not name.startswith("_")}
+        return {name: len(value) for name, value in named if type(value) in (list, dict) and not name.startswith("_")}
 
     def _warn_of_kept(self, before: dict[str, int]) -> None:
         changed = [f"self.{name}" for name, length in self._lengths().items() if length != before.get(name)]
@@ -124,51 +271,49 @@ class Training:
         warn(
             f"training_step adds to {', '.join(changed)}: it has one shard of the batch, so each worker keeps another "
             f"part there. Do not decide or log anything by it; self.log and torchmetrics have the whole batch",
-            UnisonoWarning,
-            stacklevel=2,
         )
 
     def _log(self, calls: list[LogCall]) -> None:
-        """Log what the shard has logged, so that the run combines it."""
+        """Log the values of the shard, so that the run combines them."""
         assert self.step is not None
-        for call in calls:
-            kind, value = call.kind, call.value
+        for log_call in calls:
+            kind, value = log_call.kind, log_call.value
             self.kinds.setdefault(f"{kind.fx}.{kind.name}", kind)
             if value is None:
                 continue
-            samples = _extract_batch_size(self.shard)
+            samples = extract_batch_size(self.shard)
             if kind.reduce == "sum":
                 value *= self.step.size / samples
             if kind.has_size:
-                size = (call.batch_size or 0) * self.step.size / samples
+                size = (log_call.batch_size or 0) * self.step.size / samples
                 self.run.log(f"{PREFIX}{kind.name} samples", size)
                 value *= size
             self.run.log(f"{PREFIX}{kind.name}", value)
 
-    def _tell(self, step: Step) -> None:
-        """Lightning's results hear the means over the global batch."""
+    def _log_means(self, step: Step) -> None:
+        """Log the means over the global batch as Lightning's results."""
         module = self.trainer.lightning_module
         for kind in self.kinds.values():
             if kind.attribute:
-                tell(self.trainer, kind, module.get_submodule(kind.attribute), step.size)
+                log_result(self.trainer, kind, module.get_submodule(kind.attribute), step.size)
             elif (value := step.metrics.get(f"{PREFIX}{kind.name}")) is not None:
                 size = float(step.size)
                 if kind.has_size:
                     size = step.metrics[f"{PREFIX}{kind.name} samples"]
                     value = value / size if size else value
-                tell(self.trainer, kind, value, round(size))
+                log_result(self.trainer, kind, value, round(size))
 
     def _update(self, update: Callable[[Callable[[], Any]], Any]) -> None:
         """Update the weights with the mean gradient; or add it to what other batches have left."""
         assert self.step is not None
         parameters = self._trained()
         if self._only_measures:
-            for one in parameters:
-                one.grad = None
+            for parameter in parameters:
+                parameter.grad = None
         if self.accumulated:
             self._add(parameters)
         if self.trainer.fit_loop._should_accumulate():
-            self.accumulated = [None if one.grad is None else one.grad.clone() for one in parameters]
+            self.accumulated = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
             return
         self.accumulated = []
         if self.is_spoiled:
@@ -178,8 +323,8 @@ class Training:
 
         def gone_backward() -> Tensor:
             for hook, values in (("on_before_backward", (loss,)), ("on_after_backward", ())):
-                _call._call_callback_hooks(self.trainer, hook, *values)
-                _call._call_lightning_module_hook(self.trainer, hook, *values)
+                call._call_callback_hooks(self.trainer, hook, *values)
+                call._call_lightning_module_hook(self.trainer, hook, *values)
             return loss
 
         update(gone_backward)
@@ -190,10 +335,10 @@ class Training:
         return bool(self.trainer.fit_loop._skip_backward)
 
     def _trained(self) -> list[Tensor]:
-        return [one for group in self.trainer.optimizers[0].param_groups for one in group["params"]]
+        return [parameter for group in self.trainer.optimizers[0].param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def _add(self, parameters: list[Tensor]) -> None:
-        for one, earlier in zip(parameters, self.accumulated, strict=True):
+        for parameter, earlier in zip(parameters, self.accumulated, strict=True):
             if earlier is not None:
-                one.grad = earlier.clone() if one.grad is None else one.grad.add_(earlier)
+                parameter.grad = earlier.clone() if parameter.grad is None else parameter.grad.add_(earlier)

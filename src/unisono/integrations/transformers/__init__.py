@@ -1,6 +1,6 @@
 """Transformers: ``unisono.transformers.TrainerMixin`` has a ``Trainer`` train on any number of workers."""
 
-from unisono.integrations.packages import require
+from unisono.integrations.kit import require
 
 require("transformers", ["transformers", "accelerate"])
 

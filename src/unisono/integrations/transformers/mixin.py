@@ -5,7 +5,6 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,9 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import seed_worker
 
 from unisono.errors import DataError, JobError
-from unisono.integrations.kept_attributes import free_name, put
-from unisono.integrations.loaders import Grouped, like
-from unisono.integrations.loss_scaler import take_scaling
-from unisono.integrations.refused import refused
-from unisono.integrations.run_of_script import run_for
-from unisono.integrations.transformers.kept_state import KeptState, MainWorker
-from unisono.integrations.transformers.trainer_steps import TrainerSteps
+from unisono.integrations.kept import are_same, evaluate, put, register
+from unisono.integrations.kit import Grouped, like, refused, run_for, take_scaling
+from unisono.integrations.transformers.trainer_steps import KeptState, MainWorker, TrainerSteps
 from unisono.job import DEFAULT_SHARDS
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
@@ -32,47 +27,33 @@ from unisono.train.run import Run
 # Evaluation and prediction, put together by the trainer's own loop.
 
 Outcome = tuple[int, Any, Any, Any, Any]
-"""Of one batch: the number of its samples, loss, logits, labels, and inputs where metrics ask for them."""
+"""The outcome of a batch: its number of samples, loss, logits, labels, and inputs where metrics ask for them."""
 
 
-@dataclass(frozen=True)
-class BatchPrediction:
-    """What the trainer's ``prediction_step`` makes of a batch.
+def main_input_of(trainer: Any) -> str:
+    """The name of the input that stands for a sample."""
+    return str(getattr(trainer.model, "main_input_name", "input_ids"))
 
-    Attributes:
-        trainer: the trainer.
-        model: the model, as the trainer evaluates it.
-        loss_only: whether nothing but the loss is wanted.
-        ignored: the names of outputs that are left out.
+
+def predict_batch(
+    trainer: Any, model: Any, loss_only: bool, ignored: Sequence[str] | None, _: Any, inputs: Any
+) -> Outcome:
+    """Return the outcome of the trainer's ``prediction_step`` on a batch.
+
+    Logits are preprocessed for metrics here, as that makes them small.
     """
-
-    trainer: Any
-    model: Any
-    loss_only: bool
-    ignored: Sequence[str] | None
-
-    def __call__(self, _: Any, inputs: Any) -> Outcome:
-        """Predict a batch; logits are preprocessed for metrics here, as that makes them small."""
-        trainer = self.trainer
-        main = inputs[self.main_input] if "inputs" in trainer.args.include_for_metrics else None
-        rows = int(find_batch_size(inputs) or 0)
-        loss, logits, labels = trainer.prediction_step(self.model, inputs, self.loss_only, ignore_keys=self.ignored)
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
-            logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        return rows, loss, logits, labels, main
-
-    @property
-    def main_input(self) -> str:
-        """The name of the input that stands for a sample."""
-        return str(getattr(self.trainer.model, "main_input_name", "input_ids"))
+    main = inputs[main_input_of(trainer)] if "inputs" in trainer.args.include_for_metrics else None
+    rows = int(find_batch_size(inputs) or 0)
+    loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignored)
+    if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+        logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    return rows, loss, logits, labels, main
 
 
 class Predicted:
-    """What all workers have predicted, batch by batch, for the trainer's own evaluation loop.
+    """The predictions of all workers, batch by batch, for the trainer's own evaluation loop.
 
     Args:
-        outcomes: the outcome of each batch, in their order.
-        loader: the loader that they came from.
         main_input: the name of the input that stands for a sample.
     """
 
@@ -82,7 +63,6 @@ class Predicted:
         self._at = 0  # the number of the present batch
 
     def __len__(self) -> int:
-        """The number of batches."""
         return len(self._outcomes)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -92,7 +72,7 @@ class Predicted:
             yield {self._main_input: torch.empty(rows) if inputs is None else inputs}
 
     def prediction_step(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
-        """What the present batch came to."""
+        """Return the outcome of the present batch."""
         outcome = self._outcomes[self._at]
         return outcome[1], outcome[2], outcome[3]
 
@@ -101,12 +81,12 @@ class Predicted:
         if isinstance(rows, Tensor):
             return rows[: self._outcomes[self._at][0]]
         if isinstance(rows, dict):
-            return type(rows)({name: self.gathered(one) for name, one in rows.items()})
-        return type(rows)(self.gathered(one) for one in rows) if isinstance(rows, list | tuple) else rows
+            return type(rows)({name: self.gathered(part) for name, part in rows.items()})
+        return type(rows)(self.gathered(part) for part in rows) if isinstance(rows, list | tuple) else rows
 
 
 class _OnWorker:
-    """What training arguments say while a run decides it. Transformers sees one process: the run has the others."""
+    """The training arguments that a run decides. Transformers sees one process: the run has the others."""
 
     _run: Run
     _kind: type
@@ -122,25 +102,22 @@ class _OnWorker:
 
     @property
     def n_gpu(self) -> int:
-        """One device for each worker, and none of torch's DataParallel."""
+        """Return 1: each worker has one device, without torch's DataParallel."""
         return min(1, int(self._run.device.type != "cpu"))
 
     @property
     def device(self) -> torch.device:
-        """The worker's device."""
         return self._run.device
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # In files they are what they were, for whoever has no Unisono.
+        # In files they are as they were, for readers without Unisono.
         return copyreg._reconstructor, (self._kind, object, None), self.__dict__  # type: ignore[attr-defined]
 
 
 def host(args: Any, run: Run) -> None:
     """Have training arguments ask the run who this worker is. They stay the script's own object.
 
-    Args:
-        args: the arguments, of any class that derives from ``TrainingArguments``.
-        run: the run.
+    Their class derives from ``TrainingArguments``.
     """
     kind = getattr(args, "_kind", type(args))
     args.__class__ = type(kind.__name__, (_OnWorker, kind), {"_run": run, "_kind": kind, "__module__": kind.__module__})
@@ -202,9 +179,8 @@ else:
 def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
     """A plain loader of the same batches, or of those of several accumulated.
 
-    Args:
-        loader: the loader that the trainer has made, or a script in its place; prepared by accelerate or not.
-        accumulated: the number of its batches in one of the result's.
+    The loader is the trainer's, or a script's in its place; prepared by accelerate or not. ``accumulated`` of its
+    batches are one of the result's.
 
     Raises:
         DataError: it reads a stream, or makes no batches.
@@ -261,11 +237,10 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         super().__init__(*values, **options)
         self.callback_handler.callbacks.insert(0, MainWorker(self.run, self.callback_handler))
         self._kept = KeptState(self)
-        self._name = free_name(self.run, "transformers")
-        self.run.register(self._name, self._kept)
+        register(self.run, "transformers", self._kept)
         self._training: TrainerSteps | None = None
         self._is_over = False  # the training, where this worker enters it
-        self._given: tuple[Any, Any] = None, None
+        self._training_parts: tuple[Any, Any] = None, None
         self._prepared_for: list[Any] = []
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -288,9 +263,9 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *values: Any) -> Any:
         """Note the loader, which the training enters next."""
-        found = super().set_initial_training_values(args, dataloader, *values)
+        initial = super().set_initial_training_values(args, dataloader, *values)
         self._loader = dataloader
-        return found
+        return initial
 
     def _init_training_state(
         self,
@@ -307,8 +282,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         begin = self.state.global_step if not self.args.ignore_data_skip else 0
-        self._given = super()._prepare_for_training(max_steps, self._loader, resume_from_checkpoint)
-        model, _ = self._given
+        self._training_parts = super()._prepare_for_training(max_steps, self._loader, resume_from_checkpoint)
+        model, _ = self._training_parts
         self._kept.begin()
         self._prepare(self.optimizer.optimizer)
         accumulated = self.args.gradient_accumulation_steps
@@ -327,8 +302,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         return place.epoch, place.batch * accumulated
 
     def _prepare_for_training(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """What was prepared when the loop was entered."""
-        return self._given
+        """Return the model and loader that were prepared when the loop was entered."""
+        return self._training_parts
 
     def _run_epoch(
         self,
@@ -340,7 +315,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         start_time: float = 0.0,
         **_: Any,
     ) -> None:
-        """One epoch, or what is left of it, in steps of the run."""
+        """Train for an epoch, or the rest of it, in steps of the run."""
         training, updated = self._training, None
         assert training is not None, "the loop was entered"
         self._kept.go_on()
@@ -368,7 +343,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         self.control.should_training_stop = True
 
     def _log_save_evaluate(self, updated: Any, model: Any, trial: Any, epoch: int, ignored: Any, begun: float) -> None:
-        grad_norm, learning_rate = (updated.grad_norm, updated.learning_rate) if updated else (None, None)
+        grad_norm, learning_rate = updated or (None, None)
         self._maybe_log_save_evaluate(
             self._tr_loss, grad_norm, model, trial, epoch, ignored, begun, learning_rate=learning_rate
         )
@@ -378,17 +353,19 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
             raise JobError(refused("transformers.part-of-epoch"))
 
     def _finalize_training(self, *values: Any, **options: Any) -> Any:
-        """The training is over."""
         self._kept.go_on()
         if self._training is not None:
             self._training.steps.close()
         return super()._finalize_training(*values, **options)
 
     def _prepare(self, optimizer: Any) -> None:
-        """Prepare the run for what is trained, unless that was done."""
-        parts = [self.model, optimizer, *(one for one in self.model.parameters() if one.requires_grad)]
-        known = self._prepared_for
-        if len(parts) != len(known) or any(one is not other for one, other in zip(parts, known, strict=True)):
+        """Prepare the run for the model and optimizer, unless that was done."""
+        parts = [
+            self.model,
+            optimizer,
+            *(parameter for parameter in self.model.parameters() if parameter.requires_grad),
+        ]
+        if not are_same(parts, self._prepared_for):
             self.run.prepare(self.model, optimizer)
             self._prepared_for = parts
 
@@ -400,8 +377,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
             if self._is_over or self._kept.has_evaluated or self.state.global_step:
                 return {}
             self._kept.has_evaluated = True
-        found: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        return found
+        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        return metrics
 
     def evaluation_loop(
         self,
@@ -411,19 +388,19 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """The trainer's own loop, over what the workers have predicted together: each a part of the batches."""
+        """Run the trainer's own loop over the predictions of all workers: each predicts a part of the batches."""
         args, accelerator = self.args, self.accelerator
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if not self._prepared_for:
-            self._prepare(torch.optim.SGD([one for one in self.model.parameters() if one.requires_grad]))
+            self._prepare(
+                torch.optim.SGD([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+            )
         model = self._wrap_model(self.model, training=False)
         if len(accelerator._models) == 0 and model is self.model:
             model = accelerator.prepare_model(model, evaluation_mode=True)
-        predict = BatchPrediction(self, model, loss_only, ignore_keys)
-        inside = self.run.inside
-        inside.synchronisation.before_call()
-        outcomes = inside.evaluator.carry_out(lambda one: one.values(predict), read_by_run(dataloader), None, None)
-        predicted = Predicted(outcomes, dataloader, predict.main_input)
+        predict = partial(predict_batch, self, model, loss_only, ignore_keys)
+        outcomes = evaluate(self.run, lambda evaluation: evaluation.values(predict), read_by_run(dataloader))
+        predicted = Predicted(outcomes, dataloader, main_input_of(self))
         with ExitStack() as stack:
             stack.enter_context(put(self, "prediction_step", predicted.prediction_step))
             stack.enter_context(put(self, "preprocess_logits_for_metrics", None))
@@ -433,7 +410,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
     # -- keeping ---------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write the trainer's checkpoint on the main worker; the others learn what it has written."""
+        """Write the trainer's checkpoint on the main worker; the others get a list of what it has written."""
         self.store_flos()
 
         def save(workers: Workers) -> Any:
@@ -444,7 +421,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         self.state.best_model_checkpoint = self.run.together(save)
 
     def end(self) -> None:
-        """The script is done: finish the run, which prints the digest of the weights."""
+        """Finish the run, which prints the digest of the weights: the script is done."""
         if hasattr(super(), "end"):  # not in older ones
             super().end()
         if not self.run.inside.ending.is_closed:

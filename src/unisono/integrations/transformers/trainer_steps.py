@@ -1,19 +1,20 @@
-"""One training: the steps of a run as a ``Trainer``'s loop takes them."""
+"""A training: its state for checkpoints and other workers, and the steps of a run as a ``Trainer`` takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from unisono.errors import LossError
-from unisono.integrations.kept_attributes import put
+from unisono.integrations.kept import KeptAttributes, KeptCallbacks, put
 from unisono.plan.batches import Batch
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
@@ -21,13 +22,140 @@ from unisono.train.step.loss import BackwardDone, Weighted
 from unisono.train.step.step import Step
 
 
+class MainWorker(TrainerCallback):  # type: ignore[misc]  # optional: it may be missing
+    """Comes before all other callbacks, and tells them whether they are on the main worker now.
+
+    Transformers' callbacks that write do so where the state says that this is the main process. One that becomes so in
+    the middle of a training hears of its beginning.
+    """
+
+    def __init__(self, run: Run, callbacks: Any) -> None:
+        self._run, self._callbacks = run, callbacks
+        self._has_begun: bool | None = None  # there, on the main worker; None outside of trainings
+
+    def _note_main(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        is_main = self._run.is_main
+        state.is_world_process_zero = state.is_local_process_zero = is_main
+        if self._has_begun is False and is_main:
+            self._has_begun = True
+            for writer in writers(self._callbacks.callbacks):
+                writer.on_train_begin(args, state, control, **parts)
+
+    on_epoch_begin = on_epoch_end = on_step_begin = on_step_end = on_pre_optimizer_step = on_optimizer_step = _note_main
+    on_evaluate = on_predict = on_prediction_step = on_save = on_log = on_push_begin = on_init_end = _note_main
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Note the beginning of a training, before the other callbacks are called."""
+        self._has_begun = self._run.is_main
+        self._note_main(args, state, control, **parts)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Note the end of the training."""
+        self._note_main(args, state, control, **parts)
+        self._has_begun = None
+
+
+def writers(callbacks: Any) -> list[Any]:
+    """Those of Transformers' own callbacks that write or show."""
+    return [
+        callback
+        for callback in callbacks
+        if type(callback).__module__.startswith("transformers.") and not decides(callback)
+    ]
+
+
+def decides(callback: Any) -> bool:
+    """Whether a callback keeps a state that decides something, as far as Transformers knows."""
+    return hasattr(callback, "state") or not type(callback).__module__.startswith("transformers.")
+
+
+OF_THIS_WORKER = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
+"""Fields of ``TrainerState`` that say something of this worker, or are made anew when it saves."""
+
+SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
+"""Numbers that the trainer keeps of a training, besides its state."""
+
+
+class KeptState:
+    """A trainer's state, as checkpoints and other workers get it: counters, history, decisions, scheduler, callbacks.
+
+    Attributes:
+        has_evaluated: whether the model was evaluated before the first step.
+        has_schedulers: whether schedulers are part of it.
+    """
+
+    has_schedulers = True
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._callbacks = KeptCallbacks("the trainer", (), "transformers")
+        self._awaited: Mapping[str, Any] | None = None
+        self._is_under_way = False
+        self.has_evaluated = False
+
+    def begin(self) -> None:
+        """Begin a training, with everything as it was made."""
+        self._awaited, self._is_under_way, self.has_evaluated = None, False, False
+        callbacks = (
+            callback for callback in self._trainer.callback_handler.callbacks if not isinstance(callback, MainWorker)
+        )
+        kept = (KeptAttributes(callback) for callback in callbacks if decides(callback))
+        self._callbacks = KeptCallbacks("the trainer", kept, "transformers")
+
+    def go_on(self) -> None:
+        """Go on at the place of the other workers: set again the state that the loop has set up since."""
+        state, self._awaited, self._is_under_way = self._awaited, None, True
+        if state is not None:
+            self._set(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state."""
+        trainer = self._trainer
+        state = {field.name: getattr(trainer.state, field.name) for field in fields(trainer.state)}
+        return {
+            "state": {name: value for name, value in state.items() if name not in OF_THIS_WORKER},
+            "control": dict(vars(trainer.control)),
+            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "sums": {name: getattr(trainer, name, 0) for name in SUMS},
+            "operations": trainer.current_flos,
+            "scheduler": None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict(),
+            "has evaluated": self.has_evaluated,
+            "callbacks": self._callbacks.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all of it.
+
+        Raises:
+            CheckpointError: it was with other callbacks.
+        """
+        self._callbacks.require_alike(state["callbacks"])
+        if not self._is_under_way:
+            self._awaited = state
+        self._set(state)
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        for name, value in state["state"].items():
+            setattr(trainer.state, name, value)
+        for name, value in state["control"].items():
+            setattr(trainer.control, name, value)
+        trainer._tr_loss = torch.tensor(state["loss"], device=trainer.args.device)
+        for name, value in state["sums"].items():
+            setattr(trainer, name, value)
+        trainer.current_flos = state["operations"]
+        if trainer.lr_scheduler is not None and state["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
+        self.has_evaluated = state["has evaluated"]
+        self._callbacks.load(state["callbacks"])
+
+
 @dataclass(frozen=True)
 class Counts:
-    """What all shards of a global batch hold together.
+    """The counts of all shards of a global batch together.
 
     Attributes:
         items: the number of labels that count, as the trainer counts them; None if it does not.
-        operations: the number of floating-point operations.
         tokens: the number of tokens that the trainer keeps count of.
     """
 
@@ -37,18 +165,12 @@ class Counts:
 
     @classmethod
     def of(cls, trainer: Any, step: Step, run: Run) -> Counts:
-        """Count what this worker's shards hold, and add up what the others' do. Collective.
-
-        Args:
-            trainer: the trainer.
-            step: the step that is about to be computed.
-            run: the run.
-        """
+        """Count the samples and tokens of this worker's shards, and add up the counts of all workers. Collective."""
 
         def summed(workers: Workers) -> list[int]:  # again if a worker is lost, whose shards this one may have then
-            mine = _counted(trainer, [one for one in step.shards if one is not None])
-            found: list[int] = workers.all_reduce(torch.tensor(mine), "sum").tolist()
-            return found
+            mine = _counted(trainer, [shard for shard in step.shards if shard is not None])
+            counts: list[int] = workers.all_reduce(torch.tensor(mine), "sum").tolist()
+            return counts
 
         run.inside.synchronisation.before_call()
         is_counted, items, operations, tokens = run.inside.collectives.together(summed)  # nothing in it draws
@@ -57,10 +179,10 @@ class Counts:
 
 def _counted(trainer: Any, shards: Sequence[Any]) -> list[int]:
     _, items = trainer.get_batch_samples(iter(shards), len(shards), trainer.args.device)
-    operations = sum(int(trainer.floating_point_ops(one)) for one in shards)
+    operations = sum(int(trainer.floating_point_ops(shard)) for shard in shards)
     before = trainer.state.num_input_tokens_seen
-    for one in shards:
-        trainer._track_num_input_tokens(one)
+    for shard in shards:
+        trainer._track_num_input_tokens(shard)
     tokens, trainer.state.num_input_tokens_seen = trainer.state.num_input_tokens_seen - before, before
     return [int(items is not None), int(items or 0), operations, int(tokens)]
 
@@ -75,8 +197,6 @@ class ShardLoss:
     weighted by its labels or samples.
 
     Attributes:
-        trainer: the trainer.
-        model: the model, as the trainer has prepared it.
         items: the number of labels that count in the global batch, as ``training_step`` gets it; or None.
         sizes: the number of samples in each shard of the global batch; 0 for an empty one.
         are_batches: whether the shards are the trainer's batches.
@@ -115,38 +235,31 @@ class ShardLoss:
         trainer, held = self.trainer, list[Tensor]()
         trainer.current_gradient_accumulation_steps = shards
         with put(trainer.accelerator, "backward", lambda loss, **_: held.append(loss)):
-            told = trainer.training_step(self.model, inputs, items)
+            returned = trainer.training_step(self.model, inputs, items)
         if held:
             loss = held[0] if len(held) == 1 else torch.stack(held).sum()
             return Weighted(loss * shards, weight)
-        if not isinstance(told, Tensor):
-            raise LossError(f"training_step returned a {type(told).__name__}: return the loss, as Trainer's own does")
+        if not isinstance(returned, Tensor):
+            raise LossError(
+                f"training_step returned a {type(returned).__name__}: return the loss, as Trainer's own does"
+            )
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(shards)
-        return BackwardDone(told * shards, weight)
+        return BackwardDone(returned * shards, weight)
 
     @property
     def _is_share_of_items(self) -> bool:
         """Whether the trainer takes the loss as it is, instead of dividing it by the number of batches."""
-        said = getattr(self.trainer, "loss_is_scaled_for_ga", None)
-        if said is not None:
-            return bool(said)
+        is_scaled = getattr(self.trainer, "loss_is_scaled_for_ga", None)
+        if is_scaled is not None:
+            return bool(is_scaled)
         counts = self.trainer.model_accepts_loss_kwargs and self.items is not None
         return counts or self.trainer.compute_loss_func is not None
 
 
-@dataclass(frozen=True)
-class Updated:
-    """What an update has told.
-
-    Attributes:
-        grad_norm: the norm of the gradient before it was clipped.
-        learning_rate: the learning rate that it was made with.
-    """
-
-    grad_norm: Any
-    learning_rate: float
+Updated = tuple[Any, float]
+"""The figures of an update: the norm of the gradient before it was clipped, and the learning rate of the update."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +267,6 @@ class TrainerSteps:
     """A training that is under way.
 
     Attributes:
-        trainer: the trainer.
-        run: the run.
-        model: the model, as the trainer has prepared it.
-        steps: the steps that are left.
         batches: the number of the loader's batches in an epoch.
         waits_for_metrics: whether the scheduler waits for metrics.
     """
@@ -170,11 +279,7 @@ class TrainerSteps:
     waits_for_metrics: bool
 
     def compute(self, step: Step) -> Updated | None:
-        """Compute a step, and update the weights.
-
-        Returns:
-            what the update told; None if the step was skipped.
-        """
+        """Compute a step, and update the weights. Return the figures of the update; None if the step was skipped."""
         trainer = self.trainer
         counts = Counts.of(trainer, step, self.run)
         loss = step.run(
@@ -202,7 +307,7 @@ class TrainerSteps:
         if not self.waits_for_metrics:
             trainer.lr_scheduler.step()
         self._count(step, counts)
-        return Updated(grad_norm, learning_rate)
+        return grad_norm, learning_rate
 
     def _count(self, step: Step, counts: Counts) -> None:
         trainer = self.trainer

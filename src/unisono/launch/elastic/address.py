@@ -1,21 +1,24 @@
-"""The address of a job's coordinator, and the choice of the job."""
+"""Where the coordinator of a job is, what can be asked of it, and what a host is told to take part."""
 
 import http.client
 import json
+import platform
+import secrets
 import ssl
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from unisono.errors import JobError, LaunchError, Unreadable
-from unisono.launch.elastic.entrance import certificate_file
-from unisono.launch.ending.result import RUNS
+from unisono.launch.elastic.elastic_settings import certificate_file
+from unisono.launch.outcome import RUNS
 from unisono.membership.token import context_for, is_private, read_token, token_file
-from unisono.received import parse_object, read_object
+from unisono.received import parse_json, parse_object, read_object, short, value_of
 
 WHERE = "coordinator.json"
 """In the run folder: where the coordinator listens, as long as there is one."""
@@ -26,8 +29,6 @@ class Address:
     """The URL of a coordinator, and what it takes to be let in.
 
     Attributes:
-        url: the coordinator's URL, such as ``http://127.0.0.1:4711``.
-        token: the job's token.
         certificate: the certificate that the coordinator shows, or its issuer's; None if this system trusts it anyway.
     """
 
@@ -50,14 +51,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What a person says about a job's place: its URL, for a job on another host, or its run folder.
-
-    Attributes:
-        url: the coordinator's URL, if given.
-        token_file: the file with the job's token, if given.
-        certificate: the certificate to trust, as in :class:`Address`.
-        run_dir: the run folder.
-    """
+    """What a person says about a job's place: its URL, for a job on another host, or its run folder."""
 
     url: str | None = None
     token_file: Path | None = None
@@ -94,31 +88,24 @@ class Whereabouts:
 def find_run(named: Path | None, below: Path = RUNS) -> Path:
     """The run folder of the job that is meant: the named one, or the only one with a coordinator.
 
-    Args:
-        named: the run folder that the person has named, if any.
-        below: the folder in which to look otherwise.
-
     Raises:
         JobError: there is no such job, or there are several; lists them.
     """
     if named is not None:
         return named
-    found = sorted(path.parent for path in below.glob(f"*/{WHERE}"))
-    if not found:
+    run_dirs = sorted(path.parent for path in below.glob(f"*/{WHERE}"))
+    if not run_dirs:
         raise JobError(f"no elastic job runs in {below.absolute()}: name its run folder with --run-dir")
-    if len(found) > 1:
-        listed = "".join(f"\n  {path}" for path in found)
+    if len(run_dirs) > 1:
+        listed = "".join(f"\n  {path}" for path in run_dirs)
         raise JobError(f"several elastic jobs run: name one with --run-dir{listed}")
-    return found[0]
+    return run_dirs[0]
 
 
 def address_of(run_dir: Path, certificate: Path | None = None, token: Path | None = None) -> Address:
     """Where the coordinator of a run folder listens, and the token that opens it.
 
-    Args:
-        run_dir: the run folder.
-        certificate: the certificate to trust, if it is not the one in the run folder.
-        token: the file with the token, if it is not the one in the run folder.
+    A certificate or token that is given replaces the one in the run folder.
 
     Raises:
         JobError: no coordinator runs there, the token cannot be read, or could be read on its way.
@@ -176,9 +163,6 @@ LARGEST_ANSWER = 2**26
 @dataclass(frozen=True, slots=True)
 class Control:
     """The requests that a person can make to a coordinator. Most return the job's status after it.
-
-    Attributes:
-        address: the coordinator's address.
 
     Raises:
         JobError: by each method: the coordinator refuses; says why.
@@ -270,11 +254,114 @@ def _refusal(status: int, found: Mapping[str, Any]) -> str:
 
 
 def _understood(status: int, text: bytes) -> dict[str, Any]:
-    found = _object(status, text)
+    answer = _object(status, text)
     if status >= 400:
-        raise JobError(_refusal(status, found))
-    if not found.keys() >= PARTS:
+        raise JobError(_refusal(status, answer))
+    if not answer.keys() >= PARTS:
         raise LaunchError(
             "what answers there is no coordinator of this version of Unisono: it tells no status of a job"
         )
-    return found
+    return answer
+
+
+# What the agent of a host is told on its standard input, which nobody else can read.
+
+
+def new_agent() -> str:
+    """An id that no other agent has."""
+    return f"agent-{secrets.token_hex(8)}"
+
+
+LONGEST = 2**22
+"""Bytes of a line: names of files, arguments and variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOrder:
+    """All that a host needs to join a job. It travels on the standard input, which nobody else can read.
+
+    Attributes:
+        is_seen_from_there: whether the host takes the launcher's address, as it sees it, for that in the URL.
+        certificate: the coordinator's certificate, PEM.
+        words: the options of ``unisono join``, the script, and its arguments.
+    """
+
+    url: str
+    is_seen_from_there: bool
+    token: str = field(repr=False)
+    certificate: str
+    folder: str
+    agent: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def to_line(self) -> bytes:
+        """The line of JSON that travels."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "HostOrder":
+        """The inverse of ``to_line``.
+
+        Raises:
+            Unreadable: it is no order.
+        """
+        value: HostOrder = value_of(cls, parse_json(line, LONGEST), "the order")
+        return value
+
+    def url_from(self, connection: str) -> str:
+        """The coordinator's URL for a host.
+
+        Args:
+            connection: what sshd says of the connection there (``SSH_CONNECTION``): the launcher's address comes first.
+        """
+        seen = connection.split(" ")[0].partition("%")[0]
+        if not self.is_seen_from_there or not seen:
+            return self.url
+        return f"https://{f'[{seen}]' if ':' in seen else seen}:{urlsplit(self.url).port}"
+
+
+MARK = "unisono-host "
+"""How the hello of a host begins. What comes before it is a greeting of its shell."""
+
+
+def version() -> str:
+    """The version of Unisono on this host."""
+    return str(sys.modules["unisono"].__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostHello:
+    """The first word of a host: whom the launcher reaches there."""
+
+    version: str
+    python: str
+
+    @classmethod
+    def of_this_host(cls) -> "HostHello":
+        """That of this process."""
+        return cls(version(), platform.python_version())
+
+    def to_line(self) -> str:
+        """The line of JSON that travels."""
+        return MARK + json.dumps(asdict(self))
+
+    @classmethod
+    def from_line(cls, line: str) -> "HostHello | None":
+        """The inverse of ``to_line``; None for any other line."""
+        if not line.startswith(MARK):
+            return None
+        try:
+            value: HostHello = value_of(cls, parse_json(line.removeprefix(MARK), LONGEST), "its hello")
+        except Unreadable:
+            return None
+        return value
+
+    def obstacle(self) -> str:
+        """Why this host cannot work with that one; empty if it can."""
+        if self.version == version():
+            return ""
+        return (
+            f"it has Unisono {short(self.version)}, and this host {version()}: install the same version on "
+            f"all hosts, or name another interpreter with --python"
+        )

@@ -4,44 +4,55 @@ What happens to the job is decided by the coordinator; here it happens.
 """
 
 import asyncio
-import re
-import secrets
-import signal
+import os
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import PREEMPTED, LaunchError
-from unisono.launch.command import ElasticSeat
-from unisono.launch.elastic.address import Address, Control
-from unisono.launch.elastic.coordinator_line import CoordinatorLine, Probes
-from unisono.launch.elastic.coordinator_process import CoordinatorProcess, invitation
-from unisono.launch.elastic.elastic import AgentEnd, ElasticSettings, at_the_end, conclusion_of, lines_about, telling
-from unisono.launch.elastic.host_workers import HostWorkers, Starter
-from unisono.launch.ending.outcome import NOT_MISSED, JobConclusion, Outcome, WorkerExit, describe
-from unisono.launch.ending.result import JobEnd, conclude, with_faults, write_end
-from unisono.launch.notices.cloud import Notice
-from unisono.launch.notices.listener import listening_to_cloud
-from unisono.launch.terminal.terminal import Terminal
-from unisono.launch.worker_group import WorkerGroup
-from unisono.membership.agent_messages import (
+from unisono.launch.cloud_notices import listening_to_cloud
+from unisono.launch.command import ElasticSeat, RendezvousSocket, WorkerCommand, elastic_command
+from unisono.launch.elastic.address import Address, Control, new_agent
+from unisono.launch.elastic.coordinator_process import CoordinatorLine, CoordinatorProcess, Probes, invitation
+from unisono.launch.elastic.elastic_settings import (
+    ElasticSettings,
+    at_the_end,
+    conclusion_of,
+    lines_about,
+    telling,
+)
+from unisono.launch.elastic.host_agents import HostAgents
+from unisono.launch.host_workers import Ended, HostJob, HostWorkers, concluded, this_host
+from unisono.launch.outcome import (
+    NOT_MISSED,
+    JobConclusion,
+    Outcome,
+    WorkerExit,
+    describe,
+    with_faults,
+)
+from unisono.launch.terminal import Terminal, WorkerName
+from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
     FromAgent,
+    JobOver,
     LeftOut,
     Probe,
     Start,
     ToAgent,
     TurnedAway,
+    Welcome,
+    WorkerEnded,
 )
-from unisono.membership.agent_messages import End as EndWorkers
-from unisono.membership.messages import JobOver, Welcome
+from unisono.membership.messages import End as EndWorkers
 from unisono.membership.token import token_file
+
+AGENT = "UNISONO_AGENT_PID"
+"""The variable that tells a worker which process its agent is."""
 
 LAST_WORDS_S = 5.0
 """How long the coordinator's last message may take after its end."""
@@ -54,54 +65,13 @@ STOP_AGAIN_S = 0.5
 MOST_TOLD_AGAIN = 1000
 
 
-def new_agent() -> str:
-    """An id that no other agent has."""
-    return f"agent-{secrets.token_hex(8)}"
-
-
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A coordinator that runs elsewhere, for an agent that comes to a job under way.
-
-    Attributes:
-        address: the coordinator's address.
-        token_file: the file in which workers find the token.
-        agent: the id of this agent.
-    """
+    """A coordinator that runs elsewhere, for an agent that comes to a job under way."""
 
     address: Address
     token_file: Path
     agent: str = field(default_factory=new_agent)
-
-
-class StartedAgents(Protocol):
-    """Agents of other hosts that the agent of the coordinator's host starts."""
-
-    @property
-    def are_gone(self) -> bool:
-        """Whether all of them have ended."""
-        ...
-
-    @property
-    def ends(self) -> Sequence[AgentEnd]:
-        """How each of them has ended, once the job is over; whoever has not is lost."""
-        ...
-
-    async def keep(self, address: Address, group: WorkerGroup, gone: Callable[[], None]) -> None:
-        """Start them, and watch them until all have ended; calls ``gone`` at each end.
-
-        Raises:
-            LaunchError: too few are left for the job.
-        """
-
-    def job_is_over(self) -> None:
-        """From now on their ends are nothing to tell of."""
-
-    def end(self) -> None:
-        """Have them end now, with all of their workers."""
-
-    async def close(self) -> None:
-        """Likewise, and wait until they have; in bounded time."""
 
 
 def run_agent(
@@ -109,37 +79,31 @@ def run_agent(
     folder: RunFolder,
     terminal: Terminal,
     joined: Joined | None = None,
-    others: StartedAgents | None = None,
+    others: HostAgents | None = None,
 ) -> Outcome:
     """Run the workers of an elastic job on this host to its end. Main thread only.
 
-    Args:
-        settings: the settings of the job, already checked.
-        folder: the run folder, opened with ``open_folder``; closed at the end.
-        terminal: the terminal that shows the workers' output.
-        joined: the coordinator of the job, if it is under way; by default one is started, and how the job ended is
-            written into the run folder.
-        others: agents of other hosts that this one starts and ends.
+    The settings are checked already, and the folder was opened with ``open_folder``; it is closed at the end. Without
+    ``joined`` a coordinator is started, and how the job ended is written into the folder.
 
     Raises:
         JobError: the run folder has no token that could be used.
         LaunchError: there is no coordinator, or it does not want this agent.
     """
-    started = time.monotonic()
+
+    def run() -> Outcome:
+        return asyncio.run(ElasticAgent(settings, folder, terminal, joined, others).run())
+
     try:
-        outcome = asyncio.run(ElasticAgent(settings, folder, terminal, joined, others).run())
-        return conclude(folder, outcome, terminal) if joined is None else outcome
-    except LaunchError as error:
-        if joined is None:
-            end = JobEnd(1, {"message": str(error)}, settings.workers.largest, time.monotonic() - started)
-            write_end(folder, end, terminal)
-        raise
+        return run() if joined is not None else concluded(run, settings.workers.largest, folder, terminal)
     finally:
         folder.close()
 
 
-class ElasticAgent:
+class ElasticAgent(HostJob):
     """The agent of this host: all workers of one job on it. Arguments as of :func:`run_agent`."""
+
+    LEAVING = "the workers leave after this step; they have {}"
 
     def __init__(
         self,
@@ -147,46 +111,28 @@ class ElasticAgent:
         folder: RunFolder,
         terminal: Terminal,
         joined: Joined | None = None,
-        others: StartedAgents | None = None,
+        others: HostAgents | None = None,
     ) -> None:
-        pinning = settings.launch.pinning
-        told = {
-            **pinning.variables,
-            "UNISONO_TERM": str(folder.term or ""),
-            "UNISONO_FAILURE_TIMEOUT_S": str(settings.failure_timeout_s),
-        }
-        self._settings = replace(settings, launch=settings.launch.told(told))
-        self._folder, self._terminal, self._joined, self._others = folder, terminal, joined, others
-        self._group = WorkerGroup(folder, terminal, pinning)
+        timeout_s = str(settings.failure_timeout_s)
+        told = {"UNISONO_FAILURE_TIMEOUT_S": timeout_s, AGENT: str(os.getpid())}  # a warm worker's parent is another
+        super().__init__(settings.launch, folder, terminal, told)
+        self._settings = replace(settings, launch=self._launch)
+        self._joined, self._others = joined, others
         self._id = new_agent() if joined is None else joined.agent
-        self._workers = HostWorkers(self._group, self._worker_gone)
+        self._known: set[str] = set()
+        self._ended: list[WorkerEnded] = []
         self._over: JobOver | None = None
         self._exits_before_the_end = 0
-        self._interrupted: int | None = None
-        self._notice = ""
         self._turned_away = ""
         self._finished = asyncio.Event()
         self._gives_up = asyncio.Event()
         self._broken_off = False
-        self._bug: BaseException | None = None
         self._line: CoordinatorLine | None = None
         self._probes: Probes
         self._control: Control
+        self._seat: ElasticSeat
         self._coordinator: CoordinatorProcess | None = None
         self._stopping: asyncio.Task[None] | None = None
-
-    async def run(self) -> Outcome:
-        """From the first start to the last end."""
-        started = time.monotonic()
-        with self._group.opened(self._signalled):
-            try:
-                async with AsyncExitStack() as opened:
-                    await self._serve(opened)
-            finally:
-                await self._group.all_said()
-        if self._bug is not None:
-            raise self._bug
-        return self._outcome(time.monotonic() - started)
 
     async def _serve(self, opened: AsyncExitStack) -> None:
         tasks: list[asyncio.Task[None]] = []
@@ -197,21 +143,24 @@ class ElasticAgent:
             tasks.append(asyncio.create_task(self._keep_coordinator(self._coordinator)))
         else:
             address, tokens = self._joined.address, self._joined.token_file
-        seat = ElasticSeat("", 0, address.url, tokens, address.certificate)
-        starter = Starter(self._settings.launch, self._folder.path, seat, self._group.say)
+        self._seat = ElasticSeat("", 0, address.url, tokens, address.certificate, devices=self._launch.devices)
+        self._control = Control(address)
         line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
+        is_warm = self._launch.options.launch.warm_start and self._launch.workers > 0
+        start = self._new_start(has_fork_server=is_warm)
+        self._workers = HostWorkers(
+            self._group, start, self._command, self._worker_ended, self._worker_gone, self._launch.devices
+        )
         opened.push_async_callback(self._workers.close)
-        await self._workers.open(starter, line.say)
+        await start.open()
         self._probes = Probes(self._id, this_host(), address, self._settings.failure_timeout_s, self._tell)
         opened.push_async_callback(self._probes.close)
         self._line = line
         tasks.append(asyncio.create_task(line.keep()))
-        self._control = Control(address)
         if self._others is not None:
             opened.push_async_callback(self._others.close)
             tasks.append(asyncio.create_task(self._others.keep(address, self._group, self._finish_if_done)))
-        source = self._settings.launch.notice_source
-        async with listening_to_cloud(source, self._group.say, self._noticed):
+        async with listening_to_cloud(self._launch.notice_source, self._group.say, self._noticed):
             await self._until_finished(tasks)
         if self._coordinator is not None and self._over is not None:
             await self._let_coordinator_end(*tasks[:2])
@@ -259,14 +208,14 @@ class ElasticAgent:
 
     async def _greeting(self, local_address: str) -> list[FromAgent]:
         """Who this is, and what a coordinator that was gone may not have heard."""
-        if self._settings.launch.workers:  # nobody needs to reach a host on which none will run
+        if self._launch.workers:  # nobody needs to reach a host on which none will run
             await self._probes.listen(local_address)
-        told_again = self._workers.ended[-MOST_TOLD_AGAIN:]
+        told_again = self._ended[-MOST_TOLD_AGAIN:]
         hello = AgentHello(
             agent=self._id,
             host=this_host(),
-            workers=self._settings.launch.workers,
-            running=(*self._workers.names, *(ended.worker for ended in told_again)),
+            workers=self._launch.workers,
+            running=(*map(str, self._workers.names), *(ended.worker for ended in told_again)),
             probes=self._probes.address,
         )
         return [hello, *told_again, *([AgentLeaving(reason=self._notice)] if self._interrupted is not None else [])]
@@ -277,7 +226,10 @@ class ElasticAgent:
                 if self._coordinator is not None:
                     self._coordinator.in_use = True
             case Start(workers=names, delay_s=delay_s) if self._over is None:
-                self._workers.begin(names, delay_s)
+                for name in names:
+                    if name not in self._known:  # an agent that was away is told again
+                        self._known.add(name)
+                        self._workers.begin(name, delay_s)
             case EndWorkers(workers=names, how=how):
                 self._workers.end(names, how)
             case Probe(targets=targets):
@@ -309,6 +261,22 @@ class ElasticAgent:
             self._workers.end_quickly()
         self._finish_if_done()
 
+    # -- workers
+
+    def _command(self, name: WorkerName, place: int, device: int, meeting: RendezvousSocket | None) -> WorkerCommand:
+        seat = replace(self._seat, worker=str(name), place=place, device=device, rendezvous=meeting)
+        return elastic_command(self._launch, self._folder.path, seat)
+
+    def _worker_ended(self, worker_exit: WorkerExit, end: Ended) -> None:
+        code, failure = end.code, end.failure
+        # What only follows from the loss of another worker is no word about this one.
+        has_chosen = end.is_scripts and failure is None and code not in (0, PREEMPTED)
+        error = "its script called sys.exit" if has_chosen else ""
+        if failure is not None and not failure.consequence:
+            error = _printable(f"{failure.type}: {failure.message}")
+        self._ended.append(WorkerEnded(worker=str(worker_exit.rank), code=code, error=error))
+        self._tell(self._ended[-1])
+
     # -- ending
 
     def _worker_gone(self, bug: BaseException | None) -> None:
@@ -322,30 +290,19 @@ class ElasticAgent:
         if self._workers.are_gone and self._over is not None and (self._others is None or self._others.are_gone):
             self._finished.set()
 
-    def _noticed(self, notice: Notice) -> None:
-        self._folder.journal("notice", words=notice.words, host=this_host())
-        self._group.say(notice.words)
-        if notice.takes_away and self._interrupted is None:
-            self._notice = notice.words
-            self._signalled(signal.SIGTERM)
-
     def _signalled(self, number: int) -> None:
-        name = "notice" if self._notice else signal.Signals(number).name
-        if self._interrupted is not None:
-            self._group.say(f"{signal.Signals(number).name} again: killing the workers")
-            self._break_off()
+        is_first = self._interrupted is None
+        super()._signalled(number)
+        if not is_first:
             self._finished.set()
             self._gives_up.set()
-            return
-        self._interrupted = number
-        grace = self._settings.launch.options.launch.grace_s
-        self._group.say(f"{name}: the workers leave after this step; they have {grace:g} s (once more kills them)")
+
+    def _leave(self, number: int) -> None:
         takes_coordinator = self._joined is None and bool(self._notice)
         if self._others is None:
             self._tell(AgentLeaving(reason=self._notice))
         if self._others is not None or takes_coordinator:
             self._stopping = asyncio.create_task(self._stop_all())
-        asyncio.get_running_loop().call_later(grace, self._grace_over)
 
     async def _stop_all(self) -> None:
         """Have the workers of all hosts leave. The coordinator may just be starting, or starting again."""
@@ -358,7 +315,7 @@ class ElasticAgent:
 
     def _break_off(self) -> None:
         self._broken_off = True
-        self._workers.kill()
+        super()._break_off()
         if self._others is not None:
             self._others.end()
 
@@ -378,16 +335,16 @@ class ElasticAgent:
             over, conclusion = None, JobConclusion(1, f"the job goes on without {self._turned_away}")
         elif over is not None and over.is_done:
             exits = at_the_end(self._workers.exits, over)
-            self._tell_of_those_not_missed([each for each in self._workers.exits if each not in exits], over)
+            self._tell_of_those_not_missed([end for end in self._workers.exits if end not in exits], over)
             for line in lines_about(over, elsewhere):
                 self._terminal.say(line)
         elif over is not None and over.preempted and not self._broken_off:
             known = self._exits_before_the_end
-            left = [each for each in self._workers.exits[:known] if each.code == PREEMPTED]
+            left = [end for end in self._workers.exits[:known] if end.code == PREEMPTED]
             exits = telling([*left, *self._workers.exits[known:]], over, self._interrupted)
         else:
             exits = telling(self._workers.exits, over, self._interrupted)
-        is_cut = self._broken_off and (over is None or over.preempted or any(each.code < 0 for each in exits))
+        is_cut = self._broken_off and (over is None or over.preempted or any(end.code < 0 for end in exits))
         return Outcome(
             exits=with_faults(exits, self._folder),
             workers=len(over.finished) if over is not None and over.finished else self._settings.workers.largest,
@@ -396,7 +353,7 @@ class ElasticAgent:
             interrupted=self._interrupted,
             conclusion=None if is_cut else conclusion,
             digest="" if over is None else over.digest,
-            has_main=over is not None and any(each.rank == over.main for each in exits),
+            has_main=over is not None and any(end.rank == over.main for end in exits),
         )
 
     def _goes_on_without(self) -> bool:
@@ -404,12 +361,12 @@ class ElasticAgent:
         over = self._over
         if over is None or not over.is_done:
             return over is None or over.preempted
-        return not any(each.rank in (over.main, *over.finished) for each in self._workers.exits)
+        return not any(end.rank in (over.main, *over.finished) for end in self._workers.exits)
 
     def _tell_of_those_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:
-        for each in with_faults(exits, self._folder):
-            if each.rank in over.finished:
-                self._terminal.say(f"{describe(each, socket.gethostname())} ({NOT_MISSED})")
+        for end in with_faults(exits, self._folder):
+            if end.rank in over.finished:
+                self._terminal.say(f"{describe(end, socket.gethostname())} ({NOT_MISSED})")
 
     def _tell(self, message: FromAgent) -> None:
         if self._line is not None:  # or it is part of the first greeting
@@ -422,6 +379,9 @@ async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def this_host() -> str:
-    """This host's name, as messages allow it."""
-    return re.sub(r"[^A-Za-z0-9._:-]", "-", socket.gethostname())[:128] or "host"
+LONGEST_ERROR = 4096
+
+
+def _printable(words: str) -> str:
+    """A message of a script, as messages to the coordinator allow it: names of files may hold halves of characters."""
+    return words.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]

@@ -1,77 +1,209 @@
-"""The coordinator as a child of an agent, which starts it again whenever it ends before the job does."""
+"""The coordinator from the side of an agent: the connection to it, and its process, started again when it ends."""
 
 import asyncio
 import os
 import shlex
+import ssl
 import time
 from asyncio.subprocess import Process
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import WebSocketException
 
 from unisono.errors import USAGE, LaunchError
 from unisono.host.certificate import Certificate
 from unisono.host.guard import Guard, kill_group
 from unisono.launch.command import PER_WORKER
-from unisono.launch.elastic.elastic import ElasticSettings
-from unisono.launch.elastic.entrance import LOOPBACK, certificate_file
-from unisono.launch.ending.result import last_lines
-from unisono.launch.program import start_program
-from unisono.launch.settings import LaunchSettings
-from unisono.membership.token import token_file
-from unisono.settings.reading import words_of
+from unisono.launch.elastic.address import Address, distrusted
+from unisono.launch.elastic.elastic_settings import LOOPBACK, ElasticSettings, certificate_file
+from unisono.launch.outcome import last_lines
+from unisono.launch.worker_start import start_program
+from unisono.membership.client import Reconnection, ShutOut, call
+from unisono.membership.messages import FromAgent, Probed, Refused, Target, ToAgent, to_agent
+from unisono.membership.probe import PATIENCE_S, Answering, data_address, probe, unreached
+from unisono.membership.token import OUTDATED, token_file
+
+# What an agent does so that the coordinator knows which hosts reach each other.
+
+
+class Probes:
+    """Answers other hosts' probes, and probes them when the coordinator asks for it."""
+
+    def __init__(
+        self, agent: str, host: str, coordinator: Address, timeout_s: float, tell: Callable[[FromAgent], None]
+    ) -> None:
+        self._agent, self._host, self._tell = agent, host, tell
+        self._coordinator = urlsplit(coordinator.url).hostname or ""
+        self._token, self._patience_s = coordinator.token, min(PATIENCE_S, timeout_s)
+        self._answering = Answering(agent, self._token)
+        self._asked: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """Where probes are answered; empty if they are not."""
+        return self._answering.address
+
+    async def listen(self, local_address: str) -> None:
+        """Answer probes, where workers listen for those of other hosts.
+
+        Args:
+            local_address: this host's address, as the coordinator sees it.
+        """
+        await self._answering.listen(data_address(self._coordinator, local_address))
+
+    def probe(self, targets: Sequence[Target]) -> None:
+        """Probe hosts, and tell what came of it."""
+        task = asyncio.create_task(self._probe(targets))
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+
+    async def close(self) -> None:
+        """Neither answer nor probe any more."""
+        tasks = list(self._asked)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._answering.close()
+
+    async def _probe(self, targets: Sequence[Target]) -> None:
+        back = Target(agent=self._agent, host=self._host, address=self.address)
+        results = await probe(targets, self._token, self._patience_s, back)
+        reached = tuple(agent for agent, why in results.items() if not why)
+        self._tell(Probed(reached=reached, unreached=unreached(results)))
+
+
+OPEN_S = 10.0
+CLOSE_S = 1.0
+PING_S = 20.0
+LARGEST = 2**20
+"""Bytes of a message from the coordinator: ids of a few thousand workers."""
+
+
+class CoordinatorLine:
+    """The agent's connection to the coordinator, opened again whenever it breaks.
+
+    Args:
+        address: the coordinator's address.
+        greeting: a function that returns the first messages of each connection, given an address of this host: a hello,
+            and what the coordinator may not have heard.
+        hear: a function that gets each message except a refusal.
+        patience_s: the seconds for which the coordinator may be gone.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        greeting: Callable[[str], Awaitable[Sequence[FromAgent]]],
+        hear: Callable[[ToAgent], None],
+        patience_s: float,
+    ) -> None:
+        self._address, self._greeting, self._hear, self._patience_s = address, greeting, hear, patience_s
+        self._outgoing: asyncio.Queue[FromAgent] | None = None
+        self._there_at = monotonic()
+        self._reconnection = Reconnection(self._dial, self._converse, self._pause)
+
+    def say(self, message: FromAgent) -> None:
+        """Send a message. While there is no connection it is left to the next greeting."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(message)
+
+    async def keep(self) -> None:
+        """Connect, and connect again, until cancelled.
+
+        Raises:
+            JobError: somebody else answers in the coordinator's place.
+            LaunchError: the coordinator does not want this agent, or is gone for ``patience_s`` seconds.
+        """
+        self._there_at = monotonic()
+        try:
+            await self._reconnection.keep()
+        except ShutOut as error:
+            why = OUTDATED if error.is_outdated else error.__cause__
+            raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {why}") from error
+
+    @asynccontextmanager
+    async def _dial(self) -> AsyncIterator[ClientConnection]:
+        calling = call(
+            self._address.url,
+            "/agent",
+            self._address.token,
+            self._address.context,
+            open_s=OPEN_S,
+            ping_s=min(PING_S, self._patience_s / 4),  # a host that has vanished says nothing
+            close_s=CLOSE_S,
+            most=LARGEST,
+        )
+        try:
+            async with calling as connection:
+                self._reconnection.went_well()
+                yield connection
+        except ssl.SSLCertVerificationError as error:
+            raise distrusted(self._address, error) from error
+
+    async def _pause(self, seconds: float) -> None:
+        if monotonic() - self._there_at > self._patience_s:
+            raise LaunchError(f"no coordinator answered at {self._address.url} for {self._patience_s:g} s")
+        await asyncio.sleep(seconds)
+
+    async def _converse(self, connection: ClientConnection) -> None:
+        """Talk until the connection ends, however it does."""
+        self._outgoing = asyncio.Queue()
+        for greeting in await self._greeting(connection.local_address[0]):
+            self._outgoing.put_nowait(greeting)
+        sending = asyncio.create_task(self._send(connection, self._outgoing))
+        try:
+            async for text in connection:
+                message = _understood(text)
+                if isinstance(message, Refused):
+                    raise LaunchError(f"the coordinator refuses this agent: {message.reason}")
+                self._hear(message)
+        finally:
+            self._outgoing, self._there_at = None, monotonic()
+            sending.cancel()
+            with suppress(asyncio.CancelledError):
+                await sending
+
+    async def _send(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
+        with suppress(WebSocketException):  # whoever reads sees the end, too
+            while True:
+                await connection.send((await outgoing.get()).model_dump_json())
+
+
+def _understood(text: str | bytes) -> ToAgent:
+    try:
+        return to_agent.validate_json(text)
+    except ValidationError as error:
+        raise LaunchError(f"the coordinator says what this version does not know: {error}"[:4096]) from error
+
+
+# The coordinator as a child of an agent, which starts it again whenever it ends before the job does.
 
 # What a person types on another host to bring more workers.
 
 
 def invitation(settings: ElasticSettings, run_dir: Path, url: str) -> list[str]:
-    """The lines that say how others join. The token stays in its file: anybody on the host can read a command line.
+    """The lines that say how others join; none if no other host can reach the coordinator.
 
-    Args:
-        settings: the settings of the job.
-        run_dir: the run folder.
-        url: the coordinator's URL.
-
-    Returns:
-        the lines; none if no other host can reach the coordinator.
+    The token stays in its file: anybody on the host can read a command line.
     """
     if settings.entrance.is_local:
         return []
     files = {"token": token_file(run_dir), "certificate": certificate_file(run_dir)}
     copied = " and ".join(str(path) for path in files.values())
-    words = ["unisono", "join", url, "-n", str(_room(settings))]
+    words = ["unisono", "join", url, "-n", str(max(1, settings.workers.largest - settings.launch.workers))]
     words += ["--token-file", files["token"].name, "--certificate", files["certificate"].name]
     return [
         f"another host joins with copies of {copied}, made with scp -p (who has the token takes part):",
-        f"  {shlex.join([*words, *wishes(settings), *settings.launch.script.argv])}",
+        f"  {shlex.join([*words, *settings.words('launch')])}",
     ]
 
-
-def _room(settings: ElasticSettings) -> int:
-    return max(1, settings.workers.largest - settings.launch.workers)
-
-
-def wishes(settings: ElasticSettings) -> list[str]:
-    """Settings that all workers of a job need to have in common, as far as they were given to the launcher."""
-    timeout = [] if settings.has_default_timeout else ["--failure-timeout-s", f"{settings.failure_timeout_s:g}"]
-    return [*words_of(settings.launch.options, without=("launch", DEVICES)), *timeout]
-
-
-def job_words(settings: ElasticSettings) -> list[str]:
-    """The last words of a command that starts a coordinator or an agent for a job: its options, and the script."""
-    timeout = [] if settings.has_default_timeout else ["--failure-timeout-s", f"{settings.failure_timeout_s:g}"]
-    return [*words_of(settings.launch.options, without=(DEVICES,)), *timeout, *settings.launch.script.argv]
-
-
-def devices_words(launch: LaunchSettings) -> list[str]:
-    """The option that says how many devices each worker has, if the person has set it."""
-    devices = launch.options.communication
-    return ["--devices-per-worker", str(launch.devices)] if "devices_per_worker" in devices.said else []
-
-
-DEVICES = "communication.devices_per_worker"
-"""The setting that the coordinator tells those who join."""
 
 BACKLOG = 1024
 """Connections that the kernel keeps for a coordinator that is just being started again."""
@@ -83,7 +215,7 @@ SETTLED_S = 10.0
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
 SERVER = "unisono.membership.server"
-PATIENCE_S = 5.0
+ENDS_IN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +233,23 @@ class Listening:
     certificate: Certificate | None = None
 
     def url(self, port: int | str) -> str:
-        """As clients are told it."""
+        """The URL that clients are given."""
         host = f"[{self.name}]" if ":" in self.name else self.name
         return f"{'http' if self.certificate is None else 'https'}://{host}:{port}"
 
     @property
     def options(self) -> dict[str, str]:
-        """As the coordinator is told."""
-        found = {"--fd": str(self.listener), "--name": self.name}
+        """The coordinator's arguments about it."""
+        words = {"--fd": str(self.listener), "--name": self.name}
         if self.certificate is not None:
-            found |= {"--tls-cert": str(self.certificate.chain), "--tls-key": str(self.certificate.key)}
-        return found
+            words |= {"--tls-cert": str(self.certificate.chain), "--tls-key": str(self.certificate.key)}
+        return words
 
 
 class CoordinatorProcess:
     """Keeps a coordinator running, always at the same address: the agent holds the socket on which it listens.
 
-    Args:
-        settings: the settings of the job.
-        run_dir: the run folder.
-        guard: a process that ends the coordinator if the agent is killed.
-        say: a function that shows a line to the person at the terminal.
+    The guard ends it if the agent is killed.
 
     Attributes:
         in_use: whether anybody relies on what it knows. Until then each one begins anew, whatever a job that trained in
@@ -168,8 +296,8 @@ class CoordinatorProcess:
                 return
             failures = 1 if time.monotonic() - began > SETTLED_S else failures + 1
             if failures > MOST_FAILURES or code == USAGE:
-                said = "".join(f"\n  | {line}" for line in last_lines(self._log)) or _why_it_says_nothing(self._log)
-                raise LaunchError(f"the coordinator ended with exit code {code} (log {self._log}){said}")
+                words = "".join(f"\n  | {line}" for line in last_lines(self._log)) or _why_it_says_nothing(self._log)
+                raise LaunchError(f"the coordinator ended with exit code {code} (log {self._log}){words}")
             self._say(f"the coordinator ended with exit code {code}, and is started again; training goes on meanwhile")
             await asyncio.sleep(min(FIRST_WAIT_S * 2 ** (failures - 1), LONGEST_WAIT_S))
 
@@ -208,21 +336,14 @@ async def _end(process: Process) -> None:
         with suppress(ProcessLookupError):
             process.terminate()
         with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(ENDS_IN_S):
                 await process.wait()
         kill_group(process.pid)
         await process.wait()
 
 
 def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> tuple[str, ...]:
-    """A coordinator's module, and its arguments.
-
-    Args:
-        settings: the settings of the job.
-        run_dir: the run folder.
-        listening: the socket at which it listens.
-        fresh: whether the job begins; else the coordinator goes on where another one ended.
-    """
+    """A coordinator's module, and its arguments. Unless it is ``fresh``, it goes on where another one ended."""
     options = {
         "--run-dir": str(run_dir),
         **listening.options,

@@ -5,8 +5,6 @@ who is not connected is lost; whoever connects again is told what follows from t
 twice, and a coordinator that starts again from its last state goes on.
 """
 
-from unisono.membership.state.deadline import next_deadline
-from unisono.membership.state.elastic_config import ElasticConfig
 from unisono.membership.state.event import (
     Action,
     AgentHeard,
@@ -28,9 +26,15 @@ from unisono.membership.state.event import (
     TellAgent,
     Tick,
 )
-from unisono.membership.state.rows import Agent, Signs, Worker
-from unisono.membership.state.state import State
-from unisono.membership.state.status import find, status, takes_part, why_no_checkpoint, why_not_replaced
+from unisono.membership.state.questions import (
+    find,
+    next_deadline,
+    status,
+    takes_part,
+    why_no_checkpoint,
+    why_not_replaced,
+)
+from unisono.membership.state.state import Agent, ElasticConfig, Signs, State, Worker
 from unisono.membership.state.transitions import step
 
 __all__ = [

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.membership.agent_messages import FromAgent, ToAgent
-from unisono.membership.messages import FromWorker, ToWorker
+from unisono.membership.messages import FromAgent, FromWorker, ToAgent, ToWorker
 
 # What the coordinator has to do, once the state is where it outlasts the coordinator.
 

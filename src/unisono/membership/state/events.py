@@ -3,24 +3,7 @@
 from collections.abc import Sequence
 
 from unisono.errors import NOT_STARTED, PREEMPTED
-from unisono.membership.agent_messages import AgentHello, AgentLeaving, End, Probed, WorkerEnded
-from unisono.membership.messages import (
-    Arrived,
-    CheckpointDue,
-    Finished,
-    Formed,
-    FromWorker,
-    Leaving,
-    Lost,
-    Progress,
-    Ready,
-    RegroupDue,
-    Replace,
-    ResizeRequest,
-    Welcome,
-    WorkerHello,
-)
-from unisono.membership.state.deadline import agent_deadline, is_past, probes_deadline, waited_since, worker_deadline
+from unisono.membership import messages
 from unisono.membership.state.event import (
     AgentHeard,
     Bundle,
@@ -36,12 +19,21 @@ from unisono.membership.state.event import (
     StopAsked,
     Tick,
 )
-from unisono.membership.state.layered_map import LayeredMap
+from unisono.membership.state.questions import (
+    agent_deadline,
+    find,
+    is_past,
+    main_worker,
+    probes_deadline,
+    waited_since,
+    why_no_checkpoint,
+    why_not_replaced,
+    worker_deadline,
+)
 from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probe, probed, try_again
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, Worker, changed
-from unisono.membership.state.state import State
+from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, State, Worker, changed
 from unisono.membership.state.state_update import StateUpdate
-from unisono.membership.state.status import find, main_worker, why_no_checkpoint, why_not_replaced
+from unisono.membership.state.table import LayeredMap
 
 HEARD: tuple[Phase, ...] = ("preparing", "ready", *MEMBER, "finished")
 """Phases of those who may say something."""
@@ -50,27 +42,27 @@ HEARD: tuple[Phase, ...] = ("preparing", "ready", *MEMBER, "finished")
 def hear(update: StateUpdate, event: Event) -> None:
     """Let an event have its effect. Of a job that is over, only whoever connects is told so."""
     match event:
-        case Heard(_, WorkerHello() as hello):
+        case Heard(_, messages.WorkerHello() as hello):
             _greet(update, hello)
         case Bundle(events):
             with update.in_bulk():
-                for each in events:
-                    hear(update, each)
+                for inner in events:
+                    hear(update, inner)
         case Restarted():
             _restart(update)
-        case AgentHeard(_, AgentHello() as hello):
+        case AgentHeard(_, messages.AgentHello() as hello):
             _enlist(update, hello)
         case _ if update.state.over is not None:
             pass
         case Heard(workers, message):
             _hear(update, workers, message)
-        case AgentHeard(agent, WorkerEnded() as ended):
+        case AgentHeard(agent, messages.WorkerEnded() as ended):
             _ended(update, agent, ended)
-        case AgentHeard(agent, AgentLeaving(reason=reason)):
+        case AgentHeard(agent, messages.AgentLeaving(reason=reason)):
             _agent_leaves(update, agent, reason)
             if (known := update.state.agents.get(agent)) is not None and not known.workers:
                 _stop(update)
-        case AgentHeard(agent, Probed() as reply) if agent in update.state.agents:
+        case AgentHeard(agent, messages.Probed() as reply) if agent in update.state.agents:
             probed(update, update.state.agents[agent], reply)
         case Disconnected(worker, agent):
             _disconnected(update, worker, agent)
@@ -91,7 +83,7 @@ def hear(update: StateUpdate, event: Event) -> None:
 # -- workers
 
 
-def _greet(update: StateUpdate, hello: WorkerHello) -> None:
+def _greet(update: StateUpdate, hello: messages.WorkerHello) -> None:
     state, worker = update.state, update.state.workers.get(hello.worker)
     if state.over is not None:
         update.tell_all((hello.worker,), state.over)
@@ -114,12 +106,12 @@ def _greet(update: StateUpdate, hello: WorkerHello) -> None:
     if worker.farewell is not None:
         update.tell(worker, worker.farewell)
         return
-    update.tell(worker, Welcome(joins=worker.joins))
+    update.tell(worker, messages.Welcome(joins=worker.joins))
     if state.is_at_work(worker):
         _remind(update, worker, hello.generation)
 
 
-def _refusal(state: State, worker: Worker, hello: WorkerHello) -> str:
+def _refusal(state: State, worker: Worker, hello: messages.WorkerHello) -> str:
     if worker.phase == "lost":
         return f"{worker.id} was given up: {worker.why}"
     if state.shards not in (0, hello.shards):
@@ -141,24 +133,25 @@ def _remind(update: StateUpdate, worker: Worker, generation: int) -> None:
     if generation < current.generation:
         update.tell(worker, current.message_for(worker.id))
     if update.state.broken:
-        update.tell(worker, Lost(generation=current.generation, workers=update.state.lost))
+        update.tell(worker, messages.Lost(generation=current.generation, workers=update.state.lost))
     elif update.state.due_since is not None:
-        update.tell(worker, RegroupDue(generation=current.generation))
+        update.tell(worker, messages.RegroupDue(generation=current.generation))
 
 
-def _hear(update: StateUpdate, names: Sequence[str], message: FromWorker) -> None:
+def _hear(update: StateUpdate, names: Sequence[str], message: messages.FromWorker) -> None:
     """Workers have said the same."""
     known = zip(names, update.state.workers.of_ids(names), strict=True)
     workers = [
         worker for name, worker in known if (worker and worker.phase in HEARD) or _is_heard(update, name, worker)
     ]
     update.hear_of([worker.id for worker in workers])
+    generation = update.state.generation
     match message:
-        case Arrived(generation=generation) | Formed(generation=generation) if generation != update.state.generation:
+        case messages.Arrived() | messages.Formed() if message.generation != generation:
             pass
-        case Arrived():
+        case messages.Arrived():
             _arrived(update, update.state.at_work(workers), message)
-        case Formed():
+        case messages.Formed():
             _formed(update, [worker for worker in workers if worker.phase in MEMBER], message)
         case _:
             for worker in workers:
@@ -175,27 +168,27 @@ def _is_heard(update: StateUpdate, name: str, worker: Worker | None) -> bool:
     return worker.phase == "removed" and worker.farewell is not None and worker.farewell.preempted
 
 
-def _hear_one(update: StateUpdate, worker: Worker, message: FromWorker) -> None:
+def _hear_one(update: StateUpdate, worker: Worker, message: messages.FromWorker) -> None:
     match message:
-        case Ready() if worker.phase in ("preparing", "ready"):
+        case messages.Ready() if worker.phase in ("preparing", "ready"):
             _ready(update, worker, message)
-        case Ready() if update.state.is_at_work(worker) and message.generation == update.state.generation:
+        case messages.Ready() if update.state.is_at_work(worker) and message.generation == update.state.generation:
             not_reached(update, update.state.agents[worker.agent], message.unreached)
             _ready(update, worker, message)
             update.break_up(worker)
-        case Leaving() if worker.phase in (*CANDIDATE, *MEMBER):
+        case messages.Leaving() if worker.phase in (*CANDIDATE, *MEMBER):
             _leave(update, worker)
-        case Finished(digest=digest) if worker.phase in MEMBER:
+        case messages.Finished(digest=digest) if worker.phase in MEMBER:
             update.put(worker, phase="finished", digest=digest)
-        case Replace() if worker.phase in MEMBER:
+        case messages.Replace() if worker.phase in MEMBER:
             _replace(update, message)
-        case Progress() if worker.phase in MEMBER:
+        case messages.Progress() if worker.phase in MEMBER:
             _progress(update, worker, message)
-        case ResizeRequest(workers=workers) if worker.phase in MEMBER:
+        case messages.ResizeRequest(workers=workers) if worker.phase in MEMBER:
             _resize(update, workers, worker.id)
 
 
-def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
+def _ready(update: StateUpdate, worker: Worker, message: messages.Ready) -> None:
     if worker.phase != "ready" or worker.loop != message.loop:
         update.set(last_turn=update.state.last_turn + 1, quick=0)
         worker = changed(worker, turn=update.state.last_turn)
@@ -204,7 +197,7 @@ def _ready(update: StateUpdate, worker: Worker, message: Ready) -> None:
     update.put(worker, phase="ready", loop=message.loop, address=message.address)
 
 
-def _arrived(update: StateUpdate, workers: Sequence[Worker], message: Arrived) -> None:
+def _arrived(update: StateUpdate, workers: Sequence[Worker], message: messages.Arrived) -> None:
     if not workers:
         return
     for worker in workers if message.unreached else ():
@@ -219,7 +212,7 @@ def _arrived(update: StateUpdate, workers: Sequence[Worker], message: Arrived) -
         update.wake_members()  # they may wait for it, and it comes no more
 
 
-def _formed(update: StateUpdate, workers: Sequence[Worker], message: Formed) -> None:
+def _formed(update: StateUpdate, workers: Sequence[Worker], message: messages.Formed) -> None:
     known, before = update.state.seconds, update.state.formed_by
     names = [worker.id for worker in workers if worker.id not in before]
     if not names:
@@ -246,7 +239,7 @@ def _leave(update: StateUpdate, worker: Worker) -> None:
     update.note("asked to leave", worker=worker.id, host=worker.host)
 
 
-def _replace(update: StateUpdate, message: Replace) -> None:
+def _replace(update: StateUpdate, message: messages.Replace) -> None:
     """A member leaves, and its place is filled again. All members say so, that it may outlive any of them."""
     if message.generation != update.state.generation:
         return  # the worker that was meant may have another rank by now
@@ -263,9 +256,9 @@ def _replace(update: StateUpdate, message: Replace) -> None:
         update.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
 
 
-def _progress(update: StateUpdate, worker: Worker, message: Progress) -> None:
-    said = {"step": message.step, "samples_per_s": message.samples_per_s, "pulse": message.pulse}
-    update.put(worker, signs=changed(worker.signs, **said))
+def _progress(update: StateUpdate, worker: Worker, message: messages.Progress) -> None:
+    signs = {"step": message.step, "samples_per_s": message.samples_per_s, "pulse": message.pulse}
+    update.put(worker, signs=changed(worker.signs, **signs))
     known = update.state.loop
     if message.loop is not None and (known is None or message.loop > known):
         update.set(loop=message.loop)
@@ -274,7 +267,7 @@ def _progress(update: StateUpdate, worker: Worker, message: Progress) -> None:
 # -- agents
 
 
-def _enlist(update: StateUpdate, hello: AgentHello) -> None:
+def _enlist(update: StateUpdate, hello: messages.AgentHello) -> None:
     if update.state.over is not None:
         update.tell_agent(hello.agent, update.state.over)
         return
@@ -292,7 +285,7 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
     update.put_agent(
         agent, workers=hello.workers, leaving=leaving, left=False, probes=hello.probes, probing=(), signs=signs
     )
-    update.tell_agent(agent.id, Welcome(joins=update.state.minted is not None))
+    update.tell_agent(agent.id, messages.Welcome(joins=update.state.minted is not None))
     if agent.turned_away:
         update.tell_turned_away(agent.id)
     for worker in theirs:
@@ -300,7 +293,7 @@ def _enlist(update: StateUpdate, hello: AgentHello) -> None:
             _ended_unseen(update, worker)
     known = {worker.id for worker in theirs if worker.phase != "lost"}
     if strangers := tuple(worker for worker in hello.running if worker not in known):
-        update.tell_agent(agent.id, End(workers=strangers, how="kill"))
+        update.tell_agent(agent.id, messages.End(workers=strangers, how="kill"))
     probe(update, [update.state.agents[agent.id]])  # it has forgotten what it was asked before
 
 
@@ -312,7 +305,7 @@ def _ended_unseen(update: StateUpdate, worker: Worker) -> None:
         update.lose(worker, "it ended while its agent was away", ended=True)
 
 
-def _ended(update: StateUpdate, agent: str, ended: WorkerEnded) -> None:
+def _ended(update: StateUpdate, agent: str, ended: messages.WorkerEnded) -> None:
     worker = update.state.workers.get(ended.worker)
     if worker is None or worker.agent != agent:
         return
@@ -339,7 +332,7 @@ def _has_yet_to_join(state: State, worker: Worker) -> bool:
     return seat.joins and not state.has_formed(worker)
 
 
-def _why_ended(state: State, worker: Worker, ended: WorkerEnded) -> tuple[str, bool]:
+def _why_ended(state: State, worker: Worker, ended: messages.WorkerEnded) -> tuple[str, bool]:
     """Why a worker's process has ended, and whether its script is to blame."""
     if ended.code == 0:
         is_early = not worker.leaving and not state.finished
@@ -396,7 +389,7 @@ def _checkpoint_asked(update: StateUpdate) -> None:
     """The main worker alone is told: all who would hear of it at different steps would each write one."""
     main = main_worker(update.state)
     if main is not None and not why_no_checkpoint(update.state):
-        update.tell(main, CheckpointDue())
+        update.tell(main, messages.CheckpointDue())
         update.note("asked to checkpoint")
 
 

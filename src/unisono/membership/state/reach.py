@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
-from unisono.membership.agent_messages import LeftOut, Probe, Probed
-from unisono.membership.messages import Target, Unreached
-from unisono.membership.state.rows import CANDIDATE, Agent
-from unisono.membership.state.state import State
+from unisono.membership.messages import LeftOut, Probe, Probed, Target, Unreached
+from unisono.membership.state.state import CANDIDATE, Agent, State
 from unisono.membership.state.state_update import StateUpdate, short
 
 FRESH_S = 5.0

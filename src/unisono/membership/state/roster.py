@@ -14,12 +14,8 @@ class Seat(NamedTuple):
     """A worker's place in a roster.
 
     Attributes:
-        worker: its id.
-        host: its host's name.
         address: the address at which workers of its host reach it.
         acts: the number of collective calls that it has completed; 0 for a joiner.
-        joins: whether it is new.
-        agent: the agent that runs it.
         probes: the address at which that agent answers probes; empty if it does not.
     """
 
@@ -37,7 +33,6 @@ class MintedGeneration:
     """A generation: all of what its workers are told, each of them a part.
 
     Attributes:
-        generation: its number.
         roster: its workers, in the order of ranks.
         bounds: the shards of each worker: rank r computes those from ``bounds[r]`` to ``bounds[r + 1]``.
         source: the rank whose state is the newest; all that are behind take it.
@@ -63,16 +58,14 @@ class MintedGeneration:
     ) -> Iterator[tuple[tuple[str, ...], NewGeneration]]:
         """What workers are told. Those of a host are told the same, but for who speaks for it.
 
-        Args:
-            before: the generation before; None if there was none.
-            survivors: the ids of those that come from it, and know it.
+        The survivors come from the generation before, and know it.
         """
         speakers, hosts, to_all = self._speakers(), self._hosts(), self._to_all()
         knew, spoke = ({}, {}) if before is None else (before._hosts(), before._speakers())
         news = tuple(target for agent, target in hosts.items() if knew.get(agent) != target)
         gone = tuple(agent for agent in knew if agent not in hosts)
         for here in self._neighbours().values():
-            message, names = to_all.model_copy(update={"here": here}), [one.worker for one in here]
+            message, names = to_all.model_copy(update={"here": here}), [neighbour.worker for neighbour in here]
             for speaker in filter(speakers.__contains__, names):
                 update: dict[str, object] = {"hosts": self._hosts_but(speakers[speaker])}
                 if before is not None and speaker in spoke and speaker in survivors:
@@ -108,8 +101,8 @@ class MintedGeneration:
         """What all of them are told."""
         alike = groupby(zip(self.roster, pairwise(self.bounds), strict=True), key=_what_counts)
         ranks = tuple(
-            Ranks(workers=len(list(each)), shards=shards, acts=acts, joins=joins)
-            for (shards, acts, joins), each in alike
+            Ranks(workers=len(list(seats)), shards=shards, acts=acts, joins=joins)
+            for (shards, acts, joins), seats in alike
         )
         return NewGeneration(
             generation=self.generation, ranks=ranks, source=self.source, loop=self.loop, departures=self.departures
@@ -122,6 +115,6 @@ def _neighbour(rank: int, worker: str, address: str) -> Neighbour:
     return Neighbour(rank=rank, worker=worker, address=address)
 
 
-def _what_counts(found: tuple[Seat, tuple[int, int]]) -> tuple[int, int, bool]:
-    seat, (start, stop) = found
+def _what_counts(seat_and_shards: tuple[Seat, tuple[int, int]]) -> tuple[int, int, bool]:
+    seat, (start, stop) = seat_and_shards
     return stop - start, seat.acts, seat.joins

@@ -4,13 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.membership.agent_messages import End, ToAgent, TurnedAway
-from unisono.membership.messages import JobOver, Lost, Refused, RegroupDue, Removed, ToWorker
-from unisono.membership.state.deadline import agent_deadline, is_past
+from unisono.membership.messages import End, JobOver, Lost, Refused, RegroupDue, Removed, ToAgent, ToWorker, TurnedAway
 from unisono.membership.state.event import Action, Changed, Hangup, Note, Tell, TellAgent
-from unisono.membership.state.rows import MEMBER, PART, Agent, Excluded, Worker, changed
-from unisono.membership.state.state import State
-from unisono.membership.state.tables import WorkerTable
+from unisono.membership.state.questions import agent_deadline, is_past
+from unisono.membership.state.state import MEMBER, PART, Agent, Excluded, State, Worker, WorkerTable, changed
 
 QUICK_S = 5.0
 """Seconds: a worker that fails sooner after its start makes the next one wait."""
@@ -24,15 +21,8 @@ MOST_EXCLUDED = 16
 class StateUpdate:
     """The state as one event has made it so far, and the actions that follow from it.
 
-    Args:
-        state: The state before the event.
-        now: the time of the event, in seconds.
-
     Attributes:
-        before: The state before the event.
         state: The state, with all changes so far. Its time is that of the event once anything else has changed.
-        now: the time of the event, in seconds.
-        actions: the actions that follow, in order.
         heard: the ids of workers whose pulse has changed.
         moved: the ids of agents that have changed, or whose workers are in another part of the table or have formed.
     """
@@ -188,13 +178,7 @@ class StateUpdate:
             self.tell_all(tuple([member.id for member in at_work]), message)
 
     def lose(self, worker: Worker, why: str, ended: bool = False) -> None:
-        """A worker that was to take part, or did, is given up.
-
-        Args:
-            worker: the worker that is given up.
-            why: the reason, for people.
-            ended: whether its process is known to be gone.
-        """
+        """A worker that was to take part, or did, is given up."""
         self._note("lost", worker, why)
         self._count(worker)
         self._part_with(worker, why, ended)
@@ -266,13 +250,7 @@ class StateUpdate:
         self.tell_agent(worker.agent, End(workers=(worker.id,), how="kill"))
 
     def remove(self, worker: Worker, reason: str, preempted: bool = False) -> None:
-        """A worker is to end, for nobody's fault.
-
-        Args:
-            worker: the worker that is to end.
-            reason: the reason, for people.
-            preempted: whether the job is to go on later.
-        """
+        """A worker is to end, for nobody's fault."""
         farewell = Removed(reason=reason, preempted=preempted)
         self.put(worker, phase="removed", farewell=farewell)
         self.hear_of([worker.id])

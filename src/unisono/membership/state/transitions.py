@@ -1,42 +1,160 @@
 """The transitions from one state to the next: the effect of an event, and what follows from it."""
 
+from collections.abc import Mapping, Sequence, Set
+from statistics import median
+
 from rpds import HashTrieSet
 
-from unisono.membership.agent_messages import Start
-from unisono.membership.messages import JobOver
-from unisono.membership.state.arrival import (
-    SETTLED_S,
-    are_steady,
-    exclude_unconnected,
-    holders_among,
-    is_unbalanced,
-    newcomer,
-    newest,
-    split_for,
-    survivor,
-)
-from unisono.membership.state.deadline import excused, hangs, next_tick
+from unisono.membership.messages import Arrived, JobOver, Start
 from unisono.membership.state.event import Action, Event, Forget, Restarted, Tick
 from unisono.membership.state.events import hear
-from unisono.membership.state.layered_map import LayeredMap
+from unisono.membership.state.questions import excused, hangs, next_tick
 from unisono.membership.state.reach import forget_agent, keep_in_reach
 from unisono.membership.state.roster import MintedGeneration, Seat
-from unisono.membership.state.rows import CANDIDATE, MEMBER, Signs, Worker, changed
-from unisono.membership.state.state import State
+from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Signs, State, Worker, changed
 from unisono.membership.state.state_update import StateUpdate
+from unisono.membership.state.table import LayeredMap
+from unisono.plan.split import Split
+
+Arrivals = Mapping[str, Arrived]
+"""By member, how it has arrived."""
+
+
+def holders_among(members: Sequence[Worker], current: MintedGeneration, arrivals: Arrivals) -> list[Worker]:
+    """Members that have a state to go on from: they are no joiners that were still to receive it."""
+    joiners = {seat.worker for seat in current.roster if seat.joins}
+    least = max(1, current.roster[current.source].acts)
+    return [member for member in members if member.id not in joiners or least <= arrivals[member.id].acts]
+
+
+def are_steady(holders: Sequence[Worker], arrivals: Arrivals) -> bool:
+    """Whether all stand at one and the same boundary."""
+    messages = _different([arrivals[member.id] for member in holders])
+    places = {(message.acts, message.loop) for message in messages}
+    return len(places) == 1 and all(message.at_boundary for message in messages)
+
+
+def _different(arrived: Sequence[Arrived]) -> list[Arrived]:
+    """Each message once: those that arrive together have the same."""
+    return [*{id(message): message for message in arrived}.values()]
+
+
+def newest(staying: Sequence[Worker], holding: Set[str], arrivals: Arrivals) -> int:
+    """The first rank, among those that stay, whose state is the newest."""
+    acts = [arrivals[member.id].acts if member.id in holding else -1 for member in staying]
+    return acts.index(max(acts))
+
+
+def survivor(member: Worker, agent: Agent, arrived: Arrived, holds: bool) -> Seat:
+    """The place of a member that has arrived in the next roster."""
+    acts = arrived.acts if holds else 0
+    return Seat(member.id, member.host, arrived.address, acts, not holds, agent.id, agent.probes)
+
+
+def newcomer(worker: Worker, agent: Agent, joins: bool) -> Seat:
+    """The place of a worker that was in none."""
+    return Seat(worker.id, worker.host, worker.address, 0, joins, agent.id, agent.probes)
+
+
+# How shards are split among workers of different speed.
+
+WORTH = 1.2
+"""An uneven split has to be faster than an even one, or than the present one, by this factor."""
+
+SETTLED_S = 5.0
+"""How long a split stays before it is judged, in seconds: speeds are known only after some steps."""
+
+
+def split_for(shards: int, workers: Sequence[Worker]) -> Split:
+    """The split for these workers: even, unless they are known to differ by much.
+
+    New ones are taken to be like the others.
+    """
+    even = Split.even(shards, len(workers))
+    known = [worker.signs.pulse.shard_s for worker in workers if worker.signs.pulse.shard_s > 0]
+    if not known:
+        return even
+    seconds = [worker.signs.pulse.shard_s or median(known) for worker in workers]
+    uneven = Split.by_speed(shards, seconds)
+    return uneven if even.seconds(seconds) > WORTH * uneven.seconds(seconds) else even
+
+
+def is_unbalanced(state: State) -> bool:
+    """Whether the members should stop for a better split of the shards."""
+    current, members = state.minted, state.members
+    if current is None or len(members) < len(current.roster):
+        return False
+    seconds = [member.signs.pulse.shard_s for member in members]
+    if not all(seconds):
+        return False
+    better = split_for(state.shards, members)
+    return Split(current.bounds).seconds(seconds) > WORTH * better.seconds(seconds)
+
+
+# Who goes when members could not connect, so that the next generation is another one.
+
+MOST_UNFORMED = 2
+"""Generations that may fail to form because of a worker, as it seems, before it is excluded."""
+
+
+def exclude_unconnected(update: StateUpdate, current: MintedGeneration, holders: Sequence[Worker]) -> frozenset[str]:
+    """Exclude members whose hosts are left out, and those because of whom, it seems, no generation forms.
+
+    All members have arrived. At least one of those that hold the weights stays. Whoever is excluded is returned.
+    """
+    agents = update.state.agents
+    out = [member for member in update.state.members if agents[member.agent].left_out] if agents.count("out") else []
+    if _has_formed(update.state, current, holders):
+        update.set(unformed=0)
+    elif _is_whole(update.state, current):
+        update.note("not formed", generation=current.generation, workers=[seat.worker for seat in current.roster])
+        out += [] if out else _suspects(update, current)
+    for worker in out:
+        agent = update.state.agents[worker.agent]
+        if not agent.left_out:
+            update.put_agent(agent, given_up=agent.given_up + 1)
+        update.exclude(worker, agent.left_out or _why(current))
+    return frozenset(worker.id for worker in out)
+
+
+def _has_formed(state: State, current: MintedGeneration, holders: Sequence[Worker]) -> bool:
+    base = current.roster[current.source].acts
+    return state.formed or any(state.arrivals[holder.id].acts > base for holder in holders)
+
+
+def _is_whole(state: State, current: MintedGeneration) -> bool:
+    """Whether nobody was lost, which would explain it, and there was somebody to connect with."""
+    workers = [state.workers.get(seat.worker) for seat in current.roster]
+    return len(workers) > 1 and all(worker is not None and worker.phase in (*CANDIDATE, *MEMBER) for worker in workers)
+
+
+def _suspects(update: StateUpdate, current: MintedGeneration) -> list[Worker]:
+    """The joiners, or if there are none the member that came last; nobody the first time."""
+    workers = [update.state.workers[seat.worker] for seat in current.roster]
+    joiners = [worker for worker, seat in zip(workers, current.roster, strict=True) if seat.joins]
+    if joiners:
+        counted = [update.put(joiner, unformed=joiner.unformed + 1) for joiner in joiners]
+        return [joiner for joiner in counted if joiner.unformed >= MOST_UNFORMED]
+    update.set(unformed=(update.state.unformed + 1) % MOST_UNFORMED)
+    del workers[current.source]
+    return [] if update.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
+
+
+def _why(current: MintedGeneration) -> str:
+    return (
+        f"generation {current.generation} did not form with it, nor did one before, and nobody was lost: see the "
+        f"workers' logs. Its place stays empty until somebody resizes the job"
+    )
+
+
+# A step, and the rules.
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
-    """What becomes of a state by an event.
+    """The state that an event makes of a state, and the actions that follow.
 
-    Args:
-        state: the state before the event.
-        event: the event.
-        now: the time of the event in seconds, not before that of the last event.
-
-    Returns:
-        the state after it, and what is to be done, in this order, once the state is where it outlasts the
-        coordinator.
+    Actions are to be done in this order, once the new state is where it outlasts the coordinator. The time is in
+    seconds, and not before that of the last event.
     """
     update = StateUpdate(excused(state, now), now)
     hear(update, event)
@@ -82,12 +200,13 @@ def _finish(update: StateUpdate) -> None:
         if update.state.workers.number(("ready",)):
             update.fail(update.blame(finished[0], "its script ended before the others'"))
     elif len({worker.digest for worker in finished}) > 1:
-        found = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
-        update.fail(f"the workers have finished with different weights: {found}")
+        digests = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
+        update.fail(f"the workers have finished with different weights: {digests}")
     else:
         roster = () if update.state.minted is None else update.state.minted.roster
         main, main_agent = next(((seat.worker, seat.agent) for seat in roster), ("", ""))
-        names, agents = tuple(one.id for one in finished), tuple(dict.fromkeys(one.agent for one in finished))
+        names = tuple(worker.id for worker in finished)
+        agents = tuple(dict.fromkeys(worker.agent for worker in finished))
         over = JobOver(digest=finished[0].digest, main=main, main_agent=main_agent, finished=names, agents=agents)
         update.end("done", over)
 
@@ -126,7 +245,7 @@ def _regroup(update: StateUpdate) -> None:
     joiners = joiners[: max(0, size - len(staying))] if steady else []
     agents = update.state.agents
     theirs = {agent: agents[agent] for agent in {member.agent for member in staying}}
-    seats = [survivor(one, theirs[one.agent], arrivals[one.id], one.id in holding) for one in staying]
+    seats = [survivor(member, theirs[member.agent], arrivals[member.id], member.id in holding) for member in staying]
     seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
     _form(update, seats, source, loop)
     for member in faulty:
@@ -141,7 +260,9 @@ def _regroup(update: StateUpdate) -> None:
 def _ready(state: State) -> list[Worker]:
     """Candidates that can be taken in, first come, first served."""
     ready = state.workers.those(("ready",), connected=True)
-    return sorted((worker for worker in ready if not state.agents[worker.agent].probing), key=lambda one: one.turn)
+    return sorted(
+        (worker for worker in ready if not state.agents[worker.agent].probing), key=lambda worker: worker.turn
+    )
 
 
 def _preempt(update: StateUpdate, holders: list[Worker]) -> None:
@@ -176,6 +297,7 @@ def _start(update: StateUpdate) -> None:
     missing = state.size - state.unreplaced - state.staying
     if missing <= 0 or state.stopping or state.preempting or state.workers.number(("finished",)):
         return
+    # The exponent is bounded: 2.0 to the power of very many failures would be an OverflowError.
     delay_s = 0.0 if state.quick < 2 else min(LONGEST_DELAY_S, 0.5 * 2.0 ** min(state.quick - 2, 30))
     signs = Signs(started=update.now + delay_s, since=update.now)
     for agent in state.agents.marked("free"):
@@ -204,7 +326,8 @@ def _form_first(update: StateUpdate) -> None:
     if state.minted is not None or state.preempting or state.stopping:
         return
     if 0 < state.shards < needed:
-        update.fail(f"at least {needed} workers are to train, but the job has only {state.shards} shards")
+        shards = f"{state.shards} shard{'s' if state.shards > 1 else ''}"
+        update.fail(f"at least {needed} workers are to train, but the job has only {shards}")
         return
     candidates = state.workers.number(CANDIDATE)
     all_ready = state.workers.number(("ready",), connected=True) == candidates
@@ -241,7 +364,7 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
     update.set(lost=(), broken=False, formed=False, seconds={})
-    joined = [one for one, seat in zip(workers, seats, strict=True) if seat.joins or before.minted is None]
+    joined = [worker for worker, seat in zip(workers, seats, strict=True) if seat.joins or before.minted is None]
     update.note(
         "minted",
         generation=number,

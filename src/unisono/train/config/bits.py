@@ -1,15 +1,232 @@
-"""The bits that a machine computes: operations on fixed inputs, each with a digest of its result."""
+"""The bits that a machine computes, and how x86 processors of several makers and generations compute the same ones.
 
+With the variables of :mod:`unisono.host.machine`, torch, oneDNN and MKL take the same path on each of them. What is
+left are functions of MKL's vector library that begin with the processor's approximate reciprocal root, which makers
+build otherwise, and oneDNN's LSTM. For these, other kernels stand in torch's dispatcher while a portable run is open.
+Large matrix products go to oneDNN, which has no slow path for other makers' processors, as MKL has.
+"""
+
+import ctypes
 import hashlib
+import os
+import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unisono.train.config.portable import KERNELS
+from unisono.errors import JobError
+from unisono.host.machine import AS_EXPORT, missing_in
+
+Kernel = Callable[..., Any]
+
+FLOATS = (torch.float32, torch.float64)
+"""The dtypes that MKL's vector functions compute; torch's own code computes the others."""
+
+LEAST_PRODUCT = 2**20
+"""Multiplications from which on oneDNN computes a matrix product in less time than MKL does on its compatible path."""
+
+_RUNS = {"CompositeImplicitAutograd": "AutogradCPU"}
+"""For each key that stands for several keys, the key in whose place its kernel runs."""
+
+_MKL_BRANCH, _MKL_COMPATIBLE = 1, 3  # of MKL_CBWR_Get
+
+
+def require_portable(device: torch.device, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a portable run where its bits would not be portable.
+
+    Raises:
+        JobError: it computes on no x86 processor with AVX2, or torch was loaded with other settings; says what to do.
+    """
+    if device.type != "cpu":
+        raise JobError(
+            f"numerics='portable' is for processors, and this run computes on {device.type}: what a GPU computes "
+            f"depends on its kind, driver and libraries. Use device='cpu', or leave it out and take GPUs of one kind"
+        )
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.cpu._is_avx2_supported():
+        raise JobError(
+            f"numerics='portable' needs x86 processors with AVX2 on all hosts, and host {platform.node()} has another "
+            f"({platform.machine()}): leave that host out"
+        )
+    wrong = missing_in(environ)
+    if not wrong and (
+        torch.backends.cpu.get_cpu_capability() != "AVX2" or _mkl_branch() not in (_MKL_COMPATIBLE, None)
+    ):
+        wrong = ["they were set after torch was loaded"]
+    if wrong:
+        raise JobError(
+            f"numerics='portable': torch reads its settings when it is loaded, and they are others in this process "
+            f"({'; '.join(wrong)}). Start with unisono run --numerics portable; for torchrun, srun or python, first "
+            f"{AS_EXPORT}"
+        )
+
+
+def _mkl_branch() -> int | None:
+    """The path that MKL has taken; None where it does not say."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return int(ctypes.CDLL(str(library)).mkl_serv_cbwr_get(_MKL_BRANCH))
+    except (AttributeError, OSError):
+        return None
+
+
+class PortableKernels:
+    """Other kernels for what differs between makers, in torch's dispatcher for the whole process."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = None
+
+    @property
+    def are_in_place(self) -> bool:
+        """Whether they are in use."""
+        return self._library is not None
+
+    def put(self, wanted: bool) -> None:
+        """Use them, or torch's own again."""
+        if wanted and self._library is None:
+            self._library = torch.library.Library("aten", "IMPL")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators")  # that is what is wanted here
+                for name, key, make in _replacements():
+                    kernel = make(torch.library.get_kernel(f"aten::{name}", _RUNS.get(key, key)).call_boxed)
+                    self._library.impl(name, kernel, key, with_keyset=True)
+        elif not wanted and self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+KERNELS = PortableKernels()
+"""Those of this process."""
+
+
+def _replacements() -> list[tuple[str, str, Callable[[Kernel], Kernel]]]:
+    """The replaced operators, each with its dispatch key and a function that makes its kernel from torch's own."""
+    kernels: list[tuple[str, str, Callable[[Kernel], Kernel]]] = [
+        ("lstm.input", "CompositeImplicitAutograd", _without_onednn)
+    ]
+    for names, compute in OPERATORS:
+        makers = _new(compute), _into_out(compute), _in_place(compute)
+        kernels += [(name, "CPU", make) for name, make in zip(names, makers, strict=True) if name]
+    return kernels
+
+
+Compute = Callable[..., Tensor | None]
+"""Computes what an operator does, without gradients; None to leave it to torch's kernel."""
+
+
+def _new(compute: Compute) -> Callable[[Kernel], Kernel]:
+    def make(original: Kernel) -> Kernel:
+        def kernel(keys: Any, *args: Any, **more: Any) -> Any:
+            result = compute(*args, **more)
+            return original(keys, *args, **more) if result is None else result
+
+        return kernel
+
+    return make
+
+
+def _into_out(compute: Compute) -> Callable[[Kernel], Kernel]:
+    def make(original: Kernel) -> Kernel:
+        def kernel(keys: Any, *args: Any, out: Tensor, **more: Any) -> Any:
+            result = None if out.dtype not in FLOATS else compute(*args, **more)
+            if result is None:
+                return original(keys, *args, **more, out=out)
+            return (out if out.shape == result.shape else out.resize_(result.shape)).copy_(result)
+
+        return kernel
+
+    return make
+
+
+def _in_place(compute: Compute) -> Callable[[Kernel], Kernel]:
+    def make(original: Kernel) -> Kernel:
+        def kernel(keys: Any, this: Tensor, *args: Any, **more: Any) -> Any:
+            result = compute(this, *args, **more)
+            return original(keys, this, *args, **more) if result is None else this.copy_(result)
+
+        return kernel
+
+    return make
+
+
+def _root(x: Tensor) -> Tensor:
+    """Rounded correctly, as IEEE 754 has it: the processor's own instruction, which NumPy uses."""
+    root = torch.empty_like(x)
+    with np.errstate(all="ignore"):
+        np.sqrt(x.detach().numpy(), out=root.numpy())
+    return root
+
+
+def _sqrt(x: Tensor) -> Tensor | None:
+    return _root(x) if x.dtype in FLOATS else None
+
+
+# Sleef, which torch has for the angle of two numbers, has one path for each kind of vector.
+def _atan(x: Tensor) -> Tensor | None:
+    return torch.atan2(x, x.new_ones(())) if x.dtype in FLOATS else None
+
+
+def _asin(x: Tensor) -> Tensor | None:
+    return torch.atan2(x, _root((1 - x) * (1 + x))) if x.dtype in FLOATS else None
+
+
+def _acos(x: Tensor) -> Tensor | None:
+    return torch.atan2(_root((1 - x) * (1 + x)), x) if x.dtype in FLOATS else None
+
+
+def _pow(x: Tensor, exponent: complex) -> Tensor | None:
+    return _root(x) if exponent == 0.5 and x.dtype in FLOATS else None
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor | None:
+    """Multiply by oneDNN, on the path that its variable fixes, unless the product is small."""
+    if a.dtype != torch.float32 or b.dtype != torch.float32 or a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        return None
+    if a.shape[0] * a.shape[1] * b.shape[1] < LEAST_PRODUCT or a.layout != torch.strided or b.layout != torch.strided:
+        return None
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return product
+
+
+def _addmm(this: Tensor, a: Tensor, b: Tensor, *, beta: complex = 1, alpha: complex = 1) -> Tensor | None:
+    if this.dtype != torch.float32 or this.ndim > 2 or (product := _mm(a, b)) is None:
+        return None
+    product = product if alpha == 1 else product.mul_(alpha)
+    return product if beta == 0 else product.add_(this if beta == 1 else this * beta)
+
+
+def _without_onednn(original: Kernel) -> Kernel:
+    """Return an LSTM kernel that takes torch's own steps, without oneDNN."""
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        enabled: Any = torch.backends.mkldnn.enabled
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return original(keys, *args)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+    return kernel
+
+
+OPERATORS: tuple[tuple[tuple[str, str, str], Compute], ...] = (
+    (("sqrt", "sqrt.out", "sqrt_"), _sqrt),
+    (("atan", "atan.out", "atan_"), _atan),
+    (("asin", "asin.out", "asin_"), _asin),
+    (("acos", "acos.out", "acos_"), _acos),
+    (("pow.Tensor_Scalar", "pow.Tensor_Scalar_out", "pow_.Scalar"), _pow),
+    (("mm", "mm.out", ""), _mm),
+    (("addmm", "addmm.out", "addmm_"), _addmm),
+)
+"""The names of an operator that makes a tensor, writes into one, and changes its own; and what it computes."""
+
+# Operations on fixed inputs, each with a digest of its result.
 
 _HASH = 2_654_435_761  # Knuth's multiplier: neighbours in a sequence become numbers that look drawn
 
@@ -18,12 +235,9 @@ Operation = Callable[[Callable[..., Tensor]], Tensor | tuple[Tensor, ...]]
 
 
 def bits_of(device: torch.device) -> Mapping[str, str]:
-    """What the operations that trainings are made of compute here, with torch's switches as they are.
+    """Return the results of the operations that trainings consist of, with torch's switches as they are.
 
     Processors of one capability and different makers may compute other bits, and so may GPUs and drivers.
-
-    Args:
-        device: the device that computes.
 
     Returns:
         a digest of 12 hexadecimal digits for each operation, by its name.
@@ -55,18 +269,18 @@ def _numbers(shape: tuple[int, ...]) -> Tensor:
     return (((torch.arange(1, count + 1) * _HASH) % 2**24).to(torch.float32) / 2**24 - 0.5).view(shape)
 
 
-def _digest(found: Tensor | tuple[Tensor, ...]) -> str:
+def _digest(result: Tensor | tuple[Tensor, ...]) -> str:
     digest = hashlib.sha256()
-    for each in (found,) if isinstance(found, Tensor) else found:
-        digest.update(each.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for tensor in (result,) if isinstance(result, Tensor) else result:
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """What a function computes, and the gradients of the sum of its squares by its inputs."""
-    leaves = [each.requires_grad_() for each in inputs]
-    found = function(*leaves)
-    return (found, *torch.autograd.grad(found.square().sum(), leaves))
+    """Return the result of a function, and the gradients of the sum of its squares by its inputs."""
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    result = function(*leaves)
+    return (result, *torch.autograd.grad(result.square().sum(), leaves))
 
 
 def _stepped(
@@ -96,8 +310,8 @@ def _dropped(draw: Callable[..., Tensor]) -> Tensor:
 
 def _lstm(x: Tensor, *weights: Tensor) -> Tensor:
     hidden = [x.new_zeros(1, x.shape[1], weights[1].shape[1]) for _ in range(2)]
-    found: Tensor = torch.lstm(x, hidden, list(weights), True, 1, 0.0, True, False, False)[0]
-    return found
+    output: Tensor = torch.lstm(x, hidden, list(weights), True, 1, 0.0, True, False, False)[0]
+    return output
 
 
 def _elementwise(function: Callable[[Tensor], Tensor]) -> Operation:
@@ -165,4 +379,4 @@ OPERATIONS: dict[str, Operation] = {
     "a step of RMSprop": _stepped(torch.optim.RMSprop, momentum=0.9),
     "a step of Rprop": _stepped(torch.optim.Rprop),
 }
-"""By the name that a person knows."""
+"""The operations, by the names that people know."""

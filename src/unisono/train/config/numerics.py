@@ -18,9 +18,9 @@ import torch
 
 from unisono.device import bits_of_device, use
 from unisono.errors import JobError
-from unisono.host.cgroup import leave_too_few_cores
+from unisono.host.machine import leave_too_few_cores
 from unisono.job import Job
-from unisono.train.config.portable import KERNELS, require_portable
+from unisono.train.config.bits import KERNELS, require_portable
 
 MOST_SHAPES = 64
 """How many shapes a function is compiled for, unless the script allows more. Torch allows 8."""

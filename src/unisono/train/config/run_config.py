@@ -1,23 +1,33 @@
-"""The configuration of a run: one frozen value, which is made once and has a part for each subject."""
+"""The configuration of a run: one frozen value with a part for each subject, and how it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from unisono.adapt.norms import Monitoring
+from unisono.adapt.batch_policies import LinearScaling
+from unisono.adapt.norms import Monitoring, question_of
+from unisono.adapt.policy_names import policies_named
 from unisono.adapt.view import Policy
+from unisono.device import choose_device, is_accelerator
 from unisono.errors import JobError
-from unisono.host.cgroup import usable_cores
-from unisono.job import Job
+from unisono.host.machine import usable_cores
+from unisono.job import Job, default_shards
+from unisono.loggers.by_name import loggers_of
 from unisono.loggers.logger import Logger
-from unisono.membership.environment import Environment
+from unisono.membership.environment import Environment, recognise
+from unisono.membership.messages import MOST_DEVICES
+from unisono.received import LONGEST_S, short, whole_number
 from unisono.reduce.transport import Transport
-from unisono.settings.table import Communication, Settings
-from unisono.sync.strategy import AllReduce, Strategy
+from unisono.settings.reading import Variables, require_none_removed, settings_from
+from unisono.settings.table import SHORTEST_S, Communication, Settings
+from unisono.sync import AllReduce, Strategy, strategy_of
 
 CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
 """How much of the gradients' memory is checked in each step, in bytes; None for all of it."""
@@ -27,11 +37,7 @@ CHECKS: dict[str, int | None] = {"some": 8 * 2**20, "all": None, "none": 0}
 class CoordinatorAccess:
     """The address of the job's coordinator, and this worker's id there.
 
-    Attributes:
-        url: the URL of the coordinator.
-        token_file: the file with the job's token.
-        worker: the id of this worker.
-        certificate: the certificate to trust; None for what the system trusts, or without TLS.
+    ``certificate`` is the one to trust; None for what the system trusts, or without TLS.
     """
 
     url: str
@@ -41,19 +47,19 @@ class CoordinatorAccess:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> CoordinatorAccess | None:
-        """What the agent that started this worker says; None for a job whose workers stay the same.
+        """Read the variables of the agent that started this worker; None for a job whose workers stay the same.
 
         Raises:
             JobError: a part is missing; names it.
         """
         names = ("UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE", "UNISONO_WORKER")
-        found = [environ.get(name) for name in names]
-        if not found[0]:
+        values = [environ.get(name) for name in names]
+        if not values[0]:
             return None
-        for name, value in zip(names, found, strict=True):
+        for name, value in zip(names, values, strict=True):
             if not value:
                 raise JobError(f"{names[0]} is set in the environment, and {name} is not: both come from the launcher")
-        url, token_file, worker = map(str, found)
+        url, token_file, worker = map(str, values)
         certificate = environ.get("UNISONO_CERTIFICATE")
         return cls(url, Path(token_file), worker, Path(certificate) if certificate else None)
 
@@ -63,8 +69,6 @@ class Connection:
     """The place of this worker among the others, and how long it waits for them.
 
     Attributes:
-        how: the settings of the connections between workers.
-        timeout_s: the longest wait for another worker, in seconds.
         silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
         environment: the place of this worker among those that were started with it.
         coordinator: the access to the coordinator of an elastic job; None for a job whose workers stay the same.
@@ -100,7 +104,6 @@ class Execution:
 
     Attributes:
         overlap: whether gradients are reduced during the backward pass; None to do so where it pays.
-        monitoring: the steps that are watched, and how closely.
         checked_bytes: the number of bytes of gradients whose memory is checked in each step; None for all of them.
         audit: the share of the shards that are computed again, from 0 to 1.
         looks: whether flipped bits in memory are looked for in every step.
@@ -117,10 +120,7 @@ class Execution:
     def overlaps(self, transport: Transport, threads: int, cores: Callable[[], int] = usable_cores) -> bool:
         """Whether to reduce beside the backward pass: additions on cores that are all busy would only delay it.
 
-        Args:
-            transport: the transport between the workers, which are on one host if it needs a core.
-            threads: the number of threads of each worker.
-            cores: a function that returns how many cores this host lets a process use.
+        If ``transport`` needs a core, all workers are on one host. ``threads`` are those of each worker.
         """
         if self.overlap is not None:
             return self.overlap
@@ -129,15 +129,13 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a run writes down, and where.
+    """The files that a run writes, and their places.
 
     Attributes:
         folder: the run folder; None for a new one.
         launcher_folder: the folder that the launcher has made; None without a launcher of ours.
         launcher_term: the term in which the launcher holds its folder; None if it holds none.
         trace: the folder for the digests of each step's weights; None for none.
-        loggers: the loggers that get the figures of each step.
-        timeline: whether each worker's spans are noted.
         profile: the steps in which torch's profiler runs on each worker; None for none.
         curvature: the folder in which ``unisono curvature`` says what to measure on a checkpoint, instead of training.
     """
@@ -164,7 +162,6 @@ class StrategyConstraints:
     """The constraints on every strategy of a run: the first one, and those that policies choose.
 
     Attributes:
-        reduction: the reduction of the job.
         compares_bits: whether somebody compares this run's bits with another one's.
         scales_losses: whether the workers agree on a factor of their losses in each step.
     """
@@ -174,11 +171,7 @@ class StrategyConstraints:
     scales_losses: bool = False
 
     def require(self, strategy: Strategy, workers: int | None = None) -> None:
-        """Refuse a strategy that cannot be.
-
-        Args:
-            strategy: the strategy to use.
-            workers: the number of workers; None where that may change.
+        """Refuse a strategy that cannot be. ``workers`` is None where their number may change.
 
         Raises:
             JobError: says what to change.
@@ -203,13 +196,7 @@ class StrategyConstraints:
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """The settings that a run begins with, and policies may change.
-
-    Attributes:
-        policies: the policies, in the order in which they are asked.
-        strategy: the strategy by which workers synchronise.
-        constraints: the constraints on this strategy, and on those that policies choose.
-    """
+    """The settings that a run begins with, and policies may change. Policies are asked in their order."""
 
     policies: tuple[Policy, ...] = ()
     strategy: Strategy = field(default_factory=AllReduce)
@@ -220,15 +207,7 @@ class Adaptation:
 class RunConfig:
     """The configuration of a run. Nothing in it is open, and nothing of it changes.
 
-    Attributes:
-        job: the job to train.
-        device: the device on which this worker computes.
-        settings: all that script and environment say.
-        connection: the place of this worker among the others.
-        execution: the settings of the computation that decide no bit.
-        recording: the run folder, and what is written down besides.
-        adaptation: strategy and policies.
-        batch_set_by: the variable of the environment that sets the batch, whatever the script and its loops ask for.
+    ``batch_set_by`` is the variable of the environment that sets the batch, whatever the script and its loops ask for.
     """
 
     job: Job
@@ -241,7 +220,7 @@ class RunConfig:
     batch_set_by: str | None = None
 
     @property
-    def asked_batch_size(self) -> int | None:
+    def script_batch_size(self) -> int | None:
         """The batch that the script asks for, whatever the environment makes of it; None if its loops say it."""
         return self.job.batch_size if self.batch_set_by is None else self.settings.batch_size
 
@@ -249,3 +228,215 @@ class RunConfig:
     def verify_every(self) -> int | None:
         """The steps between comparisons of the workers' whole state; None to compare neither it nor their weights."""
         return self.settings.faults.verify_every or None
+
+
+# Made from arguments and environment, with every check and before anything is opened.
+
+KINDS: Mapping[str, Any] = {
+    "device": str | int | torch.device | None,
+    "strategy": Strategy | str | None,
+    "policies": Sequence[Policy | str],
+    "records.loggers": Sequence[Logger | str],
+    "records.monitor": int | Monitoring,
+}
+"""The types of settings that only scripts have to know: of the table's room nothing above it is imported."""
+
+BATCH = ("UNISONO_BATCH_SIZE", "UNISONO_BATCH_SCALE")
+"""Variables that set the batch."""
+
+BACKSTOP = 3.0
+"""How many times ``faults.timeout_s`` workers of an elastic job wait for each other."""
+
+BUCKET_MB = 4.0
+"""The size of buckets that are reduced on CPUs while the next ones are computed, in MB."""
+
+BUCKET_MB_OF_DEVICES = 25.0
+"""The size of buckets, in MB, if each waits for a device, or if links need large messages."""
+
+
+def configure(arguments: Mapping[str, Any], environ: Mapping[str, str], number: int = 1) -> RunConfig:
+    """Work out how a run is carried out.
+
+    ``arguments`` are those of :func:`unisono.init`; ``number`` is that of the run in its process, from 1.
+
+    Raises:
+        JobError: an argument or a variable is out of range, or two of them exclude each other; says what to change.
+    """
+    require_none_removed(environ)
+    settings = settings_from(arguments, environ, KINDS)
+    connection, recording = _connection(settings, environ, number), _recording(settings, Variables(environ), number)
+    device = choose_device(settings.device, connection.environment.local_rank)
+    job = _job(settings, BUCKET_MB_OF_DEVICES if is_accelerator(device) else BUCKET_MB)
+    adaptation = _adaptation(settings, job, recording)
+    execution = _execution(settings, adaptation, recording)
+    is_scaled = "batch_scale" in settings.special.specified
+    by = "UNISONO_BATCH_SIZE" if settings.special.batch_size else "UNISONO_BATCH_SCALE" if is_scaled else None
+    return RunConfig(job, device, settings, connection, execution, recording, adaptation, by)
+
+
+def _job(settings: Settings, bucket_mb: float) -> Job:
+    batch_size, shards = settings.special.batch_size or settings.batch_size, settings.shards
+    factor = settings.special.batch_scale
+    if factor > 1 and batch_size is not None:  # a shard has as many samples as before
+        shards = default_shards(batch_size) if shards is None else shards
+        batch_size, shards = batch_size * factor, shards * factor
+    values = {name: value for name, value in settings.arithmetic.values.items() if value is not None}
+    values.setdefault("bucket_mb", bucket_mb)
+    return Job.create(batch_size=batch_size, shards=shards, seed=settings.seed, **values)
+
+
+def _recording(settings: Settings, variables: Variables, number: int) -> Recording:
+    special, records = settings.special, settings.records
+    profile = _profile(records.profile)
+    loggers = loggers_of(records.loggers, "loggers, UNISONO_LOG_TO")
+    launched = variables.get("UNISONO_RUN_DIR")
+    return Recording(
+        _folder(settings, launched, number),
+        None if launched is None else Path(launched),
+        variables.count("UNISONO_TERM", "", 1) if "UNISONO_TERM" in variables else None,
+        trace=None if special.trace is None else Path(special.trace),
+        loggers=loggers if special.curvature is None else (),
+        timeline=records.timeline or profile is not None,
+        profile=profile,
+        curvature=None if special.curvature is None else Path(special.curvature),
+    )
+
+
+def _profile(text: str | None) -> range | None:
+    if text is None:
+        return None
+    first, _, last = text.partition(":")
+    steps = whole_number(first), whole_number(last)
+    if steps[0] is None or steps[1] is None or not 0 <= steps[0] < steps[1]:
+        raise JobError(f"records.profile={short(text)}: use FIRST:LAST, such as 10:12 for the steps 10 and 11")
+    return range(steps[0], steps[1])
+
+
+def _folder(settings: Settings, launched: str | None, number: int) -> Path | None:
+    # Under `unisono verify` and `unisono study` even a script that names its folder must leave that one alone.
+    special, own = settings.special, settings.run_dir
+    if own == "":
+        raise JobError('run_dir="" names no folder: name one (the working folder is "."), or leave it out')
+    if own is not None and "\0" in os.fspath(own):
+        raise JobError(f"run_dir={short(os.fspath(own))}: a folder's name has no zero byte")
+    if own is not None and not (special.trace or special.curvature or special.study):
+        return Path(own)
+    # A script that starts several runs has one folder from its launcher: the later ones go inside of it.
+    return None if launched is None else Path(launched) if number == 1 else Path(launched) / f"run-{number}"
+
+
+def _connection(settings: Settings, environ: Mapping[str, str], number: int) -> Connection:
+    coordinator = CoordinatorAccess.from_environ(environ)
+    if number > 1 and coordinator is not None:
+        raise JobError(
+            "a script whose workers may change has one run: this is its second unisono.init. Start the second run in a "
+            "script of its own, or both with unisono run -n N, without a range and without --max-restarts"
+        )
+    _require_devices(settings, environ, coordinator)
+    timeout_s, variables = settings.faults.timeout_s, Variables(environ)
+    silence_s = variables.number("UNISONO_FAILURE_TIMEOUT_S", SHORTEST_S, LONGEST_S)
+    keys = settings.special.data_keys
+    return Connection(
+        settings.communication,
+        # Who hangs is found by the coordinator. That workers wait for each other in vain is for when it does not.
+        timeout_s if coordinator is None else BACKSTOP * timeout_s,
+        min(timeout_s, silence_s or math.inf) / 2,
+        recognise(environ),
+        coordinator,
+        None if keys is None else Path(keys),
+    )
+
+
+def _require_devices(settings: Settings, environ: Mapping[str, str], coordinator: CoordinatorAccess | None) -> None:
+    """Refuse several devices of a worker where they cannot be.
+
+    Raises:
+        JobError: something is asked for that a worker of several devices cannot do; names it.
+    """
+    count = settings.communication.devices_per_worker
+    environment = recognise(environ)
+    if coordinator is not None and (count > MOST_DEVICES or count != environment.world_size):
+        raise JobError(
+            f"devices_per_worker={count}: the launcher has started {environment.world_size} for each worker of this "
+            f"elastic job, and at most {MOST_DEVICES} are possible: say it with unisono run --devices-per-worker, "
+            f"and leave it out of the script"
+        )
+    used = {
+        "policies": bool(settings.policies),
+        "monitor": bool(settings.records.monitor),
+        "audit": bool(settings.faults.audit),
+        "strategy": settings.strategy is not None,
+        "precision='fp16'": settings.arithmetic.precision == "fp16",
+    }
+    if (refused := [name for name, is_used in used.items() if is_used]) and count > 1:
+        raise JobError(
+            f"devices_per_worker={count}: workers of several devices do not go together with {', '.join(refused)} yet. "
+            f"Leave it out, or use one device per worker"
+        )
+
+
+def _adaptation(settings: Settings, job: Job, recording: Recording) -> Adaptation:
+    made = _policies(settings, job)
+    policies = (*made, *_scaling(settings, job, made))
+    if policies:
+        job.require_batch_size(f"policies={', '.join(policy.name for policy in policies)}")
+    compares = recording.trace is not None or settings.special.samples
+    return Adaptation(
+        policies,
+        strategy_of(AllReduce() if settings.strategy is None else settings.strategy),
+        StrategyConstraints(job.reduction, compares, job.precision == "fp16"),
+    )
+
+
+def _policies(settings: Settings, job: Job) -> list[Policy]:
+    """Those that the script makes, and those that are named."""
+    names = [policy for policy in settings.policies if isinstance(policy, str)]
+    batch_size = job.require_batch_size(f"policies={','.join(names)}") if names else 0
+    made = iter(policies_named(names, batch_size, "policies, UNISONO_POLICIES"))
+    return [next(made) if isinstance(policy, str) else policy for policy in settings.policies]
+
+
+def _scaling(settings: Settings, job: Job, others: Sequence[Policy]) -> list[Policy]:
+    """For a multiple of the script's batch, the policy that multiplies the learning rate.
+
+    It grows from the script's to so many times that: Goyal et al., arXiv 1706.02677.
+    """
+    factor = settings.special.batch_scale
+    if factor == 1:
+        return []
+    if any(isinstance(policy, LinearScaling) for policy in others):
+        raise JobError(
+            f"UNISONO_BATCH_SCALE={factor} multiplies the learning rate, and so does the LinearScaling among "
+            f"this run's policies: leave one of the two out"
+        )
+    own = job.require_batch_size(f"UNISONO_BATCH_SCALE={factor}") // factor
+    return [LinearScaling(factor, settings.special.batch_scale_warmup * own)]
+
+
+def _execution(settings: Settings, adaptation: Adaptation, recording: Recording) -> Execution:
+    return Execution(
+        settings.communication.overlap,
+        _monitoring(settings, adaptation),
+        CHECKS[settings.faults.checks],
+        settings.faults.audit,
+        looks=settings.faults.verify_every > 0,
+        # `unisono verify` watches the optimizers update all that they have.
+        shared_from=SHARED_FROM if recording.trace is None else math.inf,
+    )
+
+
+def _monitoring(settings: Settings, adaptation: Adaptation) -> Monitoring:
+    monitoring = settings.records.monitor
+    if not isinstance(monitoring, Monitoring):
+        monitoring = Monitoring(monitoring or int(any(policy.needs_monitor for policy in adaptation.policies)))
+    if not monitoring.curvature_every:
+        intervals = [policy.curvature_every for policy in adaptation.policies if policy.curvature_every]
+        monitoring = replace(monitoring, curvature_every=min(intervals, default=0))
+    if monitoring.curvature_every:
+        question_of(monitoring.curvature)
+        if not adaptation.strategy.is_exact:
+            raise JobError(
+                f"Monitoring(curvature_every={monitoring.curvature_every}): with the strategy {adaptation.strategy} "
+                f"workers have weights of their own: leave it out, or use strategy='all-reduce'"
+            )
+    return monitoring

@@ -37,43 +37,41 @@ class Network:
     """The network between the workers of one generation.
 
     Args:
-        config: the configuration of the run.
-        rendezvous: the rendezvous of these workers.
         host: the address at which the others reach this worker; empty if all of them are on one host.
-        generation: the generation of these workers.
 
     Attributes:
-        keys: what only these workers know; None over a network of torch's.
+        keys: the secrets that only these workers know; None over torch's own network.
 
     Raises:
-        JobError: it would be open to others, and nobody has said that it may be; or a setting does not fit it.
+        JobError: the network would be open to others, and no setting allows that; or a setting does not fit the
+            network.
     """
 
     def __init__(self, config: RunConfig, rendezvous: Rendezvous, host: str, generation: Generation) -> None:
-        how = config.connection.how
+        communication = config.connection.how
         self._config, self._rendezvous, self._host = config, rendezvous, host
         backend, self._why = self._agreed(generation)
-        # Torch's own where it is asked for by name, on GPUs, and where sums may be added up in its order.
-        is_torchs = how.transport == "process_group" or backend == "nccl" or config.job.reduction != "exact"
-        self._backend = backend if is_torchs else ""
-        self._topology = topology_over(backend, config.job, how.topology)
-        if host and is_torchs and not how.insecure_data:
+        # Torch's own network serves where it is asked for by name, on GPUs, and where its order of sums is allowed.
+        uses_torch = communication.transport == "process_group" or backend == "nccl" or config.job.reduction != "exact"
+        self._backend = backend if uses_torch else ""
+        self._topology = topology_over(backend, config.job, communication.topology)
+        if host and uses_torch and not communication.insecure_data:
             raise JobError(
-                f"rank {rendezvous.environment.rank} on host {platform.node()}: between hosts {backend} speaks plain "
-                f"text with whoever calls. In a network that only this job's hosts are in, say so: "
-                f"unisono.init(communication={{'insecure_data': True}}), or UNISONO_INSECURE_DATA=1. Else leave out "
-                f"transport='process_group' and reduction='native', and let workers compute on CPUs"
+                f"rank {rendezvous.environment.rank} on host {platform.node()}: the traffic of {backend} between hosts "
+                f"is not encrypted, and open to anyone who can connect. If only this job's hosts are in the network, "
+                f"allow it with unisono.init(communication={{'insecure_data': True}}), or UNISONO_INSECURE_DATA=1. "
+                f"Else leave out transport='process_group' and reduction='native', and let workers compute on CPUs"
             )
         self.keys: NetworkKeys | None = None
-        if not is_torchs:
-            of_hosts = rendezvous.plain_keys if how.insecure_data else rendezvous.private_keys
-            self.keys = of_hosts() if host else rendezvous.host_keys()
+        if not uses_torch:
+            make_keys = rendezvous.plain_keys if communication.insecure_data else rendezvous.private_keys
+            self.keys = make_keys() if host else rendezvous.host_keys()
 
     def _agreed(self, generation: Generation) -> tuple[str, str]:
-        """The kind of process group, and why: NCCL if each worker has a device of its own, else Gloo. Collective.
+        """Agree on the backend of the process group, and return it with the reason. Collective.
 
-        NCCL refuses workers that share a device, unless it was told to take them. The workers compare what they have:
-        each may see one device alone.
+        It is NCCL if each worker has a device of its own, else Gloo: NCCL refuses workers that share a device, unless a
+        variable tells it to take them. Each worker may see one device alone, so the workers compare theirs.
 
         Raises:
             JobError: NCCL is asked for, and cannot be used; says why.
@@ -96,26 +94,22 @@ class Network:
         return ("gloo", "transport='sockets'") if wanted == "sockets" else (backend, why)
 
     def transport(self, generation: Generation, scope: str = "all") -> ProcessGroupTransport:
-        """Connect with workers of it. Collective among them.
-
-        Args:
-            generation: the generation that they form.
-            scope: a name for those who meet.
+        """Connect with the workers of this network that give the same scope. Collective among them.
 
         Raises:
             LaunchError: the others cannot be reached.
         """
         store, timeout_s = PrefixStore(scope, self._rendezvous.store()), self._config.connection.timeout_s
-        rank, where = generation.rank, torch.device("cpu")
+        rank, device = generation.rank, torch.device("cpu")
         if self.keys is None:
             group = form_group(store, generation, self._backend, timeout_s)
-            where = self._config.device if self._backend == "nccl" else where
+            device = self._config.device if self._backend == "nccl" else device
         else:
             board = TorchRendezvousStore(store, timeout_s)
             keys = self.keys.of(f"{generation.number} {scope}")
             wires = connect_all(rank, self._host, generation.world_size, board, keys, timeout_s)
             group = SocketGroup(rank, wires, timeout_s)
-        transport = ProcessGroupTransport(group, rank, generation.split, where, self._topology)
+        transport = ProcessGroupTransport(group, rank, generation.split, device, self._topology)
         if self._why:
             transport.measured.append({"backend": "nccl" if self._backend == "nccl" else "host", "why": self._why})
         return transport
@@ -131,23 +125,23 @@ def _common_backend(devices: Sequence[bytes]) -> tuple[str, str]:
 
 
 def topology_over(backend: str, job: Job, wanted: str) -> str | None:
-    """The topology of partial sums over a backend; None where it is only asked for standard collectives.
+    """The topology of partial sums over a backend; None where the backend's standard collectives are used instead.
 
     Raises:
-        JobError: the one that is wanted cannot be used.
+        JobError: the wanted topology cannot be used.
     """
     if job.reduction != "exact":
         if wanted != "auto":
             raise JobError(
-                f"topology={wanted!r} is a way of exact sums, and reduction={job.reduction!r} goes the backend's own: "
-                f"leave topology out"
+                f"topology={wanted!r} applies to exact sums only, and reduction={job.reduction!r} uses the backend's "
+                f"all-reduce: leave topology out"
             )
         return "direct" if backend == "gloo" else None
     if backend == "gloo":
         return wanted
     if wanted not in ("auto", "direct"):
         raise JobError(f"topology={wanted!r} needs CPUs; over {backend} use 'direct' or 'auto'")
-    return None  # sends between two workers are not tried on it
+    return None  # sends between two workers have not been tried on other backends
 
 
 def connect(
@@ -155,74 +149,70 @@ def connect(
 ) -> Workers:
     """Connect the workers of a generation. Collective.
 
-    Args:
-        config: the configuration of the run.
-        generation: the generation that they form.
-        rendezvous: the rendezvous of its workers.
-        devices: the devices of this worker; by default one.
-
     Raises:
         JobError: a name is unknown, shared memory or a topology was asked for where it cannot be, or another worker has
             another kind of device or transport; says why.
         LaunchError: the other workers cannot be reached.
     """
     job, environment = config.job, rendezvous.environment
-    made = partial(Workers, generation, devices=devices, device=config.device)
+    make_workers = partial(Workers, generation, devices=devices, device=config.device)
     if environment.world_size == 1:
-        return made(Solo(job.shards))
-    chosen = _chosen(config, environment)
+        return make_workers(Solo(job.shards))
+    kind = _chosen(config, environment)
     _require_same_place(config, rendezvous)
-    if chosen == "shared_memory":
-        return made(SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
+    if kind == "shared_memory":
+        return make_workers(SharedMemoryTransport(rendezvous.peers(), generation.rank, generation.split))
     host = "" if environment.local_world_size == environment.world_size else own_address(rendezvous.store())
-    host = "" if is_loopback(host) else host  # which is one host, whatever its workers call it
+    host = "" if is_loopback(host) else host  # these workers are on one host, whatever name it has
     network = Network(config, rendezvous, host, generation)
-    everyone = made(network.transport(generation), host, keys=network.keys)
-    if chosen == "hierarchical" and _share_hosts(everyone, environment, config.connection.how):
-        return made(_over_hosts(everyone, rendezvous, network), host, keys=network.keys)
+    everyone = make_workers(network.transport(generation), host, keys=network.keys)
+    if kind == "hierarchical" and _share_hosts(everyone, environment, config.connection.how):
+        return make_workers(_over_hosts(everyone, rendezvous, network), host, keys=network.keys)
     return everyone
 
 
 def _require_same_place(config: RunConfig, rendezvous: Rendezvous) -> None:
-    """Refuse to wait where the others do not go: each chooses where to meet by its own device and settings.
+    """Refuse to wait for workers that connect elsewhere: each chooses its way by its own device and settings.
 
     Raises:
-        JobError: this worker's are others than those of rank 0; says both.
+        JobError: this worker's device or transport is another one than that of rank 0; says both.
     """
-    here, how = rendezvous.environment, config.connection.how
-    mine = f"{config.device.type} and transport={how.transport!r}"
+    environment, communication = rendezvous.environment, config.connection.how
+    own = f"{config.device.type} and transport={communication.transport!r}"
     board = TorchRendezvousStore(dist.PrefixStore("place", rendezvous.store()), rendezvous.timeout_s)
-    if here.rank == 0:
-        board.post("first", mine.encode())
-    elif (first := board.read("first").decode(errors="replace")) != mine:
+    if environment.rank == 0:
+        board.post("first", own.encode())
+    elif (first := board.read("first").decode(errors="replace")) != own:
         raise JobError(
-            f"rank {here.rank} on host {platform.node()} has {mine}, and rank 0 {short(first)}: they would wait for "
-            f"each other in vain. Give all workers one kind of device (unisono.init(device=…)) and one transport"
+            f"rank {environment.rank} on host {platform.node()} has {own}, and rank 0 {short(first)}: they would wait "
+            f"for each other in vain. Give all workers one kind of device (unisono.init(device=…)) and one transport"
         )
 
 
 def _chosen(config: RunConfig, environment: Environment) -> str:
-    how, one_host = config.connection.how, environment.local_world_size == environment.world_size
+    communication, one_host = config.connection.how, environment.local_world_size == environment.world_size
     obstacle = _obstacle(config, one_host=one_host)
-    if how.transport == "nccl" and not is_accelerator(config.device):
+    if communication.transport == "nccl" and not is_accelerator(config.device):
         raise JobError("transport='nccl' cannot be used: the workers compute on CPUs; leave it out, or use 'sockets'")
-    if how.transport in ("sockets", "process_group", "nccl") or (how.transport == "auto" and obstacle):
+    if communication.transport in ("sockets", "process_group", "nccl") or (
+        communication.transport == "auto" and obstacle
+    ):
         return "network"
-    if how.transport == "shared_memory" and not one_host:
+    if communication.transport == "shared_memory" and not one_host:
         obstacle = obstacle or "the workers are on several hosts"
     if obstacle:
-        raise JobError(f"transport={how.transport!r} cannot be used: {obstacle}; use 'sockets' or 'auto'")
+        raise JobError(f"transport={communication.transport!r} cannot be used: {obstacle}; use 'sockets' or 'auto'")
     return "shared_memory" if one_host else "hierarchical"
 
 
 def _obstacle(config: RunConfig, *, one_host: bool) -> str:
-    how, reduction = config.connection.how, config.job.reduction
+    communication, reduction = config.connection.how, config.job.reduction
     if config.device.type != "cpu":
         return f"the workers compute on {config.device.type}"
     if reduction != "exact":
         return f"reduction={reduction!r} is that of torch's process group"
-    if one_host and how.topology != "auto":
-        return f"topology={how.topology!r} is a way between hosts"
+    if one_host and communication.topology != "auto":
+        return f"topology={communication.topology!r} is a way between hosts"
     return "" if sys.platform == "linux" else f"{sys.platform} has no memory that can be shared without a name"
 
 
@@ -233,23 +223,23 @@ def _share_hosts(everyone: Workers, environment: Environment, how: Communication
     if all(place == [local, rank % local] for rank, place in enumerate(places)) and local > 1:
         return True
     if how.transport == "hierarchical":
-        listed = ", ".join(f"rank {rank} is number {place[1]} of {place[0]}" for rank, place in enumerate(places))
+        positions = ", ".join(f"rank {rank} is number {place[1]} of {place[0]}" for rank, place in enumerate(places))
         everyone.close()
         raise JobError(
             f"transport='hierarchical' needs equally many workers on every host, at least 2, with neighbouring ranks; "
-            f"here {listed} on its host. Use 'sockets' or 'auto'"
+            f"here {positions} on its host. Use 'sockets' or 'auto'"
         )
     return False
 
 
 def _over_hosts(everyone: Workers, rendezvous: Rendezvous, network: Network) -> Transport:
     generation, local = everyone.generation, rendezvous.environment.local_world_size
-    number, place = divmod(generation.rank, local)
-    with ExitStack() as opened:  # whatever fails in here, what was opened before it is closed again
+    host_number, place = divmod(generation.rank, local)
+    with ExitStack() as opened:  # if anything fails in here, what is open is closed
         opened.callback(everyone.close)
         peers = rendezvous.peers()
         opened.callback(peers.close)
-        hosts = Generation(generation.number, number, host_split(generation.split, local))
+        hosts = Generation(generation.number, host_number, host_split(generation.split, local))
         across = network.transport(hosts, f"across/{place}")
         opened.pop_all()
     return HierarchicalTransport(peers, generation.rank, generation.split, across, everyone.transport)
@@ -259,27 +249,27 @@ def _over_hosts(everyone: Workers, rendezvous: Rendezvous, network: Network) -> 
 
 
 def connect_devices(config: RunConfig, rendezvous: Rendezvous, mesh: Mesh) -> Devices:
-    """Connect the devices of this worker for a generation. They are on one host. Collective among them."""
-    here, how = rendezvous.environment, config.connection
-    generation = Generation(1, here.rank, Split.even(here.world_size, here.world_size))
+    """Connect the devices of this worker, all on one host, for a generation. Collective among them."""
+    environment, connection = rendezvous.environment, config.connection
+    generation = Generation(1, environment.rank, Split.even(environment.world_size, environment.world_size))
     with ExitStack() as opened:
         inside = connect(config, generation, rendezvous)
         opened.callback(inside.close)
-        backend = group_of(config.device, how.environment.local_world_size)
-        # In NCCL's groups what is sent waits for what was sent before, and stages send to and fro at the same time.
-        ways = ["exchange", *(["back"] if backend == "nccl" else [])]
+        backend = group_of(config.device, connection.environment.local_world_size)
+        # NCCL sends over a group one after the other, and stages send in both directions at once: they need two.
+        names = ["exchange", *(["back"] if backend == "nccl" else [])]
         exchanges = []
-        for name in ways:
+        for name in names:
             with _on_loopback():
-                group = form_group(PrefixStore(name, rendezvous.store()), generation, backend, how.timeout_s)
-            exchanges.append(ProcessGroupTransport(group, here.rank, generation.split, config.device, None))
+                group = form_group(PrefixStore(name, rendezvous.store()), generation, backend, connection.timeout_s)
+            exchanges.append(ProcessGroupTransport(group, environment.rank, generation.split, config.device, None))
             opened.callback(exchanges[-1].close)
         opened.pop_all()
-    return Devices(here.rank, here.world_size, mesh, inside, *exchanges)
+    return Devices(environment.rank, environment.world_size, mesh, inside, *exchanges)
 
 
 def mesh_of(config: RunConfig, rendezvous: Rendezvous) -> Mesh:
-    """The devices of this worker as long as there is the worker."""
+    """Return the mesh of this worker's devices, which lives as long as the worker."""
     return Mesh(partial(_form_mesh, config, rendezvous), partial(_speaking, config.device), _speaking_beside)
 
 
@@ -291,7 +281,7 @@ def _speaking(device: torch.device, mesh: DeviceMesh, group: dist.ProcessGroup |
 
 
 SLOWEST = timedelta(hours=1)
-"""For a device to write its share of a checkpoint, while the others wait for it."""
+"""The longest time for a device to write its share of a checkpoint, while the others wait for it."""
 
 
 def _speaking_beside(mesh: DeviceMesh) -> Workers:
@@ -301,8 +291,8 @@ def _speaking_beside(mesh: DeviceMesh) -> Workers:
 
 
 def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
-    """The devices of this worker as torch's default process group: FSDP's collective calls need one by name."""
-    here, process = rendezvous.environment, config.connection.environment
+    """Make this worker's devices torch's default process group: FSDP's collective calls need a group with a name."""
+    environment, process = rendezvous.environment, config.connection.environment
     if dist.is_initialized():
         raise JobError(
             "devices_per_worker needs torch's default process group for the devices of each worker, and the script has "
@@ -313,23 +303,25 @@ def _form_mesh(config: RunConfig, rendezvous: Rendezvous) -> DeviceMesh:
         dist.init_process_group(
             group_of(config.device, process.local_world_size),
             store=dist.PrefixStore("devices", rendezvous.store()),
-            rank=here.rank,
-            world_size=here.world_size,
+            rank=environment.rank,
+            world_size=environment.world_size,
             timeout=timedelta(seconds=config.connection.timeout_s),
         )
-    sys.excepthook = hook  # torch's writes a rank before each line, once more for every group that there was
-    return init_device_mesh(config.device.type, (here.world_size,))
+    sys.excepthook = hook  # torch's own hook writes a rank before each line, once for each group so far
+    return init_device_mesh(config.device.type, (environment.world_size,))
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Gloo listens on loopback alone: what meets in here is on one host."""
-    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ[name] = next((each for _, each in socket.if_nameindex() if each.startswith("lo")), before or "")
+    """Have Gloo listen on loopback alone: the processes that connect in here are on one host."""
+    name, previous = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ[name] = next(
+        (interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), previous or ""
+    )
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous

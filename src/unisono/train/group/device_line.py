@@ -1,4 +1,4 @@
-"""The connections of a worker's devices: the first one speaks with the coordinator, the others with it."""
+"""The connections of a worker's devices: the first one speaks with the coordinator, the others with the first one."""
 
 import itertools
 import socket
@@ -13,13 +13,11 @@ from pydantic import ValidationError
 
 from unisono.errors import LaunchError, WorkerLost
 from unisono.membership.client import ANSWER_S, Line
-from unisono.membership.messages import JobOver, StoreReply, StoreRequest
-from unisono.membership.parser import LONGEST_MESSAGE
+from unisono.membership.messages import LONGEST_MESSAGE, JobOver, StoreReply, StoreRequest
 from unisono.received import is_same_user
+from unisono.reduce.admission import address_of, is_name, listen
 from unisono.reduce.peers import RendezvousStore
-from unisono.reduce.rpc_message import address_of, is_name, listen
-from unisono.train.group.news import Farewell
-from unisono.train.group.one_voice import FromDevice, OneVoice, ToDevice, from_device, to_device
+from unisono.train.group.device_messages import Farewell, FromDevice, MessageMerger, ToDevice, from_device, to_device
 
 DOOR = "device line"
 COORDINATOR = "coordinator"
@@ -27,34 +25,34 @@ COORDINATOR = "coordinator"
 
 GONE = "another device of this worker is gone: see its log"
 
-Hear = Callable[[ToDevice], None]
-OpenLine = Callable[[Hear], Line]
+Receive = Callable[[ToDevice], None]
+OpenLine = Callable[[Receive], Line]
 
 
 class FirstLine:
-    """The line of a worker's first device, which speaks for all of them.
+    """The connection of a worker's first device, which speaks for all of them.
 
-    What the coordinator says, and what is said to all, all devices hear in one order.
+    All devices receive the coordinator's messages, and the messages to all of them, in the same order.
 
     Args:
-        devices: the number of devices of the worker.
-        board: a store that they share.
+        board: a store that the devices share.
         open_line: a function that opens the connection to the coordinator, whose messages go to its argument.
-        hear: a function that gets what this device hears, one message at a time.
-        timeout_s: the longest wait for the other devices, in seconds.
+        receive: a function that gets this device's messages, one at a time.
 
     Raises:
         WorkerLost: another device does not come.
         LaunchError: the coordinator cannot be reached.
     """
 
-    def __init__(self, devices: int, board: RendezvousStore, open_line: OpenLine, hear: Hear, timeout_s: float) -> None:
-        self._voice, self._hear = OneVoice(devices), hear
-        self._lock = threading.RLock()  # around all that is said and heard, so that all hear it in one order
+    def __init__(
+        self, devices: int, board: RendezvousStore, open_line: OpenLine, receive: Receive, timeout_s: float
+    ) -> None:
+        self._merger, self._receive = MessageMerger(devices), receive
+        self._lock = threading.RLock()  # held for each message, so that all devices hear messages in one order
         self._is_over = False
         self._others = _called(devices, board, timeout_s)
         try:
-            self._line = open_line(self.tell)
+            self._line = open_line(self.deliver)
         except BaseException:
             for connection in self._others.values():
                 connection.close()
@@ -75,7 +73,7 @@ class FirstLine:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the coordinator was heard of last."""
+        """The seconds since the last word of the coordinator."""
         return self._line.silent_s
 
     @property
@@ -84,53 +82,53 @@ class FirstLine:
         return self._line.local_address
 
     def send(self, message: FromDevice) -> None:
-        """This device says something."""
-        self._say(0, message)
+        """Send a message of this device."""
+        self._merge(0, message)
 
-    def tell(self, message: ToDevice) -> None:
-        """Have all devices hear something, after what they have heard before."""
+    def deliver(self, message: ToDevice) -> None:
+        """Send a message to all devices, after those that they have received before."""
         with self._lock:
             self._is_over |= isinstance(message, Farewell)
             for device in self._others:
                 self._write(device, message)
-            self._hear(message)
+            self._receive(message)
 
     def cut(self, seconds: float) -> None:
-        """Lose the connection to the coordinator for so many seconds, as a network fault does."""
+        """Cut the connection to the coordinator for so many seconds, as a network fault does."""
         self._line.cut(seconds)
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         with self._lock:
             self._is_over = True
         self._line.close()
         for connection in self._others.values():
             hang_up(connection)
 
-    def _say(self, device: int, message: FromDevice) -> None:
+    def _merge(self, device: int, message: FromDevice) -> None:
         with self._lock:
-            said = self._voice.said(device, message)
-            for outside in said.outside:
+            outgoing = self._merger.merge(device, message)
+            for outside in outgoing.outside:
                 self._line.send(outside)
-            for other, inside in said.inside:
+            for other, inside in outgoing.inside:
                 if other:
                     self._write(other, inside)
                 else:
-                    self._hear(inside)
+                    self._receive(inside)
 
     def _write(self, device: int, message: ToDevice) -> None:
-        with suppress(OSError):  # whoever reads from it hears that it is gone
+        with suppress(OSError):  # the thread that reads from it notes that it is gone
             self._others[device].sendall(_packed(message))
 
     def _listen(self, device: int, connection: socket.socket) -> None:
         for message in _read(connection, from_device):
-            if isinstance(message, StoreRequest):  # whose answer may take long
+            if isinstance(message, StoreRequest):  # its answer may take long
                 self._thread(self._answer, device, message)
             else:
-                self._say(device, message)
+                self._merge(device, message)
         with self._lock:
             if not self._is_over:
-                self.tell(JobOver(reason=GONE))
+                self.deliver(JobOver(reason=GONE))
 
     def _answer(self, device: int, request: StoreRequest) -> None:
         try:
@@ -145,37 +143,33 @@ class FirstLine:
 
 
 LONGEST_ERROR = 4096
+"""Characters of an error that another device is told."""
 
 
 class DeviceLine:
-    """The line of any other device of a worker, to the first one.
+    """The connection of any other device of a worker to the first one.
 
     Args:
         device: the place of this device among those of the worker.
-        board: a store that they share.
-        url: the coordinator's URL.
-        hear: a function that gets what is heard, one message at a time.
-        timeout_s: the longest wait for the first device, in seconds.
+        receive: a function that gets this device's messages, one at a time.
 
     Attributes:
-        url: the argument.
         local_address: the address of this host on the first device's connection to the coordinator.
         kept: objects that have to live as long as the line.
-        generation: the generation that this worker is in.
-        silent_s: 0: the first device hears of the coordinator, or is gone.
+        silent_s: always 0: the first device hears of the coordinator, or is gone itself.
 
     Raises:
         WorkerLost: the first device is gone.
-        LaunchError: it does not come.
+        LaunchError: the first device does not come.
     """
 
     silent_s = 0.0
 
-    def __init__(self, device: int, board: RendezvousStore, url: str, hear: Hear, timeout_s: float) -> None:
+    def __init__(self, device: int, board: RendezvousStore, url: str, receive: Receive, timeout_s: float) -> None:
         self.url, self.kept, self.generation = url, list[object](), 0
-        self._hear, self._timeout_s = hear, timeout_s
+        self._receive, self._timeout_s = receive, timeout_s
         self._lock = threading.Lock()
-        self._numbers, self._asked = itertools.count(1), dict[int, Future[StoreReply]]()
+        self._numbers, self._pending = itertools.count(1), dict[int, Future[StoreReply]]()
         self._is_over = self._is_closed = False
         self._connection = _call(device, board.read(DOOR).decode("ascii", "replace"), timeout_s)
         try:
@@ -186,12 +180,12 @@ class DeviceLine:
         threading.Thread(target=self._listen, name="unisono-device", daemon=True).start()
 
     def send(self, message: FromDevice) -> None:
-        """Say something to the first device."""
-        with self._lock, suppress(OSError):  # whoever reads from it hears that it is gone
+        """Send a message to the first device."""
+        with self._lock, suppress(OSError):  # the thread that reads from it notes that it is gone
             self._connection.sendall(_packed(message))
 
     def request(self, request: StoreRequest, answer_s: float = ANSWER_S) -> StoreReply:
-        """Ask the key-value store by the first device, and wait.
+        """Ask the key-value store through the first device, and wait for the answer.
 
         Raises:
             LaunchError: no answer came in time, or the line has ended.
@@ -201,7 +195,7 @@ class DeviceLine:
             if self._is_closed:
                 raise LaunchError(GONE)
             number = next(self._numbers)
-            self._asked[number] = answer
+            self._pending[number] = answer
         self.send(request.model_copy(update={"id": number}))
         try:
             return answer.result(request.timeout_s + answer_s)
@@ -209,16 +203,16 @@ class DeviceLine:
             raise LaunchError(f"the coordinator at {self.url} did not answer") from error
         finally:
             with self._lock:
-                self._asked.pop(number, None)
+                self._pending.pop(number, None)
 
-    def tell(self, message: ToDevice) -> None:
-        """What is said to all the first device says."""
+    def deliver(self, message: ToDevice) -> None:
+        """Do nothing: the first device sends messages to all devices."""
 
     def cut(self, seconds: float) -> None:
-        """The first device has the connection to the coordinator."""
+        """Do nothing: the first device has the connection to the coordinator."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._end()
         hang_up(self._connection)
 
@@ -227,40 +221,40 @@ class DeviceLine:
             self._is_over |= isinstance(message, Farewell)
             if isinstance(message, StoreReply):
                 with self._lock:
-                    answer = self._asked.pop(message.id, None)
+                    answer = self._pending.pop(message.id, None)
                 if answer is not None:
                     answer.set_result(message)
             else:
-                self._hear(message)
+                self._receive(message)
         if not self._is_over:
-            self._hear(JobOver(reason=GONE))
+            self._receive(JobOver(reason=GONE))
         self._end()
 
     def _end(self) -> None:
         with self._lock:
             self._is_over = self._is_closed = True
-            unanswered = list(self._asked.values())
-            self._asked.clear()
+            unanswered = list(self._pending.values())
+            self._pending.clear()
         for answer in unanswered:
             answer.set_exception(LaunchError(GONE))
 
 
 def _called(devices: int, board: RendezvousStore, timeout_s: float) -> dict[int, socket.socket]:
-    """The connections of all other devices, by their places."""
-    until, found = monotonic() + timeout_s, dict[int, socket.socket]()
+    """Accept the connections of all other devices, and return them by the devices' places."""
+    deadline, connections = monotonic() + timeout_s, dict[int, socket.socket]()
     with ExitStack() as opened:
-        with listen("") as listening:
-            board.post(DOOR, str(address_of(listening)).encode())
-            while len(found) < devices - 1:
-                connection = opened.enter_context(_next_caller(listening, until))
+        with listen("") as listener:
+            board.post(DOOR, str(address_of(listener)).encode())
+            while len(connections) < devices - 1:
+                connection = opened.enter_context(_next_caller(listener, deadline))
                 device = _place(connection)
-                if device in range(1, devices) and device not in found:
-                    found[device] = connection
+                if device in range(1, devices) and device not in connections:
+                    connections[device] = connection
                     connection.settimeout(None)
                 else:
                     connection.close()
         opened.pop_all()
-    return found
+    return connections
 
 
 def _next_caller(listening: socket.socket, until: float) -> socket.socket:
@@ -273,21 +267,22 @@ def _next_caller(listening: socket.socket, until: float) -> socket.socket:
 
 
 HELLO_S = 5.0
+"""Seconds that a caller may take to say its place."""
 
 
 def _place(connection: socket.socket) -> int:
-    """The place that a caller says it has; -1 for one that does not belong here."""
+    """Read the place that a caller says it has; -1 for a caller that does not belong here."""
     try:
         connection.settimeout(HELLO_S)
-        said = connection.recv(1) if is_same_user(connection) else b""
+        data = connection.recv(1) if is_same_user(connection) else b""
     except OSError:
         return -1
-    return said[0] if said else -1
+    return data[0] if data else -1
 
 
 def _call(device: int, door: str, timeout_s: float) -> socket.socket:
     if not is_name(door):
-        raise WorkerLost("the first device of this worker is told to be where no device is")
+        raise WorkerLost("the posted address of this worker's first device is not valid")
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
@@ -303,8 +298,8 @@ def _call(device: int, door: str, timeout_s: float) -> socket.socket:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Have both sides hear no more on a connection. From any thread; whoever reads from it closes it."""
-    with suppress(OSError):
+    """End a connection for both sides. Any thread may call it; the thread that reads from the connection closes it."""
+    with suppress(OSError):  # closed or broken already
         connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -313,12 +308,12 @@ def _packed(message: Any) -> bytes:
 
 
 def _read(connection: socket.socket, kinds: Any) -> Iterator[Any]:
-    """The messages that come, until the connection ends, or something comes that is none."""
+    """Yield the messages that arrive, until the connection ends or something arrives that is no message."""
     with connection, connection.makefile("rb") as lines, suppress(OSError, ValidationError):
         while line := _line(lines):
             yield kinds.validate_json(line)
 
 
 def _line(lines: BinaryIO) -> bytes:
-    found = lines.readline(2 * LONGEST_MESSAGE)
-    return found if found.endswith(b"\n") else b""
+    line = lines.readline(2 * LONGEST_MESSAGE)
+    return line if line.endswith(b"\n") else b""

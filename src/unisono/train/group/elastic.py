@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,8 +16,7 @@ from unisono.errors import JobEnded, LaunchError, WorkerLost
 from unisono.membership import messages
 from unisono.membership.client import Line
 from unisono.membership.probe import PATIENCE_S
-from unisono.membership.rendezvous import Generation
-from unisono.membership.store import CoordinatorStore
+from unisono.membership.rendezvous import CoordinatorStore, Generation
 from unisono.membership.token import read_token
 from unisono.plan.split import Split
 from unisono.received import whole_number
@@ -25,10 +24,9 @@ from unisono.reduce.peers import PeerListener, RendezvousStore
 from unisono.reduce.transport import Solo
 from unisono.train.config.run_config import Connection, CoordinatorAccess
 from unisono.train.group.device_line import DeviceLine, FirstLine
-from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Tell
+from unisono.train.group.device_messages import Agreed, Farewell, News, ToDevice, Watched, WorkedOut
+from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Report
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
-from unisono.train.group.news import Farewell, News
-from unisono.train.group.one_voice import Agreed, Known, ToDevice, WorkedOut
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
 from unisono.train.group.rendezvous import ElasticRendezvous, Rendezvous
 from unisono.train.group.workers import Devices, Mesh, Workers
@@ -37,7 +35,7 @@ CLOCK_S = 2.0
 """Seconds that the coordinator may take to say what its clock shows."""
 
 LOOKS = 4
-"""At the coordinator, in the time after which no word from it is too long."""
+"""The number of looks at whether the coordinator is there, in the time after which its silence counts."""
 
 Form = Callable[[Generation, Rendezvous], Workers]
 """Connects the workers of a generation."""
@@ -45,21 +43,15 @@ Form = Callable[[Generation, Rendezvous], Workers]
 AnyLine = Line | FirstLine | DeviceLine
 
 OpenLine = Callable[[Callable[[ToDevice], None]], AnyLine]
-"""Opens the connection to the coordinator, or to the device that speaks with it; its messages go to the argument."""
+"""Opens the connection to the coordinator, or to the device that speaks with it. Messages go to the argument."""
 
-Probe = Callable[[Sequence[messages.Target], Tell], Probing]
+Probe = Callable[[Sequence[messages.Target], Report], Probing]
 """Probes hosts until it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """The devices of a worker, as long as there is the worker.
-
-    Attributes:
-        devices: this device's place among them.
-        mesh: torch's group of them.
-        board: a store that they share.
-    """
+    """The devices of a worker, which exist as long as the worker does."""
 
     devices: Devices
     mesh: Mesh
@@ -67,46 +59,46 @@ class DeviceGroup:
 
 
 class Forming:
-    """The forming of one generation. Any thread can have the main thread wait no longer.
+    """The forming of one generation, for which the main thread waits. Any thread can end the wait.
 
     Attributes:
-        unreached: hosts of the generation to which this worker cannot connect.
+        unreached: the hosts of the generation to which this worker cannot connect.
     """
 
     def __init__(self) -> None:
         self.unreached: tuple[messages.Unreached, ...] = ()
-        self._found: Future[Workers] = Future()
+        self._result: Future[Workers] = Future()
 
     def connect(self, form: Callable[[], Workers]) -> Workers:
-        """Connect, on a thread of its own: nothing else wakes whoever waits for a host that has vanished.
+        """Connect on a thread of its own, so that the wait can end although a host has vanished.
 
         Raises:
-            WorkerLost: it was given up.
+            WorkerLost: the attempt was given up.
         """
         threading.Thread(target=self._connect, args=(form,), name="unisono-connect", daemon=True).start()
-        return self._found.result()
+        return self._result.result()
 
     def give_up(self, why: str) -> None:
-        """Nobody waits for the others any more."""
-        with suppress(InvalidStateError):
-            self._found.set_exception(WorkerLost(why))
+        """Have the main thread wait no longer."""
+        with suppress(InvalidStateError):  # the wait has ended already
+            self._result.set_exception(WorkerLost(why))
 
     def not_reached(self, unreached: tuple[messages.Unreached, ...]) -> None:
-        """Give up hosts that this one does not reach: the transport itself would wait much longer."""
+        """Give up because of hosts out of reach: the transport itself would wait much longer."""
         self.unreached = unreached
-        words = "; ".join(f"{each.agent}: {each.why}" for each in unreached)
+        words = "; ".join(f"{host.agent}: {host.why}" for host in unreached)
         self.give_up(f"hosts of the generation are out of reach ({words})")
 
     def _connect(self, form: Callable[[], Workers]) -> None:
         try:
             workers = form()
-        except Exception as error:  # noqa: BLE001 (raised by whoever waits)
-            with suppress(InvalidStateError):
-                self._found.set_exception(error)
+        except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+            with suppress(InvalidStateError):  # the wait has ended already
+                self._result.set_exception(error)
             return
         try:
-            self._found.set_result(workers)
-        except InvalidStateError:  # nobody waits any more
+            self._result.set_result(workers)
+        except InvalidStateError:  # the wait was given up
             workers.close()
 
 
@@ -118,13 +110,10 @@ class Elastic(Membership):
     wakes the main thread.
 
     Args:
-        call: a function that opens the connection to the coordinator.
-        hello: this worker's first message, which says who it is.
-        form: a function that connects the workers of a generation.
-        timeout_s: the longest wait for other workers and for the coordinator, in seconds.
-        probe: a function that probes the hosts of a generation; None if nobody needs to know.
-        silence_s: the seconds without the coordinator after which the job may soon go on without this worker.
-        publisher: makes values known to those who join later, once it knows how to ask the coordinator.
+        probe: a function that probes the hosts of a generation; None if they need no probes.
+        silence_s: the seconds without word from the coordinator after which the job may go on without this worker.
+        publisher: a function that makes the publisher of values for joiners, given a function that asks the
+            coordinator.
         devices: the devices of this worker while it is in no generation.
         mesh: torch's group of the devices; None for a worker of one device.
 
@@ -158,11 +147,11 @@ class Elastic(Membership):
         self._forming = Forming()
         self._hosts = OtherHosts()
         self._listener = PeerListener(timeout_s)
-        self._line = call(self._hear)
+        self._line = call(self._receive)
         self._shared = self._line if isinstance(self._line, FirstLine | DeviceLine) else None
         self._publisher = publisher(self._line.request)
         self._store = CoordinatorStore(self._line, timedelta(seconds=timeout_s))
-        self._heart = Heartbeat(self._line.send, lambda: self._workers)
+        self._heart = Heartbeat(self._line.send, lambda: self.workers)
         threading.Thread(target=self._heart.beat, name="unisono-beat", daemon=True).start()
         try:
             self.joins = self._news.take(messages.Welcome).joins
@@ -174,22 +163,22 @@ class Elastic(Membership):
 
     @property
     def is_due(self) -> bool:
-        """Whether the coordinator has announced the next one."""
+        """Whether the coordinator has announced that a new generation follows this one."""
         return self._due == self._generation.number
 
     def checkpoint_begins(self) -> None:
-        """It is fulfilled."""
+        """Note that a checkpoint is written, as somebody may have asked."""
         self.wants_checkpoint = False
 
     def leave(self) -> bool:
-        """Tell the coordinator, once."""
+        """Tell the coordinator that this worker leaves, once."""
         if not self._is_leaving:
             self._is_leaving = True
             self._line.send(messages.Leaving())
         return True
 
     def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
-        """Hang up, and wait for the next generation."""
+        """Hang up on this generation, and wait for the next one."""
         begun = perf_counter()
         self._heart.progress = progress
         self._open_door()
@@ -204,31 +193,33 @@ class Elastic(Membership):
                 unreached=self._forming.unreached,
             )
         )
-        return self._form_next(self._news.take(messages.NewGeneration, wanted=self._is_next), begun)
+        return self._form_next(
+            self._news.take(messages.NewGeneration, wanted=partial(_is_after, self._generation.number)), begun
+        )
 
     def enter(self, loop: int) -> StateTransfer | None:
-        """Wait to be taken in, or for the others to be through with the loop."""
+        """Wait until the others take this worker in, or have finished the loop."""
         begun = perf_counter()
         self._open_door()
-        # In a generation already: it was taken in, and lost the others before it had their state.
+        # Not 0 if this worker was taken in already, and lost the others before it had their state.
         left = self._generation.number
         address, unreached = self._listener.address.hex(), self._forming.unreached
         self._line.send(messages.Ready(loop=loop, address=address, generation=left, unreached=unreached))
         self._watch(over := f"loop/{loop}")
 
-        def is_wanted(news: messages.NewGeneration | Known) -> bool:
-            return self._is_next(news) if isinstance(news, messages.NewGeneration) else news.name == over
+        def is_wanted(news: messages.NewGeneration | Watched) -> bool:
+            return _is_after(left, news) if isinstance(news, messages.NewGeneration) else news.name == over
 
-        news = self._news.take(messages.NewGeneration, Known, wanted=is_wanted)
+        news = self._news.take(messages.NewGeneration, Watched, wanted=is_wanted)
         return self._form_next(news, begun) if isinstance(news, messages.NewGeneration) else None
 
     def formed(self, seconds: Mapping[str, float]) -> None:
-        """Tell the coordinator."""
+        """Tell the coordinator that this worker trains on."""
         self.joins = self._heart.forms = False
         self._line.send(messages.Formed(generation=self._generation.number, seconds=dict(seconds)))
 
     def holds(self, acts: int) -> bool:
-        """What the devices of this worker have agreed on: all of them hear the same."""
+        """Ask the other devices of this worker whether they have worked out the call. All get the same answer."""
         if self._shared is None:
             return True
         generation = self._generation.number
@@ -240,34 +231,35 @@ class Elastic(Membership):
         return bool(self._news.take(Agreed, wanted=is_wanted).holds)
 
     def publish(self, name: str, value: Any) -> None:
-        """In the coordinator's store; nobody waits for it here. The first device of a worker does it for all."""
+        """Put a value into the coordinator's store, without waiting. The first device of a worker does it for all."""
         if not self._devices.is_first:
             return
         self._publisher.publish(f"run/{name}", packed(value))
 
     def published(self, name: str) -> Any:
-        """From the coordinator's store, once it is there."""
+        """Wait until a value is in the coordinator's store, and return it."""
         self._watch(name)
-        return unpacked(self._news.take(Known, wanted=lambda news: news.name == name).value)
+        return unpacked(self._news.take(Watched, wanted=lambda news: news.name == name).value)
 
-    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
-        """With the next sign of life."""
+    def report_progress(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
+        """Report progress with the next sign of life."""
         heart = self._heart
         heart.progress, heart.samples_per_s, heart.shard_s = progress, samples_per_s, shard_s
 
     def resize(self, workers: int) -> None:
-        """Ask the coordinator."""
+        """Ask the coordinator for another number of workers."""
         self._line.send(messages.ResizeRequest(workers=workers))
 
     def replace(self, generation: int, rank: int) -> None:
-        """Ask the coordinator."""
+        """Ask the coordinator to replace a worker."""
         self._line.send(messages.Replace(generation=generation, rank=rank))
 
     def finished(self, digest: str) -> None:
-        """Tell the coordinator, and wait until it knows that of all members: until then it may be told again.
+        """Tell the coordinator that the job is done, and wait until all members have told it so.
 
-        Others may take long, for a last checkpoint say: whether they still come forward is the coordinator's to see.
-        It is waited for until it has been silent for too long.
+        Until then this worker may have to tell it again, on a new connection. Other members may take long, for a last
+        checkpoint for example; the coordinator watches whether they get on. The wait ends when the coordinator has been
+        silent for too long.
         """
         self._line.send(messages.Finished(digest=digest))
         while self._line.silent_s <= self._timeout_s:
@@ -275,38 +267,41 @@ class Elastic(Membership):
                 return
 
     def await_end(self) -> NoReturn:
-        """The others finish without this worker."""
+        """Wait until the others finish without this worker."""
         self._news.take(())
         raise AssertionError("only the job's end is waited for")
 
     def clock(self) -> float:
-        """Ask the coordinator."""
+        """Ask the coordinator for its clock, in seconds."""
         reply = self._line.request(messages.StoreRequest(id=0, operation="clock", keys=("run/clock",)), CLOCK_S)
-        found = whole_number(reply.value)
-        if found is None:
+        nanoseconds = whole_number(reply.value)
+        if nanoseconds is None:
             raise LaunchError(f"the coordinator does not say what its clock shows: {reply.error}")
-        return found / 1e9
+        return nanoseconds / 1e9
 
     def cut_off(self, seconds: float) -> None:
-        """The coordinator is told nothing for so many seconds."""
+        """Cut all connections, that to the coordinator for so many seconds."""
         self._line.cut(seconds)
         super().cut_off(seconds)
 
     def away(self) -> str:
-        """Because it hears nothing of the coordinator, which gives it up after twice that time, or is turned away."""
+        """Why the job may go on without this worker.
+
+        The coordinator turns it away, or has been silent for half of the time after which it gives a worker up.
+        """
         if self._news.farewell is not None:
-            refused = isinstance(self._news.farewell, messages.Refused)
-            return f"the coordinator turns this worker away: {self._news.farewell.reason}" if refused else ""
+            is_refused = isinstance(self._news.farewell, messages.Refused)
+            return f"the coordinator turns this worker away: {self._news.farewell.reason}" if is_refused else ""
         if (silent_s := self._line.silent_s) <= self._silence_s:
             return ""
         return f"no word from the coordinator for {silent_s:.1f} s, so the job may go on without this worker"
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Let go of all connections."""
         self._news.close()
         self._heart.close()
         self._listener.close()
-        self._workers.close()
+        self.workers.close()
         self._publisher.close()
         self._line.close()
         if self._mesh is not None:
@@ -314,7 +309,7 @@ class Elastic(Membership):
 
     # -- the connection's thread -------------------------------------------------------------------------------------
 
-    def _hear(self, message: ToDevice) -> None:
+    def _receive(self, message: ToDevice) -> None:
         if isinstance(message, messages.RegroupDue):
             self._due = message.generation
         elif isinstance(message, messages.CheckpointDue):
@@ -322,20 +317,21 @@ class Elastic(Membership):
         elif isinstance(message, messages.Lost):
             self._lost = max(self._lost, message.generation)
             self._hang_up_if_lost()
-        elif isinstance(message, messages.Welcome | messages.NewGeneration | Known | Agreed):
+        elif isinstance(message, messages.Welcome | messages.NewGeneration | Watched | Agreed):
             self._news.put(message)
         elif isinstance(message, Farewell):
             self._news.put(message)
-            self._lost = self._generation.number
+            self._lost = self._generation.number  # wakes the main thread if it waits for other workers
             self._hang_up_if_lost()
 
     def _hang_up_if_lost(self) -> None:
-        # Called by whoever notes a loss, and by whoever forms a generation: whichever comes second sees the other.
-        with self._listener_lock:  # who has left it already waits for the next one, whose listener stays open
+        # Both the thread that notes a loss and the one that forms a generation call this: the second one sees both.
+        # A worker that has left the generation waits for the next one already, and keeps its listener open for that.
+        with self._listener_lock:
             if self._lost >= self._generation.number > self._left:
                 self._forming.give_up("another worker was lost before all had met")
                 self._listener.close()
-                self._workers.abort()
+                self.workers.abort()
 
     # -- the main thread ---------------------------------------------------------------------------------------------
 
@@ -357,8 +353,8 @@ class Elastic(Membership):
                 return
 
     def _form_next(self, new: messages.NewGeneration, begun: float) -> StateTransfer:
-        waited = perf_counter()
-        rank = next(one.rank for one in new.here if one.worker == self._hello.worker)
+        announced = perf_counter()
+        rank = next(neighbour.rank for neighbour in new.here if neighbour.worker == self._hello.worker)
         self._forming = Forming()
         self._generation = Generation(new.generation, rank, Split(new.bounds), new.departures)
         self._line.generation = new.generation
@@ -366,34 +362,28 @@ class Elastic(Membership):
         rendezvous = ElasticRendezvous(
             new, rank, self._hello.host, self._listener, self._store, self._timeout_s, self._devices.rank
         )
+        targets = self._hosts.of(new)
+        probe = self._probe if targets and self._devices.is_first else None
         try:
-            with self._probing(new):
-                self._workers = self._forming.connect(partial(self._form, self._generation, rendezvous))
-        except LaunchError as error:  # somebody was lost before all had met
+            with closing(probe(targets, self._forming.not_reached)) if probe is not None else nullcontext():
+                self.workers = self._forming.connect(partial(self._form, self._generation, rendezvous))
+        except LaunchError as error:  # a worker was lost before all had connected
             raise WorkerLost(f"generation {new.generation} did not form: {error}") from error
         self._listener.close()
         self._hang_up_if_lost()
         self._publisher.lead(rank == 0)
-        return transfer_in(new, {"regroup": waited - begun, "form": perf_counter() - waited})
-
-    def _probing(self, new: messages.NewGeneration) -> AbstractContextManager[object]:
-        targets = self._hosts.of(new)
-        probes = self._probe is not None and targets and self._devices.is_first
-        return closing(self._probe(targets, self._forming.not_reached)) if probes else nullcontext()  # type: ignore[misc]
+        return transfer_in(new, {"regroup": announced - begun, "form": perf_counter() - announced})
 
     def _watch(self, name: str) -> None:
-        """Hear of a value as soon as it is known: of several devices the first one asks, and all hear of it."""
+        """Have a value delivered as soon as it is known. Of several devices, the first one asks, and all receive it."""
         if self._devices.is_first:
-            tell = self._hear if self._shared is None else self._shared.tell
-            self._news.watch(name, self._line.request, tell)
-
-    def _is_next(self, new: messages.NewGeneration) -> bool:
-        return new.generation > self._generation.number  # a coordinator that came back may repeat itself
+            deliver = self._receive if self._shared is None else self._shared.deliver
+            self._news.watch(name, self._line.request, deliver)
 
     def _open_door(self) -> None:
-        """Leave the generation, and be there for those of the next."""
+        """Leave the generation, and listen for the workers of the next one."""
         self._heart.forms = True
-        self._workers.close()
+        self.workers.close()
         with self._listener_lock:
             self._left = self._generation.number
             self._listener.close()
@@ -403,14 +393,7 @@ class Elastic(Membership):
 def elastic(
     where: CoordinatorAccess, shards: int, how: Connection, form: Form, group: DeviceGroup | None = None
 ) -> Elastic:
-    """The membership of a worker whose job has a coordinator, or of one of its devices.
-
-    Args:
-        where: the access to the coordinator.
-        shards: the number of shards of the job.
-        how: the place of this worker among the others, and how long it waits for them.
-        form: a function that connects the workers of a generation.
-        group: the devices of this worker; None for a worker of one device.
+    """Return the membership of a worker whose job has a coordinator, or of one of its devices.
 
     Raises:
         JobError: the token cannot be read.
@@ -421,23 +404,28 @@ def elastic(
     timeout_s, silence_s, host = how.timeout_s, how.silence_s, how.environment.host
     hello = messages.WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=shards, devices=devices.count)
 
-    def line(hear: Callable[[Any], None]) -> Line:
-        return Line(where.url, token, hello, hear, timeout_s, where.certificate, silence_s / LOOKS)
+    def line(receive: Callable[[Any], None]) -> Line:
+        return Line(where.url, token, hello, receive, timeout_s, where.certificate, silence_s / LOOKS)
 
-    def call(hear: Callable[[ToDevice], None]) -> AnyLine:
+    def call(receive: Callable[[ToDevice], None]) -> AnyLine:
         if group is None:
-            return line(hear)
+            return line(receive)
         if devices.is_first:
-            return FirstLine(devices.count, group.board, line, hear, timeout_s)
-        return DeviceLine(devices.rank, group.board, where.url, hear, timeout_s)
+            return FirstLine(devices.count, group.board, line, receive, timeout_s)
+        return DeviceLine(devices.rank, group.board, where.url, receive, timeout_s)
 
-    def probe(targets: Sequence[messages.Target], tell: Tell) -> Probing:
-        return Probing(targets, token, min(PATIENCE_S, timeout_s), tell)
+    def probe(targets: Sequence[messages.Target], report: Report) -> Probing:
+        return Probing(targets, token, min(PATIENCE_S, timeout_s), report)
 
     mesh = None if group is None else group.mesh
     return Elastic(call, hello, form, timeout_s, probe, silence_s, devices=devices, mesh=mesh)
 
 
 def transfer_in(new: messages.NewGeneration, seconds: Mapping[str, float]) -> StateTransfer:
-    """A new generation, as far as it matters for who gives what to whom."""
+    """Return who gives the state to whom in a new generation."""
     return StateTransfer(source=new.source, acts=new.acts, joiners=new.joiners, seconds=seconds)
+
+
+def _is_after(generation: int, new: messages.NewGeneration) -> bool:
+    """Whether a generation comes after this one. A coordinator that has restarted may announce one again."""
+    return new.generation > generation

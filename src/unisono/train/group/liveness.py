@@ -11,27 +11,24 @@ from unisono.membership.probe import probe, unreached
 from unisono.train.group.membership import MemberProgress
 from unisono.train.group.workers import Workers
 
-# How this worker's main thread does, as another thread sees it.
+# The main thread's signs of life, as another thread sees them.
 
 BEAT_S = 1.0
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 
 
 class Heartbeat:
-    """Looks at the main thread now and then, and tells the coordinator how it does.
+    """Watches the main thread, and tells the coordinator what it does.
 
-    It is called by one thread. The main thread only sets plain attributes, here and on its workers.
+    One thread calls this object; the main thread only sets plain attributes, here and on its workers.
 
     Args:
         send: a function that sends a message to the coordinator, and never waits.
-        workers: a function that returns the workers of the present generation.
-        clock: a clock, in seconds.
 
     Attributes:
-        progress: the progress of the main thread.
         samples_per_s: the recent throughput of the whole job, in samples per second.
         forms: whether the main thread is connecting with the workers of a new generation.
-        shard_s: the seconds that computing one shard takes lately; 0 as long as nobody wants to know.
+        shard_s: the recent seconds of computing one shard; 0 while nobody wants to know.
     """
 
     def __init__(
@@ -51,18 +48,18 @@ class Heartbeat:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """It beats no more."""
+        """Stop beating."""
         self._closed.set()
 
     def look(self) -> Pulse:
-        """How it does now."""
+        """Look at the main thread now."""
         now, workers = self._clock(), self._workers()
         waits = self.forms or workers.waits
-        seen = (workers.generation.number, workers.ticks, workers.is_called)
-        if seen != self._seen and self._was_called:
+        signs = (workers.generation.number, workers.ticks, workers.is_called)
+        if signs != self._seen and self._was_called:
             self._longest_s = max(self._longest_s, now - self._since)
-        if waits or seen != self._seen:
-            self._seen, self._since = seen, now
+        if waits or signs != self._seen:
+            self._seen, self._since = signs, now
         self._was_called = workers.is_called and not waits
         return Pulse(
             doing="wait" if waits else "call" if workers.is_called else "script",
@@ -72,7 +69,7 @@ class Heartbeat:
         )
 
     def beat(self) -> None:
-        """Tell it again and again, until this is closed. On a thread of its own."""
+        """Send a sign of life again and again until this is closed. Runs on a thread of its own."""
         while not self._closed.wait(BEAT_S):
             progress = self.progress
             self._send(
@@ -88,55 +85,51 @@ class Heartbeat:
 
 # Probes of a generation's hosts while it forms.
 
-Tell = Callable[[tuple[Unreached, ...]], None]
-"""Called with the hosts that are not reached, if there are any, on a thread of its own."""
+Report = Callable[[tuple[Unreached, ...]], None]
+"""Gets the hosts that are not reached, if there are any. It is called on a thread of its own."""
 
 
 class Probing:
     """Finds out, on a thread of its own, which hosts this worker does not reach.
 
-    Args:
-        targets: the agents of those hosts.
-        token: the job's token.
-        patience_s: seconds after which one is given up.
-        tell: a function that gets the result; called once, unless all are reached or this is closed before.
+    ``report`` gets the result. It is called once, unless all hosts are reached or this is closed before.
     """
 
-    def __init__(self, targets: Sequence[Target], token: str, patience_s: float, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, targets: Sequence[Target], token: str, patience_s: float, report: Report) -> None:
+        self._report = report
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(probe(targets, token, patience_s))
         self._thread = threading.Thread(target=self._run, name="unisono-probe", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Give up."""
-        with suppress(RuntimeError):  # it has ended
+        """Stop probing."""
+        with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
     def _run(self) -> None:
         try:
-            found = unreached(self._loop.run_until_complete(self._task))
-            if found:
-                self._tell(found)
-        except asyncio.CancelledError:
+            hosts = unreached(self._loop.run_until_complete(self._task))
+            if hosts:
+                self._report(hosts)
+        except asyncio.CancelledError:  # closed: nobody wants the result any more
             pass
         finally:
             self._loop.close()
 
 
 class OtherHosts:
-    """The hosts that this worker probes for its own: the coordinator names those that are new or gone."""
+    """The hosts that this worker probes for its own host. The coordinator names only those that are new or gone."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Target] = {}
+        self._targets: dict[str, Target] = {}
         self._since = 0
 
     def of(self, new: NewGeneration) -> list[Target]:
-        """Those of a generation; none if another worker of this host probes them."""
-        known = self._known if new.hosts_since and new.hosts_since == self._since else {}
-        found = {**known, **{target.agent: target for target in new.hosts}}
-        self._known = {agent: target for agent, target in found.items() if agent not in new.gone}
+        """Return the hosts to probe in a generation; none if another worker of this host probes them."""
+        known = self._targets if new.hosts_since and new.hosts_since == self._since else {}
+        hosts = {**known, **{target.agent: target for target in new.hosts}}
+        self._targets = {agent: target for agent, target in hosts.items() if agent not in new.gone}
         self._since = new.generation
-        return list(self._known.values())
+        return list(self._targets.values())

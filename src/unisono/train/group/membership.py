@@ -14,8 +14,6 @@ class MemberProgress:
 
     Attributes:
         acts: the number of collective calls that it has completed.
-        loop: the number of its present loop.
-        step: the number of the newest step that it has committed.
         at_boundary: whether it stands between two steps of the loop.
     """
 
@@ -27,7 +25,7 @@ class MemberProgress:
 
 @dataclass(frozen=True, slots=True)
 class StateTransfer:
-    """Which worker of a new generation gives the state, and which ones get it.
+    """The worker of a new generation that gives the state, and the workers that get it.
 
     Attributes:
         source: the rank of the worker that has come furthest.
@@ -54,69 +52,53 @@ class StateTransfer:
 
 
 class Membership:
-    """This worker's place among the others, which says and hears nothing as long as they stay the same.
-
-    Args:
-        workers: the workers of the present generation.
-        mesh: torch's group of the devices of this one; None if it has but one.
+    """This worker's place among the others. In this base class workers stay the same, and no messages are exchanged.
 
     Attributes:
         joins: whether training is under way without this worker, which has yet to catch up with it.
         is_elastic: whether the others go on when one is lost.
-        wants_checkpoint: whether somebody outside has asked this worker for one, and none was begun since.
+        wants_checkpoint: whether somebody outside has asked this worker for a checkpoint, and none was begun since.
     """
 
     joins = is_elastic = wants_checkpoint = False
 
     def __init__(self, workers: Workers, mesh: Mesh | None = None) -> None:
-        self._workers, self._mesh = workers, mesh
-
-    @property
-    def workers(self) -> Workers:
-        """Those of the present generation."""
-        return self._workers
+        self.workers, self._mesh = workers, mesh
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main worker: the first of those that train."""
+        """Whether this is the main worker, the first of those that train."""
         return not self.joins and self.workers.is_main
 
     @property
     def is_due(self) -> bool:
-        """Whether a new generation waits for this one to reach a boundary."""
+        """Whether a new generation is to begin once this one reaches a boundary."""
         return False
 
     def checkpoint_begins(self) -> None:
-        """One is written: whoever has asked for one by now gets it."""
+        """Note that a checkpoint is written: it fulfils the requests made so far."""
 
     def leave(self) -> bool:
-        """This worker was asked to leave. Returns whether the others may go on without it."""
+        """Note that this worker was asked to leave. Returns whether the others may go on without it."""
         return False
 
     def regroup(self, lost: WorkerLost | None, progress: MemberProgress) -> StateTransfer:
-        """Leave this generation and become part of the next. Collective.
-
-        Args:
-            lost: why, if a worker was lost.
-            progress: the place that this worker has reached.
+        """Leave this generation and become part of the next one. Collective.
 
         Raises:
-            WorkerLost: there will be no next one, or another worker was lost on the way.
+            WorkerLost: there will be no next generation, or another worker was lost on the way.
             Dismissed: this worker is not part of it.
         """
         assert lost is not None, "nobody asks workers that stay the same to regroup"
         raise lost
 
     def formed(self, seconds: Mapping[str, float]) -> None:
-        """This worker trains on, after so many seconds, by part."""
+        """Note that this worker trains on. ``seconds`` says how long each part of regrouping took."""
 
-    def tell(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
-        """Tell how far this worker has come, and how fast.
+    def report_progress(self, progress: MemberProgress, samples_per_s: float, shard_s: float) -> None:
+        """Report how far this worker has come, and how fast.
 
-        Args:
-            progress: the place that it has reached.
-            samples_per_s: the recent throughput of all workers together, in samples per second.
-            shard_s: seconds per shard on this worker, if shards are to be split by speed; else 0.
+        ``samples_per_s`` are those of all workers together; ``shard_s`` is 0 unless shards are to be split by speed.
         """
 
     def resize(self, workers: int) -> None:
@@ -126,12 +108,12 @@ class Membership:
             JobError: these workers stay the same.
         """
         raise JobError(
-            f"run.resize({workers}): the {self._workers.world_size} workers of this job stay the same. Start it with "
-            f"a range, such as unisono run -n 1:{max(workers, self._workers.world_size)}"
+            f"run.resize({workers}): the {self.workers.world_size} workers of this job stay the same. Start it with "
+            f"a range, such as unisono run -n 1:{max(workers, self.workers.world_size)}"
         )
 
     def replace(self, generation: int, rank: int) -> None:
-        """Have a worker of a generation leave, and another one come instead. All members ask for it.
+        """Have another worker take the place of a worker of a generation. All members ask for it.
 
         Raises:
             JobError: these workers stay the same.
@@ -139,13 +121,12 @@ class Membership:
         raise JobError(f"rank {rank} cannot be replaced: the workers of this job stay the same")
 
     def finished(self, digest: str) -> None:
-        """The job is done."""
+        """Report that the job is done."""
 
     def holds(self, acts: int) -> bool:
-        """Whether all devices of this worker have worked a collective call out. Asked before it is set.
+        """Whether all devices of this worker have worked out a collective call. Asked before the change is applied.
 
-        Args:
-            acts: the number of calls that are complete with it.
+        With it, ``acts`` calls are complete.
 
         Raises:
             Dismissed: this worker is not needed, or the job is done.
@@ -154,10 +135,13 @@ class Membership:
         return True
 
     def publish(self, name: str, value: Any) -> None:
-        """Make a value known to those who will join. Every member does, so that it is known whoever of them is lost."""
+        """Make a value known to workers that join later.
+
+        Every member does it, so that the value is known whichever of them is lost.
+        """
 
     def published(self, name: str) -> Any:
-        """For a joiner: what the others have made known; waits for it.
+        """Wait for a value that the others have published, and return it: for a joiner.
 
         Raises:
             Dismissed: this worker is not needed, or the job is done.
@@ -165,10 +149,9 @@ class Membership:
         raise NotImplementedError
 
     def enter(self, loop: int) -> StateTransfer | None:
-        """For a joiner: wait to be taken in by the others, in this loop.
+        """Wait in this loop until the others take this worker in: for a joiner.
 
-        Returns:
-            the generation it is part of; nothing if the others are through with the loop.
+        Return None if the others have finished the loop.
 
         Raises:
             Dismissed: this worker is not needed, or the job is done.
@@ -176,7 +159,7 @@ class Membership:
         raise NotImplementedError
 
     def await_end(self) -> NoReturn:
-        """For a joiner that was not taken in before its script was done.
+        """Wait for the end of the job: for a joiner that was not taken in before its script was done.
 
         Raises:
             Dismissed: this worker is not needed, or the job is done.
@@ -184,31 +167,27 @@ class Membership:
         raise NotImplementedError
 
     def clock(self) -> float | None:
-        """The coordinator's clock, in seconds; None if there is no coordinator. Asks it, and waits. From any thread.
+        """Ask for the coordinator's clock, in seconds; None if there is no coordinator. Waits. Any thread may call it.
 
         Raises:
-            LaunchError: it does not answer.
+            LaunchError: the coordinator does not answer.
         """
         return None
 
     def away(self) -> str:
-        """Why the job may go on without this worker, in words; empty as long as it cannot. From any thread."""
+        """Why the job may go on without this worker; empty as long as it cannot. Any thread may call it."""
         return ""
 
     def cut_off(self, seconds: float) -> None:
-        """Lose the others, and the coordinator for so many seconds, as a network fault does.
-
-        Args:
-            seconds: until the coordinator can be reached again.
-        """
+        """Cut the connections to the other workers, and to the coordinator for a while, as a network fault does."""
         self.workers.abort()
 
     def close(self) -> None:
         """Let go of the connections."""
-        self._workers.close()
+        self.workers.close()
         if self._mesh is not None:
             self._mesh.close()
 
 
 class Fixed(Membership):
-    """The workers that were started together. Without one of them the others cannot go on."""
+    """Workers that were started together. Without one of them the others cannot go on."""

@@ -1,9 +1,8 @@
-"""Making values known to those who join later, until the coordinator has them."""
+"""Making values known to workers that join later: a member keeps them until the coordinator has them."""
 
 import base64
 import json
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -11,18 +10,19 @@ from typing import Any
 import safetensors.torch
 
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.tensors import tensors_of
-from unisono.errors import CheckpointError, JobError, LaunchError, UnisonoWarning, Unreadable
+from unisono.checkpoint.tensor_bytes import tensors_of
+from unisono.errors import CheckpointError, JobError, LaunchError, Unreadable
+from unisono.host.tracebacks import warn
 from unisono.membership.messages import LARGEST_VALUE, StoreReply, StoreRequest
 from unisono.received import parse_object
 
-# Values that members make known to those who join later, as text.
+# Values that members make known to workers that join later, as text.
 
 
 def packed(value: Any) -> str:
-    """A value as text: numbers, text, tensors, and lists and dicts of them.
+    """Encode a value as text: numbers, text, tensors, and lists and dicts of them.
 
-    What cannot be made known is replaced by the reason why, for whoever asks for it.
+    A value that cannot be encoded, or is too large, is replaced by the reason, for a worker that asks for it.
     """
     try:
         skeleton, tensors = flatten(value)
@@ -39,22 +39,22 @@ def packed(value: Any) -> str:
 
 
 def unpublishable(reason: str) -> str:
-    """What is made known instead of a value that cannot be."""
+    """Encode the reason why a value cannot be made known."""
     return _text({"unknown": reason})
 
 
 def unpacked(text: str) -> Any:
-    """The inverse of :func:`packed`.
+    """Decode what :func:`packed` has encoded.
 
     Raises:
         JobError: the value could not be made known; says why.
-        CheckpointError: the text is none of :func:`packed`.
+        CheckpointError: the text does not come from :func:`packed`.
     """
     try:
-        found = parse_object(_decoded(text))
+        content = parse_object(_decoded(text))
     except Unreadable as error:
         raise CheckpointError(f"a value that was made known cannot be read: {error}") from error
-    match found:
+    match content:
         case {"unknown": str(reason)}:
             raise JobError(
                 f"this worker cannot join: a collective call outside of the training loops had a result that cannot "
@@ -79,14 +79,14 @@ def _decoded(text: str) -> bytes:
 # Which published values the coordinator lacks, and what to ask it next.
 
 MANY = 256
-"""Values that are asked for at once, and that a member keeps before it asks which of them are there."""
+"""The most values in one question, and the number that a member keeps before it asks which of them are there."""
 
 
 class Backlog:
-    """Every member keeps what was published until it knows that the coordinator has it; one of them tells it.
+    """The published values that the coordinator may lack. Every member keeps them, and one member sends them.
 
-    When that one is lost, the next one tells all that is not there yet. Nothing here waits: whoever asks the
-    coordinator wants to know the :meth:`next` request, and says what was :meth:`answered`.
+    When that member is lost, the next one sends what is missing. Nothing here waits: a caller asks the coordinator the
+    :meth:`next` request, and passes the reply to :meth:`take_reply`.
 
     Args:
         many: the number of kept values after which the coordinator is asked which of them it has; also the most keys
@@ -97,7 +97,7 @@ class Backlog:
         self._many = many
         self._kept: dict[str, str] = {}  # by key, in the order in which they were published
         self._replaced: set[str] = set()  # by the reason why the coordinator does not keep the value
-        self._tells = self._checks = False
+        self._leads = self._checks = False
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -106,32 +106,35 @@ class Backlog:
         """Keep a value, the same on all members, until the coordinator has it."""
         self._kept[key] = text
 
-    def lead(self, tells: bool) -> None:
-        """Whether this member tells the coordinator from now on. What it has kept another one may have told."""
-        self._checks = bool(self._kept) and (self._checks or not self._tells)
-        self._tells = tells
+    def lead(self, leads: bool) -> None:
+        """Say whether this member sends values to the coordinator from now on.
+
+        If it does, it first asks which of its values another member has sent.
+        """
+        self._checks = bool(self._kept) and (self._checks or not self._leads)
+        self._leads = leads
 
     def next(self) -> StoreRequest | None:
-        """What to ask the coordinator; None while there is nothing to ask."""
-        if not self._kept or not (self._tells or len(self._kept) > self._many):
+        """Return the next request to the coordinator; None while there is nothing to ask."""
+        if not self._kept or not (self._leads or len(self._kept) > self._many):
             return None
-        if self._checks or not self._tells:
+        if self._checks or not self._leads:
             return StoreRequest(id=0, operation="check", keys=tuple(islice(self._kept, self._many)))
         key, text = next(iter(self._kept.items()))
         return StoreRequest(id=0, operation="set", keys=(key,), value=text)
 
-    def answered(self, request: StoreRequest, reply: StoreReply) -> bool:
-        """Take an answer. Returns whether there may be more to ask at once, else after a pause."""
+    def take_reply(self, request: StoreRequest, reply: StoreReply) -> bool:
+        """Take a reply. Returns whether to go on at once, rather than after a pause."""
         if request.operation == "check":
             return self._checked(request, reply)
         (key,) = request.keys
         if not reply.error:
             self._let_go([key])
-        elif key not in self._replaced:  # whoever joins is told why it cannot
+        elif key not in self._replaced:  # a joiner that asks for the value gets the reason
             self._replaced.add(key)
             self._kept[key] = unpublishable(f"the coordinator does not keep it: {reply.error}")
         else:
-            warnings.warn(f"no worker can join any more: {reply.error}", UnisonoWarning, stacklevel=2)
+            warn(f"no worker can join any more: {reply.error}")
             self._let_go([key])
         return True
 
@@ -140,7 +143,7 @@ class Backlog:
             self._let_go(request.keys)
             return True
         self._checks = False
-        return self._tells
+        return self._leads
 
     def _let_go(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -150,19 +153,17 @@ class Backlog:
 
 
 AGAIN_S = 1.0
-"""After a question that the coordinator did not answer, or values that are not yet there."""
+"""Seconds of the pause after a question without an answer, or after values were not there yet."""
 
 Ask = Callable[[StoreRequest], StoreReply]
 """Asks the coordinator's store; raises :class:`LaunchError` if no answer comes."""
 
 
 class Publisher:
-    """A backlog, and a thread that works it off. Nobody else waits: the thread asks again until it is answered.
+    """A backlog, and a thread that works it off. Only the thread waits: it asks again until it has a reply.
 
     Args:
-        ask: the coordinator's store.
-        again_s: the pause after a question that was not answered, or values that are not yet there.
-        many: the number of values, as in :class:`Backlog`.
+        again_s: the seconds of the pause after a question without an answer, or after values were not there yet.
     """
 
     def __init__(self, ask: Ask, again_s: float = AGAIN_S, many: int = MANY) -> None:
@@ -173,7 +174,7 @@ class Publisher:
         self._thread: threading.Thread | None = None
 
     def wait(self, most: int, timeout_s: float) -> bool:
-        """Wait until the coordinator has all values but so many at most; False if it takes longer."""
+        """Wait until the coordinator lacks at most ``most`` values; False if that takes too long."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._backlog) <= most, timeout_s)
 
@@ -186,14 +187,14 @@ class Publisher:
                 self._thread.start()
             self._changed.notify_all()
 
-    def lead(self, tells: bool) -> None:
-        """Whether this member tells the coordinator from now on. What it has kept another one may have told."""
+    def lead(self, leads: bool) -> None:
+        """Say whether this member sends values to the coordinator from now on."""
         with self._changed:
-            self._backlog.lead(tells)
+            self._backlog.lead(leads)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Tell nothing more; the others have what is not there."""
+        """Send the coordinator nothing more. The other members keep what it lacks."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -204,17 +205,17 @@ class Publisher:
         while (request := self._next()) is not None:
             try:
                 reply = self._ask(request)
-            except LaunchError:  # it is gone for a while, or for good: then this is closed soon
+            except LaunchError:  # the coordinator is gone for a while, or for good: then this is closed soon
                 self._pause()
                 continue
             with self._changed:
-                goes_on = self._backlog.answered(request, reply)
+                is_at_once = self._backlog.take_reply(request, reply)
                 self._changed.notify_all()
-            if not goes_on:
+            if not is_at_once:
                 self._pause()
 
     def _next(self) -> StoreRequest | None:
-        """What there is to ask; None when there is nothing to ask any more."""
+        """Wait for the next request; None once this is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._backlog.next() is not None)
             return None if self._is_closed else self._backlog.next()

@@ -1,4 +1,4 @@
-"""The workers of this generation, and the things they do together."""
+"""The workers of this generation, and their collective calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.layout import empty_as, form_of, require_values
+from unisono.checkpoint.tensor_bytes import empty_as, form_of, require_values
 from unisono.device import is_accelerator
-from unisono.errors import CheckpointError, JobMismatch, Unreadable
+from unisono.errors import CheckpointError, JobError, JobMismatch, Unreadable
 from unisono.job import differences
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
@@ -39,19 +38,19 @@ SAME = "All workers need the same, or their weights would differ"
 
 
 class Workers:
-    """The collective verbs: every worker calls the same ones in the same order.
+    """The collective calls of a generation's workers. All workers make the same ones in the same order.
 
     Args:
-        generation: the generation that these workers form.
-        transport: the transport between them.
         host: the host name or address under which others reach this worker; empty if all are on one host.
-        devices: the devices of this worker; by default one. These verbs are then among the devices of one rank in their
-            workers, each of which holds its slices of the state.
+        devices: the devices of this worker; by default one. If there are several, these calls are among the devices of
+            one rank in their workers, each of which holds its slices of the state.
         keys: the keys of the network between them; None if all are on one host, or if others may read what they say.
         device: the device of this worker, on which it gets what others broadcast from theirs.
 
     Attributes:
-        servers: the number of workers, those of the highest ranks, that are to serve and compute nothing; equal on all.
+        named_rank: the rank that messages name; ``rank`` is another one where a worker works without the others for a
+            while.
+        servers: the number of workers, those of the highest ranks, that serve and compute nothing; equal on all.
         ticks: a count of this worker's signs of progress: shards computed, batches evaluated.
         is_called: whether a collective call of the script is under way.
         is_asking: whether it waits for another worker, other than in the transport.
@@ -68,6 +67,8 @@ class Workers:
     ) -> None:
         self.device = device
         self.generation = generation
+        self.rank, self.world_size = generation.rank, generation.world_size
+        self.named_rank = self.rank
         self.transport = transport
         self.host = host
         self.keys = keys
@@ -77,26 +78,17 @@ class Workers:
         self.is_called = self.is_asking = False
         self.is_aborted = False
         self._abort: Callable[[], None] | None = None
+        self._split: tuple[tuple[int, int], Split] | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether anything goes over a network of torch's, which knows no secret: other users of its hosts reach it."""
-        is_torchs = isinstance(self.transport, ProcessGroupTransport) and self.keys is None
-        return is_torchs or self.devices.count > 1
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank."""
-        return self.generation.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return self.generation.world_size
+        """Whether anything goes over torch's own network, which knows no secret: other users of the hosts reach it."""
+        is_torch = isinstance(self.transport, ProcessGroupTransport) and self.keys is None
+        return is_torch or self.devices.count > 1
 
     @property
     def process(self) -> int:
-        """The number of this process, among those of all devices of all workers."""
+        """The number of this process among those of all devices of all workers."""
         return self.rank * self.devices.count + self.devices.rank
 
     @property
@@ -110,17 +102,17 @@ class Workers:
         return self.is_asking or self.transport.waits or self.devices.waits
 
     def tick(self) -> None:
-        """This worker has got on."""
+        """Note that this worker has made progress."""
         self.ticks += 1
 
     def attach(self, abort: Callable[[], None] | None) -> None:
-        """Have this called as well when the workers part; None for nothing."""
+        """Have a function called, too, when the workers are aborted; None for no function."""
         self._abort = abort
         if self.is_aborted and abort is not None:
             abort()
 
     def abort(self) -> None:
-        """Wake whoever waits for another worker, here and there: it raises ``WorkerLost``. From any thread."""
+        """Wake all that wait for another worker, here and there: they raise ``WorkerLost``. Any thread may call it."""
         self.is_aborted = True
         self.transport.abort()
         self.devices.abort()
@@ -128,22 +120,25 @@ class Workers:
             abort()
 
     def split(self, shards: int) -> Split:
-        """Who computes which of so many shards. Where all would have to serve, all compute and serve.
+        """Return who computes which of ``shards`` shards, a multiple of the job's.
 
-        Args:
-            shards: the number of shards of a batch, a multiple of the job's.
+        If all workers were servers, all of them compute and serve.
         """
-        return self.generation.split.with_servers(self.servers).refined(shards)
+        if self._split is None or self._split[0] != (shards, self.servers):
+            split = self.generation.split.with_servers(self.servers).refined(shards)
+            self._split = (shards, self.servers), split
+        return self._split[1]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every worker's JSON value, in the order of ranks.
+        """Return every worker's JSON value, in the order of ranks.
 
         Raises:
-            Unreadable: a worker said something else; names it.
+            Unreadable: a worker sent something else; names it.
         """
         if self.world_size == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        # First the lengths, since all rows of a gather have the same one.
         lengths = self.transport.all_gather(torch.tensor([data.numel()])).flatten().tolist()
         for rank, length in enumerate(lengths):
             if not 0 <= length <= LARGEST_JSON:
@@ -155,49 +150,42 @@ class Workers:
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: data.numel()] = data
         rows = self.transport.all_gather(padded)
-        return [_said(rank, row[:length]) for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))]
+        return [_parsed(rank, row[:length]) for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))]
 
-    def require_same(self, what: str, fields: Mapping[str, Any], cure: str = SAME) -> None:
-        """Refuse to go on with workers that differ.
-
-        Args:
-            what: the name of what they compare.
-            fields: this worker's values by name.
-            cure: what to do where they differ.
+    def require_same(self, name: str, fields: Mapping[str, Any], cure: str = SAME) -> None:
+        """Refuse to go on with workers whose values differ. ``cure`` says what to do where they differ.
 
         Raises:
             JobMismatch: names the ranks, the fields and both values.
         """
         everybody = self.gather_json(dict(fields))
-        for rank, theirs in enumerate(everybody):
-            if not isinstance(theirs, dict):
+        for rank, values in enumerate(everybody):
+            if not isinstance(values, dict):
                 raise JobMismatch(
-                    f"rank {rank} makes another call than this worker, which compares its {what}. Every worker has to "
+                    f"rank {rank} makes another call than this worker, which compares its {name}. Every worker has to "
                     f"make the same calls in the same order (step.run, run.evaluate, run.barrier ...): none inside of "
                     f"`if run.is_main`"
                 )
-            unequal = differences(everybody[0], theirs)
+            unequal = differences(everybody[0], values)
             if unequal:
-                listed = "\n  ".join(unequal)
-                hosts = self.gather_json(platform.node())  # all workers see the same difference
-                where = f"rank {rank} on host {hosts[rank]}", f"rank 0 on host {hosts[0]}"
-                one, other = where if hosts[rank] != hosts[0] else (f"rank {rank}", "rank 0")
+                lines = "\n  ".join(unequal)
+                hosts = self.gather_json(platform.node())  # collective: all workers see the same difference
+                names = f"rank {rank} on host {hosts[rank]}", f"rank 0 on host {hosts[0]}"
+                other, first = names if hosts[rank] != hosts[0] else (f"rank {rank}", "rank 0")
                 raise JobMismatch(
-                    f"{one} has another {what} than {other} (here: rank 0, there: rank {rank}):\n  {listed}\n{cure}"
+                    f"{other} has another {name} than {first} (here: rank 0, there: rank {rank}):\n  {lines}\n{cure}"
                 )
 
     def gather_rows(self, local: Tensor, counts: Sequence[int]) -> Tensor:
-        """Every worker's rows below each other, in the order of ranks.
+        """Return every worker's rows below each other, in the order of ranks.
 
-        Args:
-            local: this worker's rows, of shape (counts[rank], …).
-            counts: the number of rows of each worker.
+        ``local`` has the shape (counts[rank], …).
         """
         if self.world_size == 1:
             return local
         padded = local.new_zeros((max(counts), *local.shape[1:]))
         padded[: counts[self.rank]] = local
-        # Bytes travel alike on every backend, whatever the dtype.
+        # Bytes travel the same way on every backend, whatever the dtype.
         rows = self.transport.all_gather(padded.reshape(-1).view(torch.uint8))
         blocks = rows.view(-1).view(local.dtype).reshape(self.world_size, max(counts), *local.shape[1:])
         return require_values(torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)]))
@@ -210,38 +198,46 @@ class Workers:
             operation: ``mean``, ``sum``, ``max`` or ``min``.
 
         Returns:
-            the same on every worker; a number for a number, a new tensor for a tensor.
+            the result, the same on every worker; a number for a number, a new tensor for a tensor.
 
         Raises:
-            ValueError: an unknown operation, or a bool tensor.
+            JobError: an unknown operation, a bool tensor, or neither a number nor a tensor.
         """
         if operation not in ("mean", "sum", "max", "min"):
-            raise ValueError(f"all_reduce({short(operation)}): use 'mean', 'sum', 'max' or 'min'")
+            raise JobError(f"all_reduce(…, {short(operation)}): use 'mean', 'sum', 'max' or 'min'")
         if not isinstance(value, Tensor):
             is_whole = isinstance(value, int | np.integer) and operation != "mean"
             dtype = torch.int64 if is_whole else torch.float64
-            return self.all_reduce(torch.tensor(value, dtype=dtype), operation).item()
+            try:
+                number = torch.tensor(value, dtype=dtype).reshape(())
+            except (OverflowError, RuntimeError, TypeError, ValueError):  # none, several, or one that is too large
+                raise JobError(f"all_reduce({short(value)}): needs a number of 64 bits, or a tensor") from None
+            return self.all_reduce(number, operation).item()
         if value.dtype == torch.bool:
-            raise ValueError("all_reduce of a bool tensor: convert it to the numbers that you mean, with .int()")
+            raise JobError("all_reduce of a bool tensor: convert it to the numbers that you mean, with .int()")
         local = value.detach().reshape(1, -1)
         rows = self.gather_rows(local, [1] * self.world_size)
         return _combined(rows, operation).reshape(value.shape).clone()
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.
+        """Return the value of the worker ``source``: a tensor, a number, text, or lists and dicts of them.
 
-        What lies on a device there lies on this worker's device here.
+        A tensor that is on a device there is on this worker's device here.
 
         Raises:
-            CheckpointError: a part of the value is of no such type; names it. Or what came is no such value.
+            CheckpointError: a part of the value is of no such type (names it), or what arrived is no such value.
             JobMismatch: what arrived is not what was sent.
+            JobError: there is no such worker.
         """
+        rank: Any = source
+        if not isinstance(rank, int | np.integer) or isinstance(rank, bool) or not 0 <= rank < self.world_size:
+            raise JobError(f"broadcast(…, {short(source)}): needs the rank of a worker, 0 to {self.world_size - 1}")
         if self.world_size == 1:
             return value
         skeleton, tensors = flatten(value) if self.rank == source else (None, {})
         forms = {name: [*form_of(tensor), is_accelerator(tensor.device)] for name, tensor in tensors.items()}
-        told = [skeleton, forms, _seal(skeleton, tensors)] if self.rank == source else None
-        match self.gather_json(told)[source]:
+        announcement = [skeleton, forms, _seal(skeleton, tensors)] if self.rank == source else None
+        match self.gather_json(announcement)[source]:
             case [skeleton, dict(forms), str(seal)]:
                 return self._received(source, skeleton, {**forms, **tensors}, seal)
             case announced:
@@ -257,13 +253,13 @@ class Workers:
         self.devices.close()
 
     def _received(self, source: int, skeleton: Any, places: Mapping[str, Any], seal: str) -> Any:
-        """The value, once its tensors are here.
+        """Receive the tensors of a value, and return the value.
 
         Args:
             source: the rank of the worker that sends the value.
             skeleton: see :func:`~unisono.checkpoint.codec.flatten`.
-            places: the tensors by name, or on the other workers what they will be like.
-            seal: a digest of skeleton and places.
+            places: the tensors by name; on the other workers the dtypes, shapes and places of those to receive.
+            seal: a digest of skeleton and tensors.
         """
         received = {
             name: self._broadcast_tensor(place if isinstance(place, Tensor) else self._room_for(place), source)
@@ -272,8 +268,8 @@ class Workers:
         value = unflatten(skeleton, received)
         if _seal(skeleton, received) != seal:
             raise JobMismatch(
-                f"rank {self.rank} was given other bits than rank {source} sent: a fault of a host's memory, or of "
-                f"Unisono's. This worker ends, and has used nothing of them"
+                f"rank {self.rank} received other bits than rank {source} sent: a fault of a host's memory, or of "
+                f"Unisono. They were not used; this worker ends"
             )
         return value
 
@@ -292,18 +288,18 @@ class Workers:
 
 
 def _seal(skeleton: Any, tensors: Mapping[str, Tensor]) -> str:
-    """By which whoever is given a value knows that it is the one that was sent."""
+    """A digest by which a worker that receives a value knows that it is the one that was sent."""
     try:
         return hashlib.sha256(f"{json.dumps(skeleton)} {checksum(tensors)}".encode()).hexdigest()
     except (RecursionError, UnicodeError) as error:
         raise CheckpointError(f"a value is nested too deep, or has a name that is no text: {error}") from error
 
 
-def _said(rank: int, row: Tensor) -> Any:
+def _parsed(rank: int, row: Tensor) -> Any:
     try:
         return parse_json(row.numpy().tobytes())
     except Unreadable as error:
-        raise Unreadable(f"rank {rank} says what cannot be read: {error}") from error
+        raise Unreadable(f"rank {rank} sent a message that cannot be read: {error}") from error
 
 
 def _combined(rows: Tensor, operation: Operation) -> Tensor:
@@ -316,39 +312,20 @@ def _combined(rows: Tensor, operation: Operation) -> Tensor:
     return total if operation == "sum" else total / len(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Shards that the devices of a worker compute at the same time.
-
-    Attributes:
-        shards: the shards, one per device in the order of their ranks; fewer than devices in the last round.
-        devices: the devices that tell of these shards, in their order.
-        own: the shard that this device computes. Passes through a sliced model are collective: without one of its own a
-            device computes another one's again.
-        counts: whether what comes of it here counts.
-    """
-
-    shards: range
-    devices: range
-    own: int
-    counts: bool
-
-
 class Mesh:
-    """The devices of a worker as torch wants them, in its default group: as long as there is the worker.
+    """This worker's devices as a device mesh, in torch's default process group. It lives as long as the worker.
 
-    No loss of another worker disturbs it, so nothing may wait in it for a device that such a loss may keep elsewhere:
-    it is for what devices do between collective calls.
+    The loss of another worker does not end calls in it. So nothing may wait in it for a device that such a loss may
+    keep elsewhere: it serves what devices do between collective calls.
 
     Args:
-        form: a function that makes it; collective.
-        speak: a function that gives the devices their verbs in it.
-        speak_beside: a function that gives them verbs in a group beside it; collective.
+        form: a function that makes the mesh; collective.
+        speak: a function that gives the devices their collective calls in the mesh.
+        speak_beside: a function that gives them collective calls in a group beside the mesh; collective.
 
     Attributes:
-        losses: the device that computes the losses of all shards, in stages with the others; None where each computes
-            its own shards.
-        is_parallel: whether all devices compute each shard, in tensor parallel with each other.
+        call: the name of the run's call that has spread a model over the devices, unless in slices; empty for none.
+        gathering: an object that gathers slices for all units of a run one after the other, so in the same memory.
     """
 
     def __init__(
@@ -358,22 +335,22 @@ class Mesh:
         speak_beside: Callable[[DeviceMesh], Workers],
     ) -> None:
         self._form, self._speak, self._speak_beside = form, speak, speak_beside
-        self.losses: int | None = None
-        self.is_parallel = False
+        self.call = ""
+        self.gathering: Any = None
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """It. Collective, the first time."""
+        """The mesh. Collective, the first time."""
         return self._form()
 
     @cached_property
     def verbs(self) -> Workers:
-        """The verbs among the devices. Collective, the first time."""
+        """The collective calls among the devices. Collective, the first time."""
         return self._speak(self.mesh)
 
     @cached_property
     def writing(self) -> Workers:
-        """The verbs for those who write checkpoints, while the others are in use. Collective, the first time."""
+        """Collective calls for writing checkpoints, while the others are in use. Collective, the first time."""
         return self._speak_beside(self.mesh)
 
     @property
@@ -392,11 +369,13 @@ class Devices:
 
     Args:
         rank: this device's place among them.
-        count: their number.
         mesh: torch's default group of them; None for a worker of one device.
-        inside: the collective verbs among them in a generation; None while this worker is in none.
-        exchange: the way of their tensors in a generation; None while this worker is in none.
-        back: a way beside that, for what goes from stages to those before them.
+        inside: the collective calls among them in a generation; None while this worker is in none.
+        exchange: the transport of their tensors in a generation; None while this worker is in none.
+        back: a second transport, for tensors that go from stages to those before them.
+
+    Attributes:
+        is_first: whether this device speaks for the worker: it prints and writes.
     """
 
     def __init__(
@@ -408,103 +387,75 @@ class Devices:
         exchange: ProcessGroupTransport | None = None,
         back: ProcessGroupTransport | None = None,
     ) -> None:
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.is_first = rank, count, rank == 0
         self._mesh, self._inside, self._exchange, self._back = mesh, inside, exchange, back
 
     @property
     def inside(self) -> Workers:
-        """The collective verbs among the devices of this worker."""
+        """The collective calls among the devices of this worker."""
         assert self._inside is not None, "this worker is in a generation, with several devices"
         return self._inside
 
     @property
     def exchange(self) -> ProcessGroupTransport:
-        """The way of their tensors."""
+        """The transport of the devices' tensors."""
         assert self._exchange is not None, "this worker is in a generation, with several devices"
         return self._exchange
 
     @property
     def back(self) -> ProcessGroupTransport:
-        """The way of what goes from stages to those before them."""
+        """The transport of tensors that go from stages to those before them."""
         return self._back or self.exchange
 
     def settle(self) -> None:
-        """Wait until what was asked of the other devices is really here; see :meth:`Transport.settle`."""
-        for way in (self._exchange, self._back):
-            if way is not None:
-                way.settle()
+        """Wait until tensors from other devices have really arrived; see :meth:`Transport.settle`."""
+        for transport in (self._exchange, self._back):
+            if transport is not None:
+                transport.settle()
 
     @property
-    def losses(self) -> int | None:
-        """The device that computes the losses of all shards; None where each computes its own shards."""
-        return None if self._mesh is None else self._mesh.losses
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether all devices compute each shard, in tensor parallel with each other."""
-        return self._mesh is not None and self._mesh.is_parallel
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this device speaks for the worker: it prints and writes."""
-        return self.rank == 0
+    def words(self) -> str:
+        """The number of devices, as words for people that follow those on the launcher; empty for one."""
+        return f", {self.count} devices per worker" if self.count > 1 else ""
 
     @property
     def mesh(self) -> Mesh:
-        """The devices as long as there is the worker."""
+        """The devices' mesh, which lives as long as the worker."""
         assert self._mesh is not None, "a worker of one device needs no mesh"
         return self._mesh
 
     @property
     def waits(self) -> bool:
         """Whether this device waits for another one."""
-        between = self._mesh is not None and self._mesh.waits
-        return between or any(each.waits for each in self._connections)
-
-    def rounds(self, shards: range) -> Sequence[Round]:
-        """How the devices distribute the shards of their worker: in turns, so that they add up in their order.
-
-        Those that hold stages, or parts of layers, compute each shard together.
-        """
-        if self.is_parallel:
-            return [Round(range(shard, shard + 1), range(1), shard, counts=True) for shard in shards]
-        if self.losses is not None:
-            last = range(self.losses, self.losses + 1)
-            return [Round(range(shard, shard + 1), last, shard, self.rank == self.losses) for shard in shards]
-        return [
-            Round(
-                together, range(len(together)), together[min(self.rank, len(together) - 1)], self.rank < len(together)
-            )
-            for start in range(shards.start, shards.stop, self.count)
-            for together in (range(start, min(start + self.count, shards.stop)),)
-        ]
+        mesh_waits = self._mesh is not None and self._mesh.waits
+        return mesh_waits or any(connection.waits for connection in self._connections)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every device's JSON value, in the order of their ranks."""
+        """Return every device's JSON value, in the order of their ranks."""
         return [value] if self._inside is None else self._inside.gather_json(value)
 
     def joined(self, values: Sequence[Any]) -> list[Any]:
-        """JSON values of all devices in one row, in the order of their ranks: what this worker says to the others."""
-        return [one for each in self.gather(list(values)) for one in each]
+        """Return the JSON values of all devices in one list, in the order of their ranks: those of this worker."""
+        return [value for of_device in self.gather(list(values)) for value in of_device]
 
     def all(self, value: bool) -> bool:
-        """Whether something holds on all devices."""
+        """Whether ``value`` is true on all devices."""
         return all(self.gather(value))
 
     def first(self, value: Any) -> Any:
-        """The JSON value of the first device."""
+        """Return the JSON value of the first device."""
         return self.gather(value)[0]
 
     def abort(self) -> None:
-        """Wake whoever waits for another device in this generation, here and there. From any thread."""
-        for each in self._connections:
-            each.abort()
+        """Wake all that wait for another device in this generation, here and there. Any thread may call it."""
+        for connection in self._connections:
+            connection.abort()
 
     def close(self) -> None:
         """Let go of the connections of this generation."""
-        for each in self._connections:
-            each.close()
+        for connection in self._connections:
+            connection.close()
 
     @property
     def _connections(self) -> list[Workers | ProcessGroupTransport]:
-        return [each for each in (self._inside, self._exchange, self._back) if each is not None]
+        return [connection for connection in (self._inside, self._exchange, self._back) if connection is not None]

@@ -6,23 +6,13 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.recovery import Recovery, Snapshots
 from unisono.train.recovery.verification import Verification
-from unisono.train.state.state import RunProgress
+from unisono.train.state.trained import RunProgress
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.run_base import RunBase
 
 
 class Boundary:
-    """Verifies and writes the state when that is due, goes back if it is wrong, and lets workers in and out.
-
-    Args:
-        run: the base of the run.
-        collectives: the collective calls.
-        steps: the present step computer.
-        integrity: the judge of the state, which knows when to compare it.
-        verification: the comparison of the state between workers.
-        recovery: the way out for a worker that departs.
-        snapshots: the writer of checkpoints.
-    """
+    """Verifies and writes the state when that is due, goes back if it is wrong, and lets workers join and leave."""
 
     def __init__(
         self,
@@ -39,13 +29,10 @@ class Boundary:
         self.recovery, self.snapshots = recovery, snapshots
 
     def reached(self, *, is_end: bool) -> RunProgress:
-        """Every worker stands here, and has the same state unless a round is open.
+        """Do what is due at a boundary. All workers are here, and have the same state unless a round is open.
 
-        Args:
-            is_end: whether the loop ends here.
-
-        Returns:
-            where the run stands after it: usually where it did, but it may have gone back.
+        ``is_end`` says that the loop ends here. Return the progress from which the run goes on: the present one, unless
+        the run has gone back.
         """
         if not self.trained.is_doubted and not self.steps.computer.is_open:
             self._keep_state(is_end=is_end)
@@ -57,7 +44,7 @@ class Boundary:
         return self.trained.progress
 
     def cut_short(self) -> None:
-        """The loop is over before its end. Called after :meth:`reached`."""
+        """End a loop before its end. Called after :meth:`reached`."""
         if not self.steps.computer.is_open:
             self.snapshots.save_cut(self.integrity.known.agreed(self.trained.progress.position.step))
 

@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unisono.arguments import require_kinds
-from unisono.checkpoint.layout import empty_as, form_of
+from unisono.arguments import explain_call, require_kinds
+from unisono.checkpoint.tensor_bytes import empty_as, form_of
 from unisono.data.content import CONTENT, Contents, Glance
-from unisono.data.feed import Asked, Feed
-from unisono.data.loop_feeds import BatchFeed, feed_of
-from unisono.data.sampler_order import LoopKey
+from unisono.data.feed import Feed, Options
+from unisono.data.feeds import BatchFeed, StreamFeed, feed_of
+from unisono.data.generators import generators_kept, seed_generators
+from unisono.data.sample_order import LoopKey
 from unisono.data.shards import Collate
-from unisono.data.stream_feed import StreamFeed
-from unisono.data.streams import generators_kept, seed_generators
 from unisono.errors import DataError
-from unisono.job import SAMPLES_PER_SHARD, Job
+from unisono.job import SAMPLES_PER_SHARD
 from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node, SummationTree
 from unisono.received import short
 from unisono.train.config.numerics import autocast
+from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.loop.blocks import (
@@ -43,10 +43,9 @@ from unisono.train.loop.blocks import (
 )
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.staging import staging_of
 from unisono.train.step.loss import Weighted, as_number
+from unisono.train.step.placement import Placement
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.stage_messages import StagedEvaluation
 
 R = TypeVar("R")
 
@@ -61,37 +60,34 @@ Predict = Callable[[Any, Any], Any]
 class Evaluation:
     """One pass over a data set in blocks of a fixed size, so nothing depends on the number of workers."""
 
-    job: Job
+    config: RunConfig
     workers: Workers
     prepared: Prepared
-    device: torch.device
     blocks: Blocks
     step: int
+    placement: Placement
 
     def means(self, metrics: Metrics) -> dict[str, float]:
-        """The weighted mean of each metric over all blocks.
+        """Return the weighted mean of each metric over all blocks.
 
         Raises:
-            DataError: blocks returned different metrics, or there are none; or several functions for a model in stages.
+            DataError: blocks returned different metrics, or there are none; or a model in stages has several functions.
         """
-        if isinstance(metrics, Mapping) and len(metrics) > 1 and self._staged() is not None:
-            raise DataError(
-                f"run.evaluate was given the functions {', '.join(metrics)}, and each would call the model, which lies "
-                f"in stages: give one function that calls the model once and returns a dict of all metrics"
-            )
+        if isinstance(metrics, Mapping):
+            self.placement.require_functions(list(metrics))
 
         def row_of(block: EvaluatedBlock) -> dict[str, list[float]]:
-            found = _call(metrics, self.prepared.model, block.batch)
-            return {name: _weighted(name, found[name], block.samples) for name in sorted(found)}
+            values = _call(metrics, self.prepared.model, block.batch)
+            return {name: _weighted(name, values[name], block.samples) for name in sorted(values)}
 
-        found, shares = self._shared(row_of)
-        names = list(found[0]) if found else None
-        if odd := next((sorted(row) for row in found if names is not None and sorted(row) != names), None):
-            raise DataError(f"metrics returned {odd} for one batch and {names} for another")
-        rows = [list(row.values()) for row in found]
-        everybody = self.workers.gather_json(names)
-        agreed: list[str] = next(one for one in everybody if one is not None)
-        other = next((one for one in everybody if one is not None and one != agreed), agreed)
+        results, shares = self._shared(row_of)
+        names = list(results[0]) if results else None
+        if differing := next((sorted(row) for row in results if names is not None and sorted(row) != names), None):
+            raise DataError(f"metrics returned {differing} for one batch and {names} for another")
+        rows = [list(row.values()) for row in results]
+        everybody = self.workers.gather_json(names)  # None for a worker without blocks
+        agreed: list[str] = next(names for names in everybody if names is not None)
+        other = next((names for names in everybody if names is not None and names != agreed), agreed)
         if other != agreed:
             raise DataError(f"metrics returned {other} for one batch and {agreed} for another")
         local = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(agreed), 2)
@@ -99,18 +95,18 @@ class Evaluation:
         return {name: _mean([row[column] for row in table]) for column, name in enumerate(agreed)}
 
     def sums(self, add: Callable[[Any, Any], Tensor]) -> Tensor:
-        """What the rows that a function returns for all blocks add up to, along the summation tree.
+        """Add up the rows that a function returns for all blocks, along the summation tree.
 
         Args:
-            add: a function that gets the model and a batch, and returns a row of numbers, always as many.
+            add: a function that gets the model and a batch, and returns a row of numbers, always equally many.
         """
         rows, shares = self._shared(lambda block: add(self.prepared.model, block.batch).double())
         bounds = (0, *accumulate(len(sizes) for sizes in shares.sizes))
         tree, first = SummationTree(bounds[-1]), bounds[self.workers.rank]
         leaves = {Node(block, block + 1): row for block, row in enumerate(rows, first)}
-        covers = [tree.cover(*both) for both in pairwise(bounds)]
+        covers = [tree.cover(*block_range) for block_range in pairwise(bounds)]
         partials = [tree.finish(leaves, torch.add, node) for node in covers[self.workers.rank]]
-        length = max(one or 0 for one in self.workers.gather_json(len(partials[0]) if partials else None))
+        length = max(size or 0 for size in self.workers.gather_json(len(partials[0]) if partials else None))
         local = torch.stack(partials) if partials else torch.zeros(0, length, dtype=torch.float64)
         gathered = self.workers.gather_rows(local, [len(cover) for cover in covers])
         nodes = [node for cover in covers for node in cover]
@@ -118,48 +114,41 @@ class Evaluation:
         return total
 
     def outputs(self, predict_fn: Predict | None) -> Any:
-        """The outputs for all samples, in the order of the data."""
+        """Return the outputs for all samples, in the order of the data."""
         predict = predict_fn or _predict
-        parts, shares = self._shared(lambda block: predict(self.prepared.model, block.batch))
+        needs = "run.predict needs a function predict_fn(model, batch)"
+        parts, shares = self._shared(lambda block: _called(predict, needs, self.prepared.model, block.batch))
         local = _concatenated(parts) if parts else None
-        form = next(one for one in self.workers.gather_json(_form(local)) if one is not None)
+        form = next(form for form in self.workers.gather_json(_form(local)) if form is not None)
         return self._gathered(local, form, shares)
 
     def values(self, function: Callable[[int, Any], Any], most: int | None = None) -> list[Any]:
-        """What a function returns for each block, in the order of their places.
+        """Return what a function returns for each block, in the order of the blocks' places.
 
         Args:
             function: a function that gets a block's number and its batch, and returns numbers, text, tensors, or lists,
                 tuples and dicts of them, of any shape.
             most: the number of blocks; all by default.
         """
-        mine = [value for *_, value in self._read(lambda block: function(block.number, block.batch), most)]
+        own_values = [value for *_, value in self._read(lambda block: function(block.number, block.batch), most)]
         ranks = range(self.workers.world_size)
-        return [value for rank in ranks for value in self.workers.broadcast(mine, rank)]
+        return [value for rank in ranks for value in self.workers.broadcast(own_values, rank)]
 
     def _shared(self, act: Callable[[EvaluatedBlock], R]) -> tuple[list[R], Shares]:
-        """What comes of this worker's blocks, and who has evaluated how much."""
-        found = self._read(act)
-        return [one for *_, one in found], self.blocks.shares(self.workers, [one[:2] for one in found])
+        """The results of this worker's blocks, and how much each worker has evaluated."""
+        blocks = self._read(act)
+        return [result for *_, result in blocks], self.blocks.shares(self.workers, [block[:2] for block in blocks])
 
     def _read(self, act: Callable[[EvaluatedBlock], R], most: int | None = None) -> list[tuple[BlockPlace, int, R]]:
-        """Place, samples and result of each of this worker's blocks, in the order of places."""
-        staged = self._staged()
-        found: list[tuple[BlockPlace, int, Any]] = []
-        with closing(self._each(most)) as blocks:
-            for block in blocks:
-                result = act(block) if staged is None else staged(partial(act, block))
-                found.append((block.place, block.samples, result))
-        if staged is not None:
-            results = staged.shared([result for *_, result in found])
-            found = [(place, samples, result) for (place, samples, _), result in zip(found, results, strict=True)]
-        return sorted(found, key=itemgetter(0))
+        """The place, the samples and the result of each of this worker's blocks, in the order of places."""
+        evaluate = self.placement.evaluate
+        with closing(self._evaluated_blocks(most)) as blocks:
+            read: list[Any] = [(block.place, block.samples, evaluate(partial(act, block))) for block in blocks]
+        results = self.placement.evaluated([result for *_, result in read])
+        read = [(place, samples, result) for (place, samples, _), result in zip(read, results, strict=True)]
+        return sorted(read, key=itemgetter(0))
 
-    def _staged(self) -> StagedEvaluation | None:
-        staging, devices = staging_of(self.prepared.modules), self.workers.devices
-        return None if staging is None else StagedEvaluation(staging, devices, self.device)
-
-    def _each(self, most: int | None) -> Generator[EvaluatedBlock, None, None]:
+    def _evaluated_blocks(self, most: int | None) -> Generator[EvaluatedBlock, None, None]:
         with (
             _evaluating(self.prepared.modules) as put_back,
             torch.no_grad(),
@@ -167,10 +156,10 @@ class Evaluation:
             closing(self.blocks.read(self.workers, most)) as blocks,
         ):
             for block in blocks:
-                found = block._replace(batch=to_device(block.batch, self.device))
-                seed_generators(stream_seed(self.job.seed, Stream.EVALUATION, self.step, *block.place))
-                with autocast(self.job, self.device):
-                    yield found
+                on_device = block._replace(batch=to_device(block.batch, self.config.device))
+                seed_generators(stream_seed(self.config.job.seed, Stream.EVALUATION, self.step, *block.place))
+                with autocast(self.config.job, self.config.device):
+                    yield on_device
                 put_back()
                 self.workers.tick()
 
@@ -180,7 +169,7 @@ class Evaluation:
         if form[0] == "list":
             return [self._gathered(local and local[number], part, shares) for number, part in enumerate(form[1])]
         if local is None:
-            local = empty_as(form, self.device)
+            local = empty_as(form, self.config.device)
         counts = [sum(sizes) for sizes in shares.sizes]
         if local.dim() == 0 or len(local) != counts[self.workers.rank]:
             raise DataError(
@@ -192,24 +181,11 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the model of a run, between its steps.
-
-    Args:
-        run: the base of the run, with the model.
-        collectives: the collective calls.
-
-    Attributes:
-        is_under_way: whether an evaluation is under way.
-    """
+    """Evaluates the model of a run, between its steps."""
 
     def __init__(self, run: RunBase, collectives: CollectiveCalls) -> None:
         self.is_under_way = False
-        self._job, self._device, self._trained, self._collectives = (
-            run.config.job,
-            run.config.device,
-            run.trained,
-            collectives,
-        )
+        self._run, self._collectives, self._job = run, collectives, run.config.job
         self._timeout_s, self._contents = run.config.settings.faults.timeout_s, Contents(looks_again=False)
 
     def carry_out(
@@ -219,36 +195,34 @@ class Evaluator:
 
         Args:
             action: a function that gets the evaluation, and returns its result.
-            dataset: map-style, with a length, a stream, or a ``DataLoader``; the same on all workers.
-            batch_size: samples per call; by default as many as a training shard has.
+            dataset: a map-style data set with a length, a stream, or a ``DataLoader``; the same on all workers.
+            batch_size: the samples per call; by default as many as a training shard has.
             collate: a function that makes a batch of a list of samples; None for torch's ``default_collate``.
 
         Raises:
             JobMismatch: the data sets differ.
         """
         require_kinds(Evaluator.carry_out, {"batch_size": batch_size})
-        prepared, job = self._trained.require_prepared(), self._job
-        asked = Asked(batch_size=batch_size, collate_fn=collate)
+        run, job = self._run, self._job
+        prepared = run.trained.require_prepared()
+        options = Options(batch_size=batch_size, collate_fn=collate)
         key = LoopKey(job.seed, NO_LOOP)
-        feed = feed_of(dataset, asked, key, self._timeout_s)
+        feed = feed_of(dataset, options, key, self._timeout_s)
         size = batch_size or feed.batch_size or -(-(job.batch_size or SAMPLES_PER_SHARD * job.shards) // job.shards)
         self.agree(dataset, feed, size)
-        blocks, step = self._blocks(feed, size), self._trained.progress.position.step
+        blocks, step = self._blocks(feed, size), run.trained.progress.position.step
         self.is_under_way = True
         try:
             return self._collectives.together(
-                lambda workers: action(Evaluation(job, workers, prepared, self._device, blocks, step))
+                lambda workers: action(Evaluation(run.config, workers, prepared, blocks, step, run.placement))
             )
         finally:
             self.is_under_way = False
 
     def agree(self, dataset: Any, feed: Feed | StreamFeed, size: int) -> None:
-        """Refuse to evaluate other data than other workers do. Collective.
+        """Refuse to evaluate other data than the other workers. Collective.
 
-        Args:
-            dataset: the data, as the script gives them.
-            feed: the same as they are read.
-            size: the number of samples in a block.
+        ``size`` is the number of samples in a block.
 
         Raises:
             JobMismatch: the data sets differ.
@@ -269,14 +243,17 @@ class Evaluator:
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Modules evaluate, and train no further by it; a function puts back what they have done to their buffers."""
+    """Have modules evaluate. It yields a function that restores their buffers.
+
+    Evaluation must not train: neither modes nor buffers stay changed.
+    """
     layers = [layer for module in modules for layer in module.modules()]
     training = [layer.training for layer in layers]
-    kept = [_KeptBuffer(layer._buffers, name) for layer in layers for name in layer._buffers]
+    kept_buffers = [_KeptBuffer(layer._buffers, name) for layer in layers for name in layer._buffers]
 
     def put_back() -> None:
-        for each in kept:
-            each.put_back()
+        for buffer in kept_buffers:
+            buffer.put_back()
 
     for module in modules:
         module.eval()
@@ -289,7 +266,7 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
 
 
 class _KeptBuffer:
-    """A buffer as it is before an evaluation. Each worker evaluates other blocks, so none may leave a trace in it."""
+    """A buffer's value before an evaluation. Workers evaluate different blocks, so none may leave a trace in it."""
 
     def __init__(self, buffers: dict[str, Tensor | None], name: str) -> None:
         self._buffers, self._name, self._buffer = buffers, name, buffers[name]
@@ -306,13 +283,22 @@ class _KeptBuffer:
         return 0 if self._buffer is None or self._buffer.is_inference() else self._buffer._version
 
 
+def _called(function: Callable[..., Any], needs: str, model: Any, batch: Any) -> Any:
+    try:
+        return function(model, batch)
+    except TypeError as error:
+        explain_call(error, function, needs)
+        raise
+
+
 def _call(metrics: Metrics, model: Any, batch: Any) -> Mapping[str, Any]:
+    needs = "run.evaluate needs a function metrics(model, batch), or a dict of such functions by name"
     if isinstance(metrics, Mapping):
-        return {name: metric(model, batch) for name, metric in metrics.items()}
-    found = metrics(model, batch)
-    if not isinstance(found, Mapping):
-        raise DataError(f"the metrics function returned a {type(found).__name__}: return a dict of means by name")
-    return found
+        return {name: _called(metric, needs, model, batch) for name, metric in metrics.items()}
+    values = _called(metrics, needs, model, batch)
+    if not isinstance(values, Mapping):
+        raise DataError(f"the metrics function returned a {type(values).__name__}: return a dict of means by name")
+    return values
 
 
 def _weighted(name: str, value: Any, samples: int) -> list[float]:
@@ -320,8 +306,8 @@ def _weighted(name: str, value: Any, samples: int) -> list[float]:
     numbers = [as_number(mean), as_number(weight)]
     if None in numbers:
         raise DataError(
-            f"metrics returned {short(value)} as {name!r}: return its mean, one number; or unisono.Weighted(mean, "
-            f"tokens) if that is over tokens, say, instead of samples"
+            f"metrics returned {short(value)} as {name!r}: return its mean, one number; for a mean over something "
+            f"else than samples, such as tokens, return unisono.Weighted(mean, tokens)"
         )
     return [number for number in numbers if number is not None]
 

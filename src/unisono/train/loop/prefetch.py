@@ -1,55 +1,50 @@
-"""Batches on their way to the device that computes."""
+"""Copying batches to the device that computes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from unisono.data.loader import Loaded, load
-from unisono.data.loader_processes import Processes
+from unisono.data.loading import Loaded, Processes, load
 from unisono.data.shards import ShardSource, ShardsRequest
-from unisono.data.slot import replaced
-from unisono.device import current_stream, is_accelerator, new_stream, page_locked, within
+from unisono.data.slots import replaced
+from unisono.device import current_stream, in_use, is_accelerator, new_stream, page_locked, within
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with all its tensors on ``device``: tensors, and tuples, lists and mappings of them."""
-    return replaced(batch, Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+    """Return a batch with all its tensors on ``device``: tensors, and tuples, lists and mappings of them."""
+    if device.type == "cpu" and in_use() is None:  # this process uses no accelerator: its tensors are on the CPU
+        return batch
+    return replaced(batch, Tensor, methodcaller("to", device, non_blocking=True))
 
 
 def prefetch(
     source: ShardSource, requests: Iterator[ShardsRequest], processes: Processes, device: torch.device
 ) -> Loaded:
-    """Load steps for a device. On the CPU batches are used where they were loaded; nothing is copied.
-
-    Args:
-        source: a function that loads shards.
-        requests: one request per step.
-        processes: the processes that load.
-        device: the device to which batches are copied.
-    """
+    """Load steps for a device: the CPU uses batches where they were loaded, other devices get copies."""
     if not is_accelerator(device):
         return load(source, requests, processes)
     return Prefetched(load(source, requests, processes), DeviceCopyStream(device))
 
 
 class CopyStream(Protocol):
-    """A way to the device that runs beside the computation."""
+    """Copies to a device, beside the computation."""
 
     def send(self, shards: list[Any]) -> Any:
-        """Start to copy a step's shards. Does not wait; returns what ``receive`` needs."""
+        """Start to copy a step's shards, without waiting. Returns what :meth:`receive` needs."""
 
     def receive(self, sent: Any) -> list[Any]:
-        """The shards on the device, for the computation to use in its turn."""
+        """Return the shards on the device, for computations that are started after this call."""
 
 
 class Prefetched:
-    """Steps on a device: while one is computed, the next is copied, if it is loaded by then."""
+    """Loads steps for a device: while one step is computed, the next one is copied if it is loaded by then."""
 
     def __init__(self, loaded: Loaded, stream: CopyStream) -> None:
         self._loaded = loaded
@@ -57,29 +52,29 @@ class Prefetched:
         self._coming: Future[Any] | None = None
 
     def __next__(self) -> list[Any]:
-        """The next step's shards; the one after it is on its way then."""
-        coming = self._coming or self._sent()
+        """Return the next step's shards, and start to copy those of the step after it."""
+        copying = self._coming or self._sent()
         self._coming = None
-        shards = self._stream.receive(coming.result())
+        shards = self._stream.receive(copying.result())
         if self._loaded.is_ready():
             self._coming = self._sent()
         return shards
 
     def is_ready(self) -> bool:
-        """Whether the next step's shards are on their way, or could be."""
+        """Whether the next step's shards are being copied, or could be."""
         return self._coming is not None or self._loaded.is_ready()
 
     def close(self) -> None:
-        """End what loads."""
+        """End loading."""
         self._loaded.close()
 
     def _sent(self) -> Future[Any]:
-        sent: Future[Any] = Future()
+        copying: Future[Any] = Future()
         try:
-            sent.set_result(self._stream.send(next(self._loaded)))
-        except Exception as error:  # noqa: BLE001 (raised when the step is asked for that it belongs to)
-            sent.set_exception(error)
-        return sent
+            copying.set_result(self._stream.send(next(self._loaded)))
+        except Exception as error:  # noqa: BLE001 (raised when the step that it belongs to is asked for)
+            copying.set_exception(error)
+        return copying
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +86,15 @@ class Copies:
 
 
 class DeviceCopyStream:
-    """Copies on a stream of its own. Nothing here waits for the device."""
+    """Copies on a stream of its own. No call waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = new_stream(device)
 
     def send(self, shards: list[Any]) -> Copies:
-        """Start to copy, from page-locked memory: from other memory a copy makes the host wait."""
-        locked = replaced(shards, Tensor, page_locked)  # torch keeps it until it is copied
+        """Start to copy, from page-locked memory: a copy from other memory makes the host wait."""
+        locked = replaced(shards, Tensor, page_locked)  # torch keeps this memory until it is copied
         with within(self._stream):
             copies = replaced(locked, Tensor, self._copied)
         return Copies(copies, self._stream.record_event())
@@ -118,5 +113,5 @@ class DeviceCopyStream:
         return list(replaced(sent.shards, Tensor, lent))
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        # What is on a device already was made on another stream: it is left to whoever computes.
+        # A tensor that is on a device already was made on another stream: the computation moves it if it has to.
         return tensor.to(self._device, non_blocking=True) if not is_accelerator(tensor.device) else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -12,15 +12,17 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.checkpoint.quick_digest import Summing, combined, flipped_bits, totals
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.tensors import version_of
+from unisono.word_sums import Summing, combined, flipped_bits, totals
 from unisono.words import MODULUS, Sums
 
 MOST_FLIPPED = 2
-"""Bits: a larger difference that torch has not counted is taken for a write of the script, say to ``tensor.data``.
+"""The largest number of bits whose difference is taken for a fault.
 
-Halving all weights of a tensor changes its sum by few powers of two, but the sum of each third by one at least.
+A larger difference that torch has not counted is taken for a write of the script, for instance to ``tensor.data``.
+Such a write may change the sum of a whole tensor by few bits: halving all its weights does. It changes the sum of each
+third of a tensor by one bit at least, which makes three: so sums are taken by thirds.
 """
 
 
@@ -28,13 +30,13 @@ _VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The state of a worker's memory when its shards are computed.
+class MemoryState:
+    """The state of a worker's memory when its shards have been computed.
 
     Attributes:
-        digest: a digest of weights and buffers; 0 if nobody looks.
-        has_flipped: whether a bit of it is another one than the update before has left, and nobody has written it.
-        amiss: what the digest then lacks to be that of what that update has left (modulo 2**64).
+        digest: a digest of weights and buffers; 0 if none was taken.
+        has_flipped: whether a bit differs from what the last update left, although nothing was written there.
+        amiss: the number to add to the digest to get that of what the last update left (modulo 2**64).
     """
 
     digest: int = 0
@@ -43,17 +45,16 @@ class Seen:
 
 
 class AtRest:
-    """Compares what a worker's shards were computed with.
+    """Checks the memory that shards are computed with.
 
-    Workers that hold the same compare digests with each other. Where there is one copy, it is compared with itself: as
-    the update left it, and as it is after its last use. The script may change it between two steps: what torch counts
-    as written is left out, and so is a difference that more than two flipped bits would be needed for.
+    Workers that hold the same tensors compare their digests with each other. Where there is only one copy, its state
+    after the last update is compared with its state after its last use. The script may change tensors between two
+    steps: writes that torch counts are left out, and so is a difference of more than two bits.
 
     Args:
-        weights: the weights.
         buffers: buffers, of which every worker has a copy at the beginning of each shard.
         state: a function that returns the optimizers' tensors.
-        is_only: whether there is no other copy of any of it.
+        is_only: whether there is no other copy of these tensors.
     """
 
     def __init__(
@@ -61,105 +62,107 @@ class AtRest:
     ) -> None:
         self._weights, self._buffers, self._state, self._is_only = weights, buffers, state, is_only
         self._summing, self._noting = Summing(), Summing()
-        self._left: Sums | None = None  # of each tensor the sums of its thirds
-        self._asked: Callable[[], Sums] | None = None  # for them, and nobody has waited yet
+        self._left: Sums | None = None  # of the thirds of each tensor
+        self._pending: Callable[[], Sums] | None = None  # returns these sums; it waits for the device
         self._written: list[int] = []
 
     def first(self) -> None:
-        """A step begins, perhaps the first: what is there now stays until the step is computed."""
-        if self._left is None and self._asked is None:
+        """Take the sums when a step begins, if no update has left any."""
+        if self._left is None and self._pending is None:
             self.note()
 
     def begin(self) -> None:
-        """A step is about to be computed."""
+        """Take the script's writes into account when a step is about to be computed."""
         if not self._is_only:
             return
         written = self._writes(self._present())
-        if (self._left is None and self._asked is None) or len(written) != len(self._written):
+        if (self._left is None and self._pending is None) or len(written) != len(self._written):
             self.note()
         elif written != self._written:
-            # What the script has written stays as it is now: a bit of it that flips from here on is found as any other.
-            left, sums = self._known(), self._noting.thirds(self._present())
+            # A bit that flips from now on in what the script has written is found as any other.
+            left, sums = self._sums_of_update(), self._noting.thirds(self._present())
             assert left is not None, "an update has left it"
             self._left, self._written = np.where(self._unwritten(written), left, sums), written
 
-    def look(self) -> Callable[[], Seen]:
-        """All shards are computed, and nothing is committed: ask what is there now.
+    def look(self) -> Callable[[], MemoryState]:
+        """Take the sums once all shards are computed and nothing is committed.
 
         Returns:
-            a function that waits for the answer.
+            a function that waits for the device and returns what was seen.
         """
         compared = [*self._weights, *self._buffers.begun()]
         count, state = len(compared), self._state() if self._is_only else ()
-        asked = self._summing.asked([*compared, *state])
+        pending = self._summing.asked([*compared, *state])
 
-        def seen() -> Seen:
-            thirds = asked()
+        def finish() -> MemoryState:
+            thirds = pending()
             digest = combined(totals(thirds)[:count])
-            if (left := self._known()) is None or not self._has_flipped(thirds):
-                return Seen(digest)
+            if (left := self._sums_of_update()) is None or not self._has_flipped(thirds):
+                return MemoryState(digest)
             amiss = combined(totals(left)[:count]) - digest
-            return Seen(digest, has_flipped=True, amiss=amiss % MODULUS)
+            return MemoryState(digest, has_flipped=True, amiss=amiss % MODULUS)
 
-        return seen
+        return finish
 
     def note(self) -> None:
-        """An update is done: everything stays as it is until the next one."""
+        """Take the sums after an update: everything stays as it is until the next one."""
         if not self._is_only:
             return
-        now = self._present()
-        self._written = self._writes(now)
-        self._left, self._asked = None, self._noting.asked(now)
+        tensors = self._present()
+        self._written = self._writes(tensors)
+        self._left, self._pending = None, self._noting.asked(tensors)
 
     def has_changed(self) -> bool:
-        """Whether a bit has flipped since the last update, where there is no other copy to compare with."""
-        now = self._present()
-        written = self._writes(now)
-        if self._known() is None or len(written) != len(self._written):
+        """Whether a bit has flipped since the last update; False where there is another copy to compare with."""
+        tensors = self._present()
+        written = self._writes(tensors)
+        if self._sums_of_update() is None or len(written) != len(self._written):
             return False
-        return self._has_flipped(self._summing.thirds(now), self._unwritten(written))
+        return self._has_flipped(self._summing.thirds(tensors), self._unwritten(written))
 
     def _present(self) -> list[Tensor]:
         return [*self._weights, *self._buffers.present(), *self._state()]
 
     def _writes(self, now: Sequence[Tensor]) -> list[int]:
-        """Which tensors these are, and how often torch says that each was written."""
+        """The ids of the tensors, then how often torch says that each was written."""
         try:
             versions = [*map(_VERSION, now)]
         except RuntimeError:
-            versions = [*map(version_of, now)]  # which says what is wrong
+            versions = [*map(version_of, now)]  # this error says what is wrong
         return [*map(id, now), *versions]
 
     def _unwritten(self, written: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """A row for each tensor: whether it is the one that was looked at, and nobody has written it since."""
+        """A row for each tensor: whether it is the same one as before, and has not been written since."""
         same = np.array([now == before for now, before in zip(written, self._written, strict=True)], np.bool_)
         tensors, writes = same.reshape(2, -1)
         return np.array(tensors & writes)[:, None]
 
     def _has_flipped(self, thirds: Sums, looked_at: npt.NDArray[np.bool_] | bool = True) -> bool:
-        if (left := self._known()) is None:
+        if (left := self._sums_of_update()) is None or left.tobytes() == thirds.tobytes():
             return False
         return 0 < flipped_bits(left, np.where(looked_at, thirds, left)) <= MOST_FLIPPED
 
-    def _known(self) -> Sums | None:
-        """What the last update has left, now that somebody wants to know it."""
-        if self._asked is not None:
-            self._left, self._asked = self._asked(), None
+    def _sums_of_update(self) -> Sums | None:
+        """The sums that the last update left; waits for the device."""
+        if self._pending is not None:
+            self._left, self._pending = self._pending(), None
         return self._left
 
 
-def kept_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+def tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """The tensors that optimizers keep, in the order in which they were made."""
-    found: list[Tensor] = []
-    for one in optimizers:
-        for state in one.state.values():
-            _add_tensors(state, found)
-    return found
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        _add_tensors(optimizer.state.values(), tensors)
+    return tensors
 
 
-def _add_tensors(value: Any, found: list[Tensor]) -> None:  # in each step: a generator would take twice as long
-    for part in value.values() if isinstance(value, dict) else value:
+def _add_tensors(values: Iterable[Any], tensors: list[Tensor]) -> None:
+    """Append the tensors of nested values. Called in each step, where a generator would take twice as long."""
+    for part in values:
         if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, dict | list | tuple):
-            _add_tensors(part, found)
+            tensors.append(part)
+        elif isinstance(part, dict):
+            _add_tensors(part.values(), tensors)
+        elif isinstance(part, list | tuple):
+            _add_tensors(part, tensors)

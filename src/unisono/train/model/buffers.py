@@ -1,6 +1,6 @@
-"""Buffers and further state belong to shards too: each starts from the same, and the results are combined."""
+"""Buffers and further state: each shard starts from the same values, and the shards' results are combined."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +11,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.layout import form_of
+from unisono.checkpoint.tensor_bytes import form_of
 from unisono.device import HostRead, is_accelerator
 from unisono.errors import ModelError
 from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
-from unisono.reduce.tally import Witness
+from unisono.reduce.partial_sums import Witness
 from unisono.reduce.transport import Transport
 from unisono.train.model.combining import Combining
 from unisono.train.model.places import FRESH, BufferPlace, Placed, Rule
@@ -27,11 +27,11 @@ LARGEST_STATISTIC = 2**16
 """Elements of the largest buffer that is compared by value."""
 
 SHORT = 2**14
-"""Bytes that a checksum goes over sooner than their words are summed."""
+"""Bytes up to which a checksum is faster than a sum of words."""
 
 
 Combine = Callable[[Transport, Tensor, Sequence[Tensor]], Tensor | None]
-"""Makes one tensor of what was there and what this worker's shards have made of it. Collective; None if it cannot."""
+"""Combines a tensor with what this worker's shards have made of it. Collective; None if it cannot."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Base:
 
 
 class _Doubt(NamedTuple):
-    """A buffer of which only its device knows whether a shard has written it: nobody has waited for it yet."""
+    """A buffer of which only its device knows whether a shard has written it; it has not answered yet."""
 
     shard: int
     number: int
@@ -52,21 +52,19 @@ class _Doubt(NamedTuple):
 
 
 class Buffers:
-    """Keeps the buffers of a step: what they were, and what each of this worker's shards made of them.
+    """Keeps the buffers of a step: their values at its beginning, and what each of this worker's shards made of them.
 
-    Each is combined by its rule. By default floating-point buffers end as the mean over the shards, weighted by their
-    numbers of samples, along the summation tree. Other buffers (counters) end as shard 0 left them, so they advance
-    once per step. Buffers that no shard has written are not touched.
+    Each is combined by its rule. By default, a floating-point buffer becomes the mean over the shards, weighted by
+    their numbers of samples, along the summation tree. Any other buffer (a counter) becomes what shard 0 made of it, so
+    that it advances once per step. Buffers that no shard has written are not touched.
 
     Args:
-        places: the places of the buffers.
-        split: the split of the shards among workers.
-        rank: this worker's rank in it.
-        looks: whether what shards have made is looked at once more when it is used.
+        looks: whether to check the shards' results for flipped bits when they are used.
 
     Attributes:
         witness: a function that gets what a shard has made, to inject a fault.
-        have_kept: whether what shards had made, where it lies on a CPU, still was what they left when it was used last.
+        have_kept: whether the shards' results on a CPU, when they were used last, had the bits with which they were
+            made.
     """
 
     have_kept = True
@@ -78,17 +76,17 @@ class Buffers:
         self.resplit(split, rank)
 
     def resplit(self, split: Split, rank: int) -> None:
-        """Begin anew with other shards."""
+        """Begin anew with another split of the shards."""
         self._split = split
         self._tree = SummationTree(split.shards)
         self._mine = split.of(rank)
         self._combining = Combining(self._tree, self._mine)
         self._bases: list[_Base] = []
-        self._found: dict[int, _Base] = {}  # what the present shard began with, in place of a base
+        self._shard_bases: dict[int, _Base] = {}  # what the present shard began with, if not the base
         self._results: dict[int, list[Tensor | None]] = {}
-        self._left: dict[int, list[int]] = {}  # of the results of each shard
+        self._left: dict[int, list[int]] = {}  # the checksums of each shard's results
         self._doubts: list[_Doubt] = []
-        self._asked: list[Callable[[], list[_Doubt]]] = []
+        self._pending: list[Callable[[], list[_Doubt]]] = []
 
     def __len__(self) -> int:
         return len(self._places)
@@ -96,6 +94,8 @@ class Buffers:
     @property
     def used(self) -> list[bool]:
         """For each buffer, whether a shard of this worker has written it."""
+        if not self._places:
+            return []
         self._settle()
         return [
             any(results[number] is not None for results in self._results.values())
@@ -111,75 +111,76 @@ class Buffers:
         pairs = zip(self._places, self._bases, strict=True)
         return [place.tensor if _written(place, base) is False else base.value for place, base in pairs]
 
-    @torch.no_grad()
     def begin(self) -> None:
-        """Remember the buffers as they are now; only what was written since the last step is copied."""
-        self._results, self._left, self._doubts, self._asked = {}, {}, [], []
+        """Remember the present buffers; only those that were written since the last step are copied."""
+        self._results, self._left, self._doubts, self._pending = {}, {}, [], []
         if not self._bases:
-            self._bases = [_Base(p.tensor, p.tensor.clone(), p.tensor._version) for p in self._places]
+            self._bases = [_Base(p.tensor, p.tensor.detach().clone(), p.tensor._version) for p in self._places]
         for place, base in zip(self._places, self._bases, strict=True):
             if _written(place, base) is not False:
-                base.tensor = place.tensor
-                base.value = (
-                    base.value.copy_(place.tensor) if _alike(base.value, place.tensor) else place.tensor.clone()
-                )
+                base.tensor, now = place.tensor, place.tensor.detach()
+                base.value = base.value.copy_(now) if _alike(base.value, now) else now.clone()
                 base.version = version_of(place.tensor, place.name)
 
-    @torch.no_grad()
     def rewind(self) -> None:
-        """Put every buffer back to where the step began."""
-        for number in range(len(self._places)):
-            self._rewind(number)
+        """Set every buffer to what it was when the step began."""
+        self._rewind(range(len(self._places)))
 
-    @torch.no_grad()
     def open(self, *, first: bool, apart: bool = False) -> None:
-        """A shard begins, the first one of this worker or another.
+        """Begin a shard.
 
         Args:
-            first: whether it is the first one, which finds buffers as the step began.
-            apart: whether backward passes of the shards before it are yet to come: what those have written stays for
-                them, and this shard gets other tensors.
+            first: whether it is this worker's first one, which finds buffers as the step began.
+            apart: whether backward passes of earlier shards are still to come. These keep the tensors that they have
+                written, and this shard gets others.
         """
+        if not self._places:
+            return
         if apart and self._tree.shards > 1:
-            for number in range(len(self._places)):
-                self._replace(number)
+            for number, (place, base) in enumerate(zip(self._places, self._bases, strict=True)):
+                if not place.is_held or _written(place, self._shard_bases.get(number, base)) is not False:
+                    value = base.value.clone()
+                    place.put(value)
+                    self._shard_bases[number] = _Base(value, base.value, value._version)
         elif not first and not apart:
             self.rewind()
         for number in self._fresh:
             place = self._places[number]
-            if place.rule == "cat":  # another tensor: what shards begin with is shorter
+            if place.rule == "cat":  # not in place: the tensor that a shard begins with has another length
                 place.put(self._nothing(number))
             else:
-                place.tensor.zero_()
+                place.tensor.detach().zero_()
 
     def take(self, shard: int) -> None:
-        """Keep what ``shard`` has made of the buffers, besides what it has made before: stage after stage.
+        """Keep what ``shard`` has made of the buffers. A model in stages calls this once for each of its blocks.
 
         Raises:
-            ModelError: it has given one another shape or dtype, and there are other shards.
+            ModelError: the shard has given a buffer another shape or dtype, and there are other shards.
         """
+        if not self._places:
+            return
         if shard in self._results:  # what one of its stages has not written, the next one may
             self._settle()
-        made, doubts = self._made(shard)
+        results, doubts = self._results_of(shard)
         if self._tree.shards > 1:
-            self._require_same_form(made)
-            made = [None if tensor is None else tensor.detach().clone() for tensor in made]
+            self._require_same_form(results)
+            results = [None if tensor is None else tensor.detach().clone() for tensor in results]
         if (before := self._results.get(shard)) is None:
             self._doubts += doubts
         else:
-            made = [old if new is None else new for old, new in zip(before, _without(made, doubts), strict=True)]
-        self._keep(shard, made)
+            results = [old if new is None else new for old, new in zip(before, _without(results, doubts), strict=True)]
+        self._keep(shard, results)
 
-    def _keep(self, shard: int, made: list[Tensor | None]) -> None:
-        self._results[shard] = made
+    def _keep(self, shard: int, results: list[Tensor | None]) -> None:
+        self._results[shard] = results
         if self._looks:
-            self._left[shard] = _summed(made)
-        for tensor in made if self.witness is not None else ():
+            self._left[shard] = _summed(results)
+        for tensor in results if self.witness is not None else ():
             if tensor is not None and self.witness is not None:
                 self.witness("shard_buffer", tensor)
 
-    def _require_same_form(self, made: Sequence[Tensor | None]) -> None:
-        for place, base, tensor in zip(self._places, self._bases, made, strict=True):
+    def _require_same_form(self, results: Sequence[Tensor | None]) -> None:
+        for place, base, tensor in zip(self._places, self._bases, results, strict=True):
             if tensor is not None and not place.fits(tensor, base.value):
                 self.rewind()
                 raise ModelError(
@@ -189,111 +190,111 @@ class Buffers:
                 )
 
     def result(self, shard: int) -> Sequence[Tensor | None]:
-        """What a shard of this worker has made of each buffer; None of those that it has not written."""
+        """What a shard of this worker has made of each buffer; None for those that it has not written."""
         self._settle()
         return self._results.get(shard, [])
 
-    def set_result(self, shard: int, made: Sequence[Tensor | None]) -> None:
-        """Keep what another device of this worker says that a shard has made of the buffers.
+    def set_result(self, shard: int, results: Sequence[Tensor | None]) -> None:
+        """Keep what a shard has made of the buffers on another device of this worker.
 
         Raises:
             ModelError: it has given one another shape or dtype.
         """
-        self._require_same_form(made)
-        self._keep(shard, list(made))
+        self._require_same_form(results)
+        self._keep(shard, list(results))
 
     @contextmanager
     @torch.no_grad()
     def aside(self) -> Iterator[Callable[[], Sequence[Tensor | None]]]:
-        """Begin once more in here, and have everything as it is now afterwards.
+        """Begin a shard once more within the context, and restore the buffers behind it.
 
         Yields:
-            what tells what was made of each buffer in here.
+            a function that returns what was made of each buffer within the context.
         """
-        now = [(place, place.tensor, place.tensor.clone()) for place in self._places]
+        saved = [(place, place.tensor, place.tensor.clone()) for place in self._places]
         self.open(first=False)
         try:
             with torch.enable_grad():
-                yield lambda: _without(*self._made(0))
+                yield lambda: _without(*self._results_of(0))
         finally:
-            for place, tensor, value in now:
+            for place, tensor, value in saved:
                 place.put(tensor)
                 set_all([(tensor, value)])
 
-    def _made(self, shard: int) -> tuple[list[Tensor | None], list[_Doubt]]:
-        """What there is of each buffer that a shard has written, or may have."""
-        made: list[Tensor | None] = []
+    def _results_of(self, shard: int) -> tuple[list[Tensor | None], list[_Doubt]]:
+        """Each buffer that a shard has written, or may have written."""
+        results: list[Tensor | None] = []
         doubts: list[_Doubt] = []
         for number, place in enumerate(self._places):
-            base = self._found.get(number, self._bases[number])
+            base = self._shard_bases.get(number, self._bases[number])
             is_written = _written(place, base)
             if is_written is None:
                 doubts.append(_Doubt(shard, number, (place.tensor != base.value).any()))
-            made.append(None if is_written is False else place.tensor)
-        return made, doubts
+            results.append(None if is_written is False else place.tensor)
+        return results, doubts
 
     def ask(self) -> None:
-        """Ask the device which buffers shards have written, to wait for the answer later."""
-        self._asked.append(_unwritten(self._doubts))
-        self._doubts = []
+        """Ask the device which buffers shards have written, without waiting for the answer."""
+        if self._doubts:
+            self._pending.append(_unwritten(self._doubts))
+            self._doubts = []
 
     def _settle(self) -> None:
-        """Wait for the device, once for all shards: what they have not written does not count."""
+        """Wait for the device, once for all shards, and drop results of buffers that were not written."""
         self.ask()
-        asked, self._asked = self._asked, []
-        for unwritten in asked:
+        pending, self._pending = self._pending, []
+        for unwritten in pending:
             for shard, number, _ in unwritten():
                 self._results[shard][number] = None
 
     @torch.no_grad()
     def reduced(self, transport: Transport, used: Sequence[bool], counts: Sequence[int]) -> Placed:
-        """What all shards together made of the buffers that any of them wrote. Collective.
+        """The buffers that any shard has written, combined over all shards. Collective.
 
-        They are as the step began afterwards, unless there is one shard: then those that have a mean or are the first's
-        are as that one left them.
-
-        Args:
-            transport: the transport between the workers.
-            used: one flag per buffer: whether a shard of any worker wrote it.
-            counts: the number of samples of each shard.
+        The buffers themselves are as they were when the step began afterwards. With a single shard, those whose rule is
+        "mean" or "first" stay as it left them. ``used`` says of each buffer whether a shard of any worker wrote it;
+        ``counts`` are the numbers of samples of the shards.
 
         Returns:
-            each buffer, and what it is to be, until the next collective call.
+            each buffer with its new value, which is valid until the next collective call.
         """
+        if not self._places:
+            return []
         by_rule: dict[Rule, list[int]] = {}
         for number, place in enumerate(self._places):
             if used[number] and (self._tree.shards > 1 or place.rule not in ("mean", "first")):
                 by_rule.setdefault(place.rule, []).append(number)
         numbers = range(len(self._places)) if self._tree.shards > 1 else sorted(chain.from_iterable(by_rule.values()))
         shares = [count / sum(counts) for count in counts]
-        found = [
+        grown = by_rule.get("sum", [])
+        before = {id(self._places[number]): self._bases[number].value for number in grown}
+        values = [
             *self._added(transport, by_rule.get("mean", []), shares.__getitem__),
-            *self._grown(transport, by_rule.get("sum", [])),
+            *((place, before[id(place)] + total) for place, total in self._added(transport, grown, lambda _: 1.0)),
             *self._joined(transport, by_rule),
             *self._first(transport, by_rule.get("first", [])),
         ]
-        # All is used now; and of a single shard, what it has made is what is put back.
-        self.have_kept = all(left == _summed(self._results[one]) for one, left in self._left.items())
-        for number in numbers:
-            self._rewind(number)
-        return found
+        # Checked after the last use, and before rewinding: the results of a single shard are the buffers themselves.
+        self.have_kept = all(sums == _summed(self._results[shard]) for shard, sums in self._left.items())
+        self._rewind(numbers)
+        return values
 
     def _added(self, transport: Transport, numbers: Sequence[int], share: Callable[[int], float]) -> Placed:
-        found: list[tuple[BufferPlace, Tensor]] = []
+        totals_by_place: list[tuple[BufferPlace, Tensor]] = []
         for dtype in dict.fromkeys(self._bases[number].tensor.dtype for number in numbers):
             same = [number for number in numbers if self._bases[number].tensor.dtype == dtype]
             kind = self._places[same[0]].rule
-            totals = self._combining.added(transport, ("buffers", kind, dtype), partial(self._values, same), share)
-            for number, total in zip(same, totals, strict=True):
-                found.append((self._places[number], total.view(self._bases[number].value.shape)))
-        return found
 
-    def _grown(self, transport: Transport, numbers: Sequence[int]) -> Placed:
-        before = {id(self._places[number]): self._bases[number].value for number in numbers}
-        return [(place, before[id(place)] + total) for place, total in self._added(transport, numbers, lambda _: 1.0)]
+            def values(shard: int, same: Sequence[int] = same) -> list[Tensor]:
+                return [self._value(shard, number) for number in same]
+
+            totals = self._combining.added(transport, ("buffers", kind, dtype), values, share)
+            for number, total in zip(same, totals, strict=True):
+                totals_by_place.append((self._places[number], total.view(self._bases[number].value.shape)))
+        return totals_by_place
 
     def _joined(self, transport: Transport, by_rule: Mapping[Rule, Sequence[int]]) -> Placed:
-        found: list[tuple[BufferPlace, Tensor]] = []
+        values: list[tuple[BufferPlace, Tensor]] = []
         kinds: Mapping[Rule, Combine] = {
             "max": partial(self._combining.furthest, torch.maximum),
             "min": partial(self._combining.furthest, torch.minimum),
@@ -301,14 +302,14 @@ class Buffers:
         }
         for rule, combine in kinds.items():
             for number in by_rule.get(rule, []):
-                made = [self._value(shard, number) for shard in self._mine]
-                if (value := combine(transport, self._bases[number].value, made)) is None:
+                results = [self._value(shard, number) for shard in self._mine]
+                if (value := combine(transport, self._bases[number].value, results)) is None:
                     raise ModelError(
                         f"shards of one step have added tensors of different dtype or shape to "
                         f"{self._places[number].name}: only their first dimension may differ"
                     )
-                found.append((self._places[number], value))
-        return found
+                values.append((self._places[number], value))
+        return values
 
     def _first(self, transport: Transport, numbers: Sequence[int]) -> Placed:
         if not numbers:
@@ -323,39 +324,30 @@ class Buffers:
             for number, value, part in zip(numbers, values, parts, strict=True)
         ]
 
-    def _values(self, numbers: Sequence[int], shard: int) -> list[Tensor]:
-        return [self._value(shard, number) for number in numbers]
-
     def _value(self, shard: int, number: int) -> Tensor:
-        results = self._results.get(shard)  # an empty shard has none
+        results = self._results.get(shard)  # an empty shard has no results
         result = results[number] if results else None
         if result is None:
             return self._nothing(number) if number in self._fresh else self._bases[number].value
         return result
 
     def _nothing(self, number: int) -> Tensor:
-        """With which a shard begins whose results are added to what was there."""
+        """The value that a shard begins with, if its result is added to what was there."""
         base = self._bases[number].value
         return base[:0].clone() if self._places[number].rule == "cat" else torch.zeros_like(base)
 
-    def _replace(self, number: int) -> None:
-        place, base = self._places[number], self._bases[number]
-        if not place.is_held or _written(place, self._found.get(number, base)) is not False:
-            value = base.value.clone()
-            place.put(value)
-            self._found[number] = _Base(value, base.value, value._version)
-
-    def _rewind(self, number: int) -> None:
-        place, base = self._places[number], self._bases[number]
-        self._found.pop(number, None)
-        if not place.is_held or _written(place, base) is not False:
-            place.put(base.tensor)
-            set_all([(base.tensor, base.value)])
-            base.version = base.tensor._version
+    def _rewind(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            place, base = self._places[number], self._bases[number]
+            self._shard_bases.pop(number, None)
+            if not place.is_held or _written(place, base) is not False:
+                place.put(base.tensor)
+                set_all([(base.tensor, base.value)])
+                base.version = base.tensor._version
 
 
 def _written(place: BufferPlace, base: _Base) -> bool | None:
-    """Whether a buffer is not as it was; None where only its device knows, which would have to be waited for."""
+    """Whether a buffer has changed; None if only its device knows, which would have to be waited for."""
     # Autograd counts the writes in place, so most buffers cost neither a copy nor a comparison. Batch norm's kernel
     # writes its running statistics without being counted, but those are as small as a layer is wide.
     tensor = place.tensor
@@ -373,14 +365,14 @@ def _unwritten(doubts: Sequence[_Doubt]) -> Callable[[], list[_Doubt]]:
     return lambda: [doubt for doubt, written in zip(doubts, flags.values().tolist(), strict=True) if not written]
 
 
-def _without(made: list[Tensor | None], doubts: Sequence[_Doubt]) -> list[Tensor | None]:
+def _without(results: list[Tensor | None], doubts: Sequence[_Doubt]) -> list[Tensor | None]:
     for _, number, _ in _unwritten(doubts)():
-        made[number] = None
-    return made
+        results[number] = None
+    return results
 
 
-def _summed(made: Sequence[Tensor | None]) -> list[int]:
-    return [_sum_of(tensor) for tensor in made if tensor is not None and tensor.device.type == "cpu"]
+def _summed(results: Sequence[Tensor | None]) -> list[int]:
+    return [_sum_of(tensor) for tensor in results if tensor is not None and tensor.device.type == "cpu"]
 
 
 def _sum_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Places of tensors that shards change: buffers of modules, and what else a run is given."""
+"""Places of tensors that shards change: buffers of modules, and further state of a run."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint.layout import KEPT, form_of
+from unisono.checkpoint.tensor_bytes import KEPT, form_of
 from unisono.errors import ModelError
 from unisono.received import short
 from unisono.train.model.tensors import set_all, version_of
 
 Rule = Literal["mean", "first", "sum", "max", "min", "cat"]
-"""What becomes of a tensor that each shard has changed by itself."""
+"""The rule that combines a tensor which each shard has changed by itself."""
 
 RULES: tuple[str, ...] = get_args(Rule)
 
 FRESH = ("sum", "cat")
-"""Rules by which each shard begins with nothing, and what all of them make is added to what was there."""
+"""Rules by which each shard begins with nothing, and the results of all are added to what was there."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPlace:
-    """The place that holds a buffer, or another tensor that shards change: assigning to it may put another one there.
+    """The place that holds a buffer, or another tensor that shards change: the script may put another tensor there.
 
     Attributes:
         registry: the attributes or buffers of an object, by name.
@@ -44,15 +44,15 @@ class BufferPlace:
         """The tensor that is there now.
 
         Raises:
-            ModelError: there is none any more; names the place.
+            ModelError: there is no tensor any more; names the place.
         """
         held = self.registry.get(self.key)
-        found: Tensor = held if isinstance(held, Tensor) else self._held()
-        return found
+        tensor: Tensor = held if isinstance(held, Tensor) else self._held()
+        return tensor
 
     @property
     def is_held(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a tensor at this place."""
         return isinstance(self.registry.get(self.key), Tensor)
 
     @property
@@ -62,34 +62,31 @@ class BufferPlace:
 
     @property
     def form(self) -> list[Any]:
-        """Dtype and shape, as JSON values; the length of what grows is left out."""
+        """Dtype and shape, as JSON values, without the length of a tensor that grows."""
         return self._form_of(self.tensor)
 
     def fits(self, value: Tensor, present: Tensor | None = None) -> bool:
-        """Whether a tensor may come to be here.
+        """Whether a tensor may be put at this place.
 
-        Args:
-            value: the tensor.
-            present: what it is to follow; the tensor that is there now by default.
+        ``present`` is the one that it is to follow; by default the one that is there now.
         """
         present = self.tensor if present is None else present
         return value.dim() == present.dim() and self._form_of(value) == self._form_of(present)
 
     def put(self, tensor: Tensor) -> None:
-        """Have a tensor here, in place of the one that was."""
+        """Put another tensor at this place."""
         self.registry[self.key] = tensor
 
     def set(self, value: Tensor) -> None:
-        """Set the tensor that is here to a value."""
+        """Set the tensor at this place to a value."""
         set_all([(self.tensor, value)])
 
     def move(self, device: torch.device) -> None:
-        """Have its tensor, which others may hold as well, on a device from now on."""
+        """Move the tensor to a device; other holders of it see it there, too."""
         if (tensor := self.tensor).device != device:
             tensor.data = tensor.data.to(device)
 
     def _held(self) -> Any:
-        """What is in the registry."""
         if not self.is_held:
             raise ModelError(
                 f"the {self.name} is {short(self.registry.get(self.key))} now, and was a tensor, or a list of tensors, "
@@ -121,26 +118,28 @@ def places_of(prefix: str, root: nn.Module) -> Iterator[BufferPlace]:
 
 
 MOST_DIMENSIONS = 16
+"""The most dimensions of a tensor whose shape workers exchange to join it with others."""
 
 
 @dataclass(slots=True)
 class _Joined:
-    """A list as one tensor, and what it was made of."""
+    """A list as one tensor, and the tensors that it was made of, with their versions."""
 
     of: list[tuple[Tensor, int]]
     tensor: Tensor
 
     def is_of(self, listed: list[Tensor]) -> bool:
         return len(listed) == len(self.of) and all(
-            one is other and one._version == version for one, (other, version) in zip(listed, self.of, strict=True)
+            tensor is other and tensor._version == version
+            for tensor, (other, version) in zip(listed, self.of, strict=True)
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ListedPlace(BufferPlace):
-    """The place that holds a list of tensors, whose tensor is all of them, one behind the other.
+    """The place of a list of tensors, which together are one tensor: all of them, one behind the other.
 
-    An empty list is a tensor of no elements, whose dtype and shape say nothing. After a step the list has one tensor.
+    An empty list is a tensor of no elements, whose dtype and shape mean nothing. After a step, the list has one tensor.
     """
 
     _nothing: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -148,42 +147,42 @@ class ListedPlace(BufferPlace):
 
     @classmethod
     def of(cls, registry: dict[str, Any], key: str, name: str) -> ListedPlace:
-        """Take over a list."""
+        """Make the place of a list, and join its tensors."""
         place = cls(registry, key, name, "cat")
         place.put(place.tensor)
         return place
 
     @property
     def tensor(self) -> Tensor:
-        """All that the list has now, in one tensor; the same one until the list changes.
+        """All tensors of the list joined to one; the same object until the list changes.
 
         Raises:
             ModelError: there is no list of tensors any more; names the place.
         """
-        listed = self._held()
-        if len(listed) == 1 and listed[0].dim():
-            only: Tensor = listed[0]
+        tensors = self._held()
+        if len(tensors) == 1 and tensors[0].dim():
+            only: Tensor = tensors[0]
             return only
-        if not listed:
+        if not tensors:
             return self._nothing
-        if not self._joined.is_of(listed):
-            self._joined.of = [(one, version_of(one, self.name)) for one in listed]
-            self._joined.tensor = torch.cat([torch.atleast_1d(one) for one in listed])
+        if not self._joined.is_of(tensors):
+            self._joined.of = [(tensor, version_of(tensor, self.name)) for tensor in tensors]
+            self._joined.tensor = torch.cat([torch.atleast_1d(tensor) for tensor in tensors])
         return self._joined.tensor
 
     @property
     def is_held(self) -> bool:
         """Whether there is a list of tensors."""
-        listed = self.registry.get(self.key)
-        return isinstance(listed, list) and all(isinstance(one, Tensor) for one in listed)
+        value = self.registry.get(self.key)
+        return isinstance(value, list) and all(isinstance(tensor, Tensor) for tensor in value)
 
     @property
     def form(self) -> list[Any]:
-        """What no list tells before something is in it."""
+        """The form of every list of this kind: an empty list has neither dtype nor shape."""
         return ["list"]
 
     def fits(self, value: Tensor, present: Tensor | None = None) -> bool:
-        """Whether a tensor may come to be here: behind others those like them."""
+        """Whether a tensor may be appended to the list: it has the form of those that are in it."""
         present = self.tensor if present is None else present
         if not value.dim() or value.dim() > MOST_DIMENSIONS or value.dtype not in KEPT:
             return False
@@ -191,9 +190,9 @@ class ListedPlace(BufferPlace):
         return not len(value) or not len(present) or [dtype, shape[1:]] == [other_dtype, other_shape[1:]]
 
     def put(self, tensor: Tensor) -> None:
-        """Have one tensor in the list, or none."""
+        """Make a tensor the only one of the list; an empty one leaves the list empty."""
         self.registry[self.key] = [tensor] if len(tensor) else []
 
     def set(self, value: Tensor) -> None:
-        """Have one tensor of this value in the list, or none."""
+        """Make a copy of a value the only tensor of the list."""
         self.put(value.clone())

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ModelError
+from unisono.train.model.shared_work import cost_of
 from unisono.train.model.ties import Ties
 from unisono.train.model.update import READERS
-from unisono.train.model.whole_matrix import cost_of
 
-# What torch has for models in slices takes seconds to load: only models that are in slices load it.
+# Torch's modules for models in slices take seconds to import, so only models in slices import them.
 
 _slices: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _wholes: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -32,38 +32,38 @@ def is_sliced(tensor: Tensor) -> bool:
 
 
 def slice_of(tensor: Tensor) -> Tensor:
-    """What this device holds of a tensor: its slice along the first dimension, if it has slices, else all of it.
+    """This device's part of a tensor: its slice along the first dimension, or all of a tensor without slices.
 
-    A parameter's slice is the same object each time, with a gradient of its own: optimizers update it.
+    The slice of a parameter is the same object each time, with a gradient of its own: optimizers update it.
     """
     if not is_sliced(tensor):
         return tensor
-    found: Tensor | None = _slices.get(tensor)
-    if found is None:
+    part: Tensor | None = _slices.get(tensor)
+    if part is None:
         with torch.no_grad():
-            found = tensor.to_local()  # type: ignore[attr-defined]
+            part = tensor.to_local()  # type: ignore[attr-defined]
         if isinstance(tensor, nn.Parameter):
-            found = _slices[tensor] = nn.Parameter(found, requires_grad=tensor.requires_grad)
-            _wholes[found] = weakref.ref(tensor)
-    return found
+            part = _slices[tensor] = nn.Parameter(part, requires_grad=tensor.requires_grad)
+            _wholes[part] = weakref.ref(tensor)
+    return part
 
 
 def held_whole(parameter: Tensor) -> Tensor | None:
-    """What torch holds in place of the parameter that a slice is of; None for what is no slice."""
+    """Torch's own object for the parameter of a slice; None for a tensor that is no slice."""
     reference = _wholes.get(parameter)
     return None if reference is None else reference()
 
 
 def sliced_like(tensor: Tensor, value: Tensor) -> Tensor:
-    """This device's slice as torch wants it in place of a tensor that is in slices; else the value as it is."""
+    """A value, this device's slice, in torch's form for slices if ``tensor`` has it; else the value itself."""
     if not is_sliced(tensor):
         return value
     kind: Any = type(tensor.detach())
     sliced: Any = tensor
-    made: Tensor = kind.from_local(
+    result: Tensor = kind.from_local(
         value, sliced.device_mesh, sliced.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    return made
+    return result
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -73,11 +73,9 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def whole_like(held: Tensor, value: Tensor) -> Tensor:
-    """All slices of a tensor that is cut as another one. Collective among the devices of a worker.
+    """All slices of a tensor that is cut like another one. Collective among the devices of a worker.
 
-    Args:
-        held: what torch holds of the other one.
-        value: this device's slice.
+    ``held`` is torch's own object for the other one, ``value`` this device's slice.
     """
     return whole_of(sliced_like(held, value))
 
@@ -90,7 +88,7 @@ def whole_gradient(parameter: Tensor) -> Tensor:
 
 
 def cut_like(held: Tensor, value: Tensor) -> Tensor:
-    """This device's slice of a whole tensor, cut as another one; all of it, if that has another shape. No copy."""
+    """This device's slice of a whole tensor, cut like another one; all of it if the shapes differ. No copy."""
     if value.shape != held.shape:
         return value
     mesh: Any = held.device_mesh  # type: ignore[attr-defined]
@@ -102,7 +100,7 @@ def cut_like(held: Tensor, value: Tensor) -> Tensor:
 
 
 def require_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of torch's ``fully_shard`` that would decide bits, or that a worker has no use for.
+    """Refuse options of torch's ``fully_shard`` that would change bits, or that do not apply to a worker.
 
     Raises:
         ModelError: names the option, and says what to do.
@@ -110,7 +108,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _WAYS:
             raise ModelError(f"run.fully_shard takes no {name}=; of torch's options it takes reshard_after_forward=")
-        if value is None or (name == "reshard_after_forward" and isinstance(value, bool)) or _says_nothing(name, value):
+        if value is None or (name == "reshard_after_forward" and isinstance(value, bool)) or _is_default(name, value):
             continue
         raise ModelError(f"run.fully_shard({name}={value!r:.60}): {_WAYS[name]}")
 
@@ -127,25 +125,22 @@ _WAYS = {
 }
 
 
-def _says_nothing(name: str, value: Any) -> bool:
-    """Whether an option is as it would be without it, or leaves out what nobody trains."""
+def _is_default(name: str, value: Any) -> bool:
+    """Whether an option has the value that it has by default, or leaves out frozen parameters only."""
     if name == "ignored_params":
-        return all(isinstance(each, Tensor) and not each.requires_grad for each in value)
+        return all(isinstance(parameter, Tensor) and not parameter.requires_grad for parameter in value)
     if name in ("mp_policy", "offload_policy"):
-        from torch.distributed import fsdp  # whoever gives one has it loaded
+        from torch.distributed import fsdp  # a caller that gives such an option has imported it already
 
         return bool(value == {"mp_policy": fsdp.MixedPrecisionPolicy, "offload_policy": fsdp.OffloadPolicy}[name]())
     return False
 
 
 def slice_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, gathering: Any, **options: Any) -> None:
-    """Have each device of a worker keep its slices of modules' parameters, except those that are in slices already.
+    """Cut modules' parameters into slices, one for each device of a worker, except those that are in slices already.
 
-    Args:
-        modules: the modules, which are gathered together. One that is made of others is sliced after them.
-        mesh: the devices of the worker.
-        gathering: the way in which parameters are gathered, as FSDP wants it (``AllGather``).
-        options: further arguments of torch's ``fully_shard``.
+    Modules inside others have to be sliced before these. ``gathering`` is in FSDP's form (``AllGather``); ``options``
+    are further arguments of torch's ``fully_shard``.
 
     Raises:
         ModelError: a parameter has no dimension to cut; names it.
@@ -156,7 +151,7 @@ def slice_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, gathering: Any
                 raise ModelError(f"{name} is a single number, which cannot be cut: give it the shape (1,)")
     from torch.distributed.fsdp import fully_shard  # takes seconds to load
 
-    # Also the outermost module: between two steps all parameters are in slices.
+    # Also for the outermost module, which torch leaves gathered by default: between two steps all are in slices.
     fully_shard(list(modules), mesh=mesh, **{"reshard_after_forward": True, **options})
     sliced: Any = modules[0]
     for group in sliced._get_fsdp_state()._fsdp_param_groups:  # a module may have no parameters of its own
@@ -164,7 +159,7 @@ def slice_modules(modules: Sequence[nn.Module], mesh: DeviceMesh, gathering: Any
 
 
 def forget_passes(modules: Sequence[nn.Module]) -> None:
-    """Have models as between two passes, wherever in one they were broken off. Not collective."""
+    """Reset models to their state between two passes, after a pass that was broken off. Not collective."""
     for root in modules:
         for module in root.modules():
             state = getattr(module, "_get_fsdp_state", None)
@@ -176,7 +171,7 @@ def forget_passes(modules: Sequence[nn.Module]) -> None:
 
 
 def let_go_of_gathered(modules: Sequence[nn.Module]) -> None:
-    """Have parameters in slices again that a pass has gathered, and no backward pass has followed. Not collective."""
+    """Cut parameters into slices again that a pass without a backward pass has gathered. Not collective."""
     for root in modules:
         for module in root.modules():
             if hasattr(module, "_get_fsdp_state"):
@@ -184,12 +179,12 @@ def let_go_of_gathered(modules: Sequence[nn.Module]) -> None:
 
 
 def materialise(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Have modules on a device; what is on the meta device gets the values that its layer's ``reset_parameters`` sets.
+    """Move modules to a device; tensors on the meta device get the first values that ``reset_parameters`` sets.
 
-    What is tied stays so, with the values that the first of its layers sets.
+    Tied tensors stay tied, and have the values that the first of their layers sets.
 
     Raises:
-        ModelError: a layer on the meta device has none; names it.
+        ModelError: a layer on the meta device has no such method; names it.
     """
     ties = Ties(modules)
     for module in modules:
@@ -201,10 +196,10 @@ def materialise(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def materialise_layer(name: str, layer: nn.Module, device: torch.device) -> None:
-    """Likewise a layer's own tensors, without those of the modules in it.
+    """Give a layer's own tensors on the meta device their first values; modules in it are left alone.
 
     Raises:
-        ModelError: it is on the meta device, and cannot set its values; names it.
+        ModelError: the layer has no ``reset_parameters`` to set them; names it.
     """
     tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
     if not any(tensor.is_meta for tensor in tensors):
@@ -218,7 +213,7 @@ def materialise_layer(name: str, layer: nn.Module, device: torch.device) -> None
     reset()
 
 
-# What torch's FSDP knows of the slices.
+# Slices as torch's FSDP groups them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +221,6 @@ class UnitParameter:
     """A parameter of an FSDP unit.
 
     Attributes:
-        slice: the slice of this device.
         start: the offset of the slice in this device's row of the unit's gradients, in elements.
         padded: the number of elements of a slice with its padding, the same on all devices.
         held: torch's own object for it.
@@ -244,11 +238,11 @@ class UnitParameter:
     @property
     def gathered(self) -> Tensor | None:
         """The parameter with all its slices, as passes see it; None before the first one."""
-        found: Tensor | None = getattr(self.held, "_unsharded_param", None)
-        return found
+        parameter: Tensor | None = getattr(self.held, "_unsharded_param", None)
+        return parameter
 
     def clear(self) -> None:
-        """Have no gradient of it with torch."""
+        """Delete the gradients that torch keeps for it."""
         self.held.sharded_param.grad = self.held.unsharded_accumulated_grad = None
         if self.gathered is not None:
             self.gathered.grad = None
@@ -259,8 +253,7 @@ class Unit:
     """The parameters that FSDP gathers, and reduces, together.
 
     Attributes:
-        name: the names of its modules.
-        modules: the modules, of which the first one stands for all with torch.
+        modules: the modules; torch keeps the unit's state at the first of them.
         parameters: its parameters that require gradients, in the order of its rows.
     """
 
@@ -270,40 +263,40 @@ class Unit:
 
 
 def units_of(modules: Sequence[nn.Module]) -> list[Unit]:
-    """The FSDP units of modules, in their order; none of modules that are not in slices."""
+    """The FSDP units of modules, in the modules' order; none for modules that are not in slices."""
     return [unit for root in modules for unit in _units_of(root)]
 
 
 def _units_of(root: nn.Module) -> Iterator[Unit]:
-    called = dict[int, tuple[Any, dict[str, Any]]]()
+    units = dict[int, tuple[Any, dict[str, Any]]]()
     for name, module in root.named_modules():
         if (state := getattr(module, "_get_fsdp_state", None)) is not None:
-            called.setdefault(id(state()), (state(), {}))[1][name or type(root).__name__] = module
-    for state, modules in called.values():
+            units.setdefault(id(state()), (state(), {}))[1][name or type(root).__name__] = module
+    for state, modules in units.values():
         for group in state._fsdp_param_groups:
-            found, start = [], 0
+            parameters, start = [], 0
             for held in group.fsdp_params:
                 if held.sharded_param.requires_grad:
                     padded = held.padded_sharded_param_size.numel()
-                    found.append(UnitParameter(slice_of(held.sharded_param), start, padded, held))
+                    parameters.append(UnitParameter(slice_of(held.sharded_param), start, padded, held))
                     start += padded
-            yield Unit(" and ".join(modules), tuple(modules.values()), tuple(found))
+            yield Unit(" and ".join(modules), tuple(modules.values()), tuple(parameters))
 
 
 def update_slices(optimizers: Sequence[Optimizer]) -> None:
-    """Have optimizers update this device's slices.
+    """Replace the parameters of optimizers by this device's slices of them.
 
     Raises:
-        ModelError: an optimizer of which nobody has said how it updates a tensor, or whose result for an element
-            depends on where in memory it lies; says what to use.
+        ModelError: an optimizer is not known to update tensors element by element or as whole matrices, or its result
+            for an element depends on the element's place in memory; says what to use.
     """
     for optimizer in optimizers:
         groups = optimizer.param_groups
-        if not any(is_sliced(each) for group in groups for each in group["params"]):
+        if not any(is_sliced(parameter) for group in groups for parameter in group["params"]):
             continue
         name = type(optimizer).__name__
         if cost_of(optimizer) is not None:
-            _require_slices(name, [each for group in groups for each in group["params"]])
+            _require_slices(name, [parameter for group in groups for parameter in group["params"]])
         elif type(optimizer) not in READERS:
             known = ", ".join(kind.__name__ for kind in READERS)
             raise ModelError(
@@ -315,16 +308,18 @@ def update_slices(optimizers: Sequence[Optimizer]) -> None:
                 f"{name}(fused=True) gives an element other bits depending on where its slice begins: leave fused out"
             )
         for group in groups:
-            group["params"] = [slice_of(each) for each in group["params"]]
-        kept = [(slice_of(each), state) for each, state in optimizer.state.items()]
+            group["params"] = [slice_of(parameter) for parameter in group["params"]]
+        states = [(slice_of(parameter), state) for parameter, state in optimizer.state.items()]
         optimizer.state.clear()
-        for each, state in kept:  # some keep something from the beginning
-            optimizer.state[each] = {name: slice_of(value) for name, value in state.items()}
+        for parameter, state in states:  # some optimizers have a state before their first step
+            optimizer.state[parameter] = {name: slice_of(value) for name, value in state.items()}
 
 
 def _require_slices(name: str, parameters: Sequence[Any]) -> None:
-    """Refuse to gather whole matrices of what is not in slices along the first dimension."""
-    if not all(is_sliced(each) and all(one.is_shard(0) for one in each.placements) for each in parameters):
+    """Refuse to gather whole matrices of parameters that are not in slices along the first dimension."""
+    if not all(
+        is_sliced(tensor) and all(placement.is_shard(0) for placement in tensor.placements) for tensor in parameters
+    ):
         raise ModelError(
             f"{name} updates whole matrices, and some of them lie in parts along another dimension, as run.parallelize "
             f"cuts them, or in no slices: use run.fully_shard for all, or an optimizer that goes element by element"
@@ -332,7 +327,7 @@ def _require_slices(name: str, parameters: Sequence[Any]) -> None:
 
 
 def require_sliced(parameters: Mapping[str, Tensor], devices: int) -> None:
-    """Refuse to train what each device has for itself: nobody would add the devices' gradients up.
+    """Refuse to train a parameter that each device has for itself: the devices' gradients would not be added up.
 
     Raises:
         ModelError: names a parameter.

@@ -13,20 +13,16 @@ from unisono.plan.split import even_bounds
 from unisono.train.model.slices import is_sliced
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble")
-"""In which order devices compute stages and micro-batches. Devices hold several blocks of stages in the last three."""
+"""The orders in which devices compute stages and shards. In the last three, a device may hold several blocks."""
 
 LOOPED = SCHEDULES[2:]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Which device holds which blocks of neighbouring stages.
+class StagePlaces:
+    """The blocks of neighbouring stages, and the devices that hold them.
 
-    Attributes:
-        schedule: the name of the schedule.
-        firsts: the first stage of each block.
-        devices: the number of devices.
-        rank: the number of this device.
+    ``firsts`` has the first stage of each block.
     """
 
     schedule: str
@@ -35,8 +31,8 @@ class Placement:
     rank: int
 
     @classmethod
-    def of(cls, schedule: str, stages: int, devices: int, rank: int) -> Placement:
-        """The placement of so many stages.
+    def of(cls, schedule: str, stages: int, devices: int, rank: int) -> StagePlaces:
+        """Distribute stages among devices.
 
         Raises:
             JobError: there is no such schedule, or there are fewer stages than devices.
@@ -85,8 +81,8 @@ class Stages:
         """Cut a model.
 
         Raises:
-            ModelError: a module is compiled, there is no such module, cuts are not in the order of the model, a stage
-                has no parameters, stages share some, or the model lies in slices; says what to do.
+            ModelError: a module is compiled, a cut names no module, cuts are not in the order of the model, a stage has
+                no parameters, stages share some, or the model lies in slices; says what to do.
         """
         names = [name for name, _ in model.named_modules()]
         for name, module in model.named_modules():
@@ -99,10 +95,10 @@ class Stages:
             raise ModelError(f"run.pipeline(cuts={cuts!r}): needs a list of names of modules, such as ['layers.2']")
         for cut in cuts:
             if cut not in names or not cut:
-                near = get_close_matches(str(cut), names, n=3, cutoff=0.3)
+                similar = get_close_matches(str(cut), names, n=3, cutoff=0.3)
                 raise ModelError(
                     f"run.pipeline: the model has no module {cut!r} to cut before. Name one of model.named_modules()"
-                    f"{', for instance ' + ', '.join(map(repr, near)) if near else ''}"
+                    f"{', for instance ' + ', '.join(map(repr, similar)) if similar else ''}"
                 )
         places = [names.index(cut) for cut in cuts]
         for before, after, left, right in zip(places, places[1:], cuts, cuts[1:], strict=False):
@@ -111,9 +107,9 @@ class Stages:
                     f"run.pipeline: the cut before {right!r} comes after the one before {left!r}, and in the model "
                     f"{right!r} is registered first: list cuts in the order of the model"
                 )
-        found = cls(tuple(cuts), tuple(names), (0, *places))
-        found._require_apart(model)
-        return found
+        stages = cls(tuple(cuts), tuple(names), (0, *places))
+        stages._require_apart(model)
+        return stages
 
     @property
     def count(self) -> int:
@@ -125,19 +121,19 @@ class Stages:
         return sum(start <= number for start in self.starts) - 1
 
     def title(self, first: int, last: int) -> str:
-        """Some stages that follow each other, for people."""
+        """Some neighbouring stages in words, for messages."""
         begin = f"from {self.cuts[first - 1]!r} on" if first else f"up to {self.cuts[last]!r}"
         return f"stage {first} ({begin})" if first == last else f"stages {first} to {last} ({begin})"
 
     def _require_apart(self, model: nn.Module) -> None:
         owners: dict[int, tuple[int, str]] = {}
-        held = set[int]()
+        stages_with_parameters = set[int]()
         for number, (name, module) in enumerate(model.named_modules()):
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 full, stage = f"{name}.{key}".lstrip("."), self.stage(number)
-                held.add(stage)
+                stages_with_parameters.add(stage)
                 if is_sliced(parameter):
                     raise ModelError(
                         f"run.pipeline: {full} lies in slices (run.fully_shard), and stages of slices are not built: "
@@ -150,7 +146,7 @@ class Stages:
                         f"weights), and two devices would train it. Put both into one stage by other cuts, or untie "
                         f"them: give {full.rsplit('.', 1)[0] or full} a parameter of its own"
                     )
-        if empty := sorted(set(range(self.count)) - held):
+        if empty := sorted(set(range(self.count)) - stages_with_parameters):
             raise ModelError(
                 f"run.pipeline: {self.title(empty[0], empty[0])} has no parameters: leave a cut beside it out"
             )

@@ -1,4 +1,4 @@
-"""A model whose stages lie on the devices of a worker: who holds what, and how one stage is computed by itself."""
+"""A model whose stages lie on the devices of a worker: which device holds what, and how a single stage is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import ModelError
-from unisono.train.model.elsewhere import Elsewhere, all_elsewhere, holds_elsewhere, resolved
+from unisono.train.model.elsewhere import Elsewhere, all_elsewhere, decode, encode, holds_elsewhere, resolved
 from unisono.train.model.slices import materialise_layer
-from unisono.train.model.stage_values import heard, told
-from unisono.train.model.stages import Placement, Stages
+from unisono.train.model.stages import StagePlaces, Stages
 from unisono.train.model.ties import Ties
 
 
@@ -26,9 +26,8 @@ class Received:
     """What a block gets from the one before.
 
     Attributes:
-        numbers: the form of what the module at the cut is called with, as :func:`stage_values.told` has it.
-        tensors: the tensors.
-        draw: a function that sets the random generators as they were behind the block before.
+        numbers: the encoded arguments of the module at the cut, see :func:`elsewhere.encode`.
+        draw: a function that sets the random generators to their state after the block before.
     """
 
     numbers: Sequence[int]
@@ -37,15 +36,15 @@ class Received:
 
 
 class Left(BaseException):
-    """The forward pass has come to the end of the block that is computed. No error: whoever computes it catches it.
+    """The forward pass has come to the end of the block that is computed. This is no error, and is always caught.
 
     Attributes:
-        numbers: see :class:`Received`.
-        tensors: what goes on to the next block, each tensor once.
+        numbers: the encoded arguments of the module at the cut, see :func:`elsewhere.encode`.
+        tensors: the tensors that go on to the next block, each once.
     """
 
     def __init__(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        super().__init__()  # without arguments: whoever asks an exception for its text would have tensors printed
+        super().__init__()  # without arguments: the text of the exception would contain whole tensors
         self.numbers, self.tensors = numbers, tensors
 
 
@@ -54,22 +53,19 @@ class _Pass:
     block: int
     received: Received | None
     reached: int = 0
-    drawn: Tensor | None = None  # the generator's state when something of another device was passed by
+    drawn: Tensor | None = None  # the generator's state when a module of another device was skipped for the first time
 
 
 class Staging:
     """A model whose stages lie on the devices of a worker.
 
-    Each device runs the model's own forward pass. What belongs to an earlier stage gives :class:`Elsewhere`; the module
-    at the cut gets what was received; at the next cut the pass is left. What this device does not hold is on the meta
+    Each device runs the model's own forward pass. A module of an earlier stage returns :class:`Elsewhere`; the module
+    at the cut gets what was received; at the next cut, the pass ends. What this device does not hold is on the meta
     device: it keeps name, shape and dtype, and takes no memory.
 
     Args:
-        model: the model, all of which is there still, or on the meta device.
-        stages: its stages.
-        placement: the placement of their blocks.
-        broadcast: a function that gives all devices what one of them has, between two collective calls.
-        device: the device to compute on.
+        model: the model, still whole, or on the meta device.
+        broadcast: a function that sends one device's value to all devices, between two collective calls.
 
     Attributes:
         times: a file for the times of this device's passes, a line for each attempt; None for none.
@@ -79,11 +75,11 @@ class Staging:
         self,
         model: nn.Module,
         stages: Stages,
-        placement: Placement,
+        placement: StagePlaces,
         broadcast: Callable[[Any, int], Any],
         device: torch.device,
     ) -> None:
-        self.stages, self.placement, self._broadcast = stages, placement, broadcast
+        self.stages, self.places, self._broadcast = stages, placement, broadcast
         self._pass: _Pass | None = None
         self.times: Path | None = None
         self._names = {name: number for number, name in enumerate(stages.names)} | _renamed(model)
@@ -91,14 +87,14 @@ class Staging:
         for number, (name, module) in enumerate(model.named_modules()):
             materialise_layer(name, module, device)
             block = self.block(number)
-            is_apart = block != self.block(self._end(number) - 1)  # its own buffers are used in several stages
+            is_apart = block != self.block(self._end(number) - 1)  # its own buffers are used in several blocks
             _staged[module] = _Part(self, name)
             if placement.device(block) != placement.rank:
                 _let_go(module, keep_buffers=is_apart)
         ties.restore()
         self._cover(model)
-        held = [one for one in model.parameters() if one.requires_grad and not one.is_meta]
-        if not held:
+        own_trained = [tensor for tensor in model.parameters() if tensor.requires_grad and not tensor.is_meta]
+        if not own_trained:
             raise ModelError(
                 f"run.pipeline: {self.title(placement.own[0])} has no parameter to train, so its device has nothing to "
                 f"do: cut elsewhere, or use fewer devices"
@@ -107,14 +103,14 @@ class Staging:
     def block(self, number: int) -> int:
         """The block of a module, by its number."""
         stage = self.stages.stage(number)
-        return sum(first <= stage for first in self.placement.firsts) - 1
+        return sum(first <= stage for first in self.places.firsts) - 1
 
     def owner(self, name: str) -> int:
         """The device that holds a parameter or buffer, by its name."""
-        return self.placement.device(self.block_of(name))
+        return self.places.device(self.block_of(name))
 
-    def knows(self, name: str) -> bool:
-        """Whether a name is one of a parameter or buffer of the model."""
+    def has_module_of(self, name: str) -> bool:
+        """Whether the model has a module that a parameter or buffer of this name could belong to."""
         return name.rpartition(".")[0] in self._names
 
     def block_of(self, name: str) -> int:
@@ -122,22 +118,22 @@ class Staging:
         return self.block(self._names[name.rpartition(".")[0]])
 
     def title(self, block: int) -> str:
-        """A block for people: its stages."""
-        firsts = (*self.placement.firsts, self.stages.count)
+        """A block in words, for messages: its stages."""
+        firsts = (*self.places.firsts, self.stages.count)
         return self.stages.title(firsts[block], firsts[block + 1] - 1)
 
     def whole(self, tensor: Tensor, owner: int) -> Tensor:
-        """A tensor that one device holds, on all of them. Collective."""
-        found: Tensor = self._broadcast(tensor.detach() if owner == self.placement.rank else None, owner)
-        return found
+        """A tensor that one device holds, sent to all of them. Collective."""
+        result: Tensor = self._broadcast(tensor.detach() if owner == self.places.rank else None, owner)
+        return result
 
-    def told(self, value: Any) -> Iterator[Any]:
-        """What each device has to say, in their order. Collective."""
-        return (self._broadcast(value, device) for device in range(self.placement.devices))
+    def values_of_devices(self, value: Any) -> Iterator[Any]:
+        """The values of all devices, in their order. Collective."""
+        return (self._broadcast(value, device) for device in range(self.places.devices))
 
     @contextmanager
     def computing(self, block: int, received: Received | None) -> Iterator[None]:
-        """Within, the model's forward pass computes a block, and raises :class:`Left` at its end."""
+        """Within the context, the model's forward pass computes a block, and raises :class:`Left` at its end."""
         self._pass = _Pass(block, received)
         try:
             yield
@@ -146,7 +142,7 @@ class Staging:
                     f"the forward pass has not come to {self._cut(self._pass.reached + 1)!r}: a model in stages goes "
                     f"through all of them, once for each loss"
                 )
-            if block + 1 < len(self.placement.firsts):
+            if block + 1 < len(self.places.firsts):
                 raise ModelError(
                     f"the forward pass has not come to {self._cut(block + 1)!r} behind {self.title(block)}: a model in "
                     f"stages goes through all of them, once for each loss"
@@ -155,17 +151,17 @@ class Staging:
             self._pass = None
 
     def _cut(self, block: int) -> str:
-        return self.stages.cuts[self.placement.firsts[block] - 1]
+        return self.stages.cuts[self.places.firsts[block] - 1]
 
     def _end(self, number: int) -> int:
-        """Behind the last module inside of one."""
+        """The number after that of the last module inside a module."""
         name, names = self.stages.names[number], self.stages.names
-        inside = (each for each in range(number + 1, len(names)) if not name or names[each].startswith(f"{name}."))
+        inside = (other for other in range(number + 1, len(names)) if not name or names[other].startswith(f"{name}."))
         return max(inside, default=number) + 1
 
     def _cover(self, model: nn.Module) -> None:
-        """Take the place of the forward methods of all that lies within a block, and of the modules at the cuts."""
-        cuts = {self._cut(block): block for block in range(1, len(self.placement.firsts))}
+        """Replace the forward methods of modules that lie within one block, and of the modules at the cuts."""
+        cuts = {self._cut(block): block for block in range(1, len(self.places.firsts))}
         covered = ""
         for number, (name, module) in enumerate(model.named_modules()):
             block, last = self.block(number), self.block(self._end(number) - 1)
@@ -178,46 +174,46 @@ class Staging:
                 covered = f"{name}." if within is not None else covered
 
     def enter(self, name: str, block: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The forward pass comes to the module at a cut; returns what that is called with.
+        """Note that the forward pass has come to the module at a cut. Return its arguments and keyword arguments.
 
         Raises:
             Left: the block that is computed ends here.
         """
-        now = self._require_pass(name)
-        if now.reached != block - 1:
+        current = self._require_pass(name)
+        if current.reached != block - 1:
             self._refuse_order(name, block)
-        now.reached = block
-        if block == now.block + 1:
-            raise Left(*told((resolved(args), resolved(kwargs)), lambda: self.skipped(name)))
-        if block != now.block or now.received is None:
+        current.reached = block
+        if block == current.block + 1:
+            raise Left(*encode((resolved(args), resolved(kwargs)), lambda: self.skipped(name)))
+        if block != current.block or current.received is None:
             return args, kwargs
-        if now.drawn is not None and not torch.equal(now.drawn, torch.get_rng_state()):
+        if current.drawn is not None and not torch.equal(current.drawn, torch.get_rng_state()):
             raise ModelError(
                 f"the forward pass draws random numbers before {name!r}, outside of the modules of the stages: draw "
                 f"them in a module, in the stage that it belongs to"
             )
-        for each in all_elsewhere((args, kwargs)):
-            each.draw = now.received.draw
+        for value in all_elsewhere((args, kwargs)):
+            value.draw = current.received.draw
         try:
-            args, kwargs = heard(now.received.numbers, now.received.tensors, (args, kwargs))
+            args, kwargs = decode(current.received.numbers, current.received.tensors, (args, kwargs))
         except ModelError as error:
             raise ModelError(
                 f"what {name!r} is called with {error}: the forward pass depends on values of earlier stages, and a "
                 f"model in stages is a chain. Hand on tensors and numbers, or lists, tuples and dicts of them"
             ) from error
-        if not torch.is_grad_enabled() and any(each.requires_grad for each in now.received.tensors):
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in current.received.tensors):
             raise ModelError(
                 f"{name!r} is called without gradients, as torch.utils.checkpoint does with use_reentrant=True, and a "
                 f"cut is there: the layers of its stage would not be trained. Say use_reentrant=False"
             )
-        now.received.draw()
+        current.received.draw()
         return args, kwargs
 
     def again(self, name: str, args: Any, kwargs: Any) -> None:
-        """The module at a cut is computed once more, in a backward pass: it is to draw what it drew before."""
-        if self.placement.device(self.block(self._names[name])) != self.placement.rank:
+        """Set the random generators for the module at a cut that is computed once more, in a backward pass."""
+        if self.places.device(self.block(self._names[name])) != self.places.rank:
             return
-        draw = next((each.draw for each in all_elsewhere((args, kwargs)) if each.draw is not None), None)
+        draw = next((value.draw for value in all_elsewhere((args, kwargs)) if value.draw is not None), None)
         if draw is None:
             raise ModelError(
                 f"{name!r}, where a stage begins, is computed again in a backward pass, and is called with nothing of "
@@ -226,20 +222,20 @@ class Staging:
         draw()
 
     def within(self, name: str, block: int) -> bool:
-        """Whether a module within a block is to be computed now; else the block comes before."""
-        if (now := self._pass) is None:
-            if self.placement.device(block) == self.placement.rank:
+        """Whether a module within a block is to be computed now; else its block comes before the computed one."""
+        if (current := self._pass) is None:
+            if self.places.device(block) == self.places.rank:
                 return True  # computed again in a backward pass
             self._require_pass(name)
-        assert now is not None
-        if now.reached != block:
+        assert current is not None
+        if current.reached != block:
             self._refuse_order(name, block)
-        if block != now.block and now.drawn is None:
-            now.drawn = torch.get_rng_state()
-        return block == now.block
+        if block != current.block and current.drawn is None:
+            current.drawn = torch.get_rng_state()
+        return block == current.block
 
     def skipped(self, name: str) -> str:
-        """Why a module cannot be computed that gets what has not been received."""
+        """The error message for a module that gets a value which has not been received."""
         return (
             f"{name!r} gets a value that an earlier stage has computed, and that was no argument of the module at the "
             f"cut: a model in stages is a chain. Hand it on as an argument, or cut elsewhere"
@@ -257,16 +253,16 @@ class Staging:
     def _refuse_order(self, name: str, block: int) -> None:
         assert self._pass is not None
         reached = self._pass.reached
-        where = f"behind {self._cut(reached)!r}" if reached else f"before {self._cut(1)!r}"
+        place = f"behind {self._cut(reached)!r}" if reached else f"before {self._cut(1)!r}"
         raise ModelError(
             f"{name!r} belongs to {self.title(block)}, since modules are cut in the order in which the model registers "
-            f"them, and the forward pass calls it {where}, or once more: register modules in the order of their calls, "
+            f"them, and the forward pass calls it {place}, or once more: register modules in the order of their calls, "
             f"and call the model once for each loss"
         )
 
 
 class _Cover:
-    """What stands in the place of the forward method of a module."""
+    """A replacement for the forward method of a module."""
 
     def __init__(self, staging: Staging, name: str, forward: Any, within: int | None, begins: int | None) -> None:
         self._staging, self._name, self._forward = staging, name, forward
@@ -293,14 +289,14 @@ class _Cover:
 
 
 def _renamed(model: nn.Module) -> dict[str, int]:
-    """The numbers of modules by the names that their tensors have in checkpoints, where these are others.
+    """The numbers of modules by the names that their tensors have in checkpoints, where these differ.
 
-    Wrappers leave themselves out of them, such as torch's ``checkpoint_wrapper``.
+    Wrappers such as torch's ``checkpoint_wrapper`` leave themselves out of these names.
     """
-    numbers = {id(each): number for number, module in enumerate(model.modules()) for each in _own(module)}
+    numbers = {id(tensor): number for number, module in enumerate(model.modules()) for tensor in _own(module)}
     names = {name for name, _ in model.named_modules()}
     kept = {name.rpartition(".")[0]: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    return {name: numbers[id(each)] for name, each in kept.items() if name not in names and id(each) in numbers}
+    return {name: numbers[id(tensor)] for name, tensor in kept.items() if name not in names and id(tensor) in numbers}
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -308,17 +304,17 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _let_go(module: nn.Module, *, keep_buffers: bool) -> None:
-    """Have a module's own parameters and buffers on the meta device."""
+    """Replace a module's own parameters and buffers by tensors on the meta device."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            hollow = torch.empty_like(parameter, device="meta")
-            module._parameters[name] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+            empty = torch.empty_like(parameter, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for name, buffer in {} if keep_buffers else module._buffers.items():
         if buffer is not None:
             module._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
-# What others ask of a model that may lie in stages.
+# Functions for models that may lie in stages.
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,12 +327,12 @@ _staged: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary
 
 
 def staging_of(modules: Sequence[nn.Module]) -> Staging | None:
-    """How models lie in stages; None if they do not."""
+    """The staging of models that lie in stages; None if they do not."""
     return next((_staged[module].staging for module in modules if module in _staged), None)
 
 
 def mark_owners(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let tensors of a module know which device holds them, if it lies in stages."""
+    """Note in the tensors of a module which device holds them, if it lies in stages."""
     if (part := _staged.get(module)) is not None:
         for name, tensor in tensors.items():
             full = f"{part.name}.{name}".lstrip(".")
@@ -344,14 +340,33 @@ def mark_owners(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def whole_of_owner(tensor: Tensor) -> Tensor | None:
-    """A tensor of :func:`mark_owners`, on all devices; None for others. Collective among the devices of a worker."""
+    """A tensor that :func:`mark_owners` has marked, whole; None for others. Collective among a worker's devices."""
     owner: tuple[Staging, int] | None = getattr(tensor, "_owner", None)
     return None if owner is None else owner[0].whole(tensor, owner[1])
 
 
+def require_memory(tensor: Tensor, name: str) -> None:
+    """Refuse a tensor on the meta device.
+
+    Raises:
+        ModelError: it is there; names it, and says what to do.
+    """
+    if tensor.is_meta:
+        raise ModelError(
+            f"{name} is on the meta device, without memory and values: materialise it first (module.to_empty(device="
+            f"run.device) and its first values, or make it on the CPU)"
+        )
+
+
 def move(module: nn.Module, device: torch.device) -> None:
-    """Have all of a module on a device, without what other devices hold."""
+    """Move a module to a device, except for the tensors that other devices hold.
+
+    Raises:
+        ModelError: a tensor is on the meta device, and no other device holds it; says what to do.
+    """
     if staging_of([module]) is None:
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            require_memory(tensor, name)
         module.to(device)
     else:
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
@@ -366,10 +381,10 @@ def groups_of(optimizer: Optimizer) -> list[list[str]]:
 
 
 def update_own(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Have optimizers update what this device holds, if models lie in stages.
+    """Remove the parameters of other devices from optimizers, if models lie in stages.
 
     Raises:
-        ModelError: something is to be trained that belongs to no stage.
+        ModelError: a parameter to train belongs to no stage.
     """
     if staging_of(modules) is None:
         return
@@ -378,17 +393,17 @@ def update_own(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
             "run.prepare was given a model in stages and others besides: put all of them into one module, in the order "
             "of their calls, and give that to run.pipeline"
         )
-    names = {id(parameter): name for name, parameter in modules[0].named_parameters()}
+    names = {id(tensor): name for name, tensor in modules[0].named_parameters()}
     for optimizer in optimizers:
-        held = [each for group in optimizer.param_groups for each in group["params"]]
-        if any(id(each) not in names for each in held):
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if any(id(tensor) not in names for tensor in held):
             raise ModelError(
                 "the optimizer holds a parameter that belongs to no stage: make it a part of the model before "
                 "run.pipeline, and the optimizer after it"
             )
-        if optimizer not in _groups or any(each.is_meta for each in held):
-            _groups[optimizer] = [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        if optimizer not in _groups or any(tensor.is_meta for tensor in held):
+            _groups[optimizer] = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if not each.is_meta]
-        for each in [each for each in optimizer.state if each.is_meta]:
-            del optimizer.state[each]
+            group["params"] = [tensor for tensor in group["params"] if not tensor.is_meta]
+        for tensor in [tensor for tensor in optimizer.state if tensor.is_meta]:
+            del optimizer.state[tensor]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.checkpoint.layout import form_of
-from unisono.checkpoint.quick_digest import sums_of_words
+from unisono.checkpoint.tensor_bytes import form_of
 from unisono.errors import CheckpointError, ModelError
 from unisono.train.model.slices import whole_of
 from unisono.train.model.staging import mark_owners, whole_of_owner
+from unisono.word_sums import sums_of_words
 
-# Tensors, and what they are to be.
+# Setting tensors to values.
 
 Values = Sequence[tuple[Tensor, Tensor]]
 """Tensors of a model or an optimizer, each with the value that it is to have."""
@@ -27,29 +27,25 @@ def set_all(values: Values) -> None:
     for tensor, value in values:
         if tensor.shape == value.shape:
             tensor.copy_(value)
-        else:  # other memory: what somebody looks at cannot grow
+        else:  # with memory of its own: memory that a view or an array shares cannot grow
             tensor.set_(value.clone())  # type: ignore[call-overload]
 
 
-def set_like(tensors: Sequence[Tensor], found: Any, what: str) -> None:
-    """Set tensors to those that were kept of them.
+def set_like(tensors: Sequence[Tensor], values: Any, name: str) -> None:
+    """Set tensors of a strategy to the values that were kept of them.
 
     Raises:
-        CheckpointError: these are others; says what they are. Then nothing has changed.
+        CheckpointError: their number, dtypes or shapes differ; nothing is changed then.
     """
-    if not isinstance(found, list | tuple) or not all(isinstance(value, Tensor) for value in found):
-        raise CheckpointError(f"the {what} of the strategy that was kept is no list of tensors")
-    if [form_of(value) for value in found] != [form_of(tensor) for tensor in tensors]:
-        raise CheckpointError(f"the {what} of the strategy that was kept is of another model")
-    set_all(list(zip(tensors, found, strict=True)))
+    if not isinstance(values, list | tuple) or not all(isinstance(value, Tensor) for value in values):
+        raise CheckpointError(f"the {name} of the strategy that was kept is no list of tensors")
+    if [form_of(value) for value in values] != [form_of(tensor) for tensor in tensors]:
+        raise CheckpointError(f"the {name} of the strategy that was kept is of another model")
+    set_all(list(zip(tensors, values, strict=True)))
 
 
 def version_of(tensor: Tensor, name: str = "a weight, a buffer or further state") -> int:
     """The number of writes into a tensor that torch has counted.
-
-    Args:
-        tensor: the tensor.
-        name: its name for people.
 
     Raises:
         ModelError: torch counts none; names the tensor, and says what to do.
@@ -63,7 +59,7 @@ def version_of(tensor: Tensor, name: str = "a weight, a buffer or further state"
         ) from None
 
 
-# One number for all weights.
+# Digests of weights.
 
 
 def digest(module: nn.Module) -> str:
@@ -76,9 +72,9 @@ def digest(module: nn.Module) -> str:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """A module's parameters and persistent buffers by name."""
-    found = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-    mark_owners(module, found)
-    return found
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    mark_owners(module, tensors)
+    return tensors
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -89,18 +85,18 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """A quick digest of named tensors, in hex: names, dtypes, shapes, and the sum of each one's words.
 
-    It finds any single word that differs, at the speed of memory; it is no proof that all bits are equal.
+    It reveals any single word that differs, at the speed of memory; it is no proof that all bits are equal.
     """
     sums = sums_of_words([*tensors.values()])
-    each = zip(tensors.items(), sums, strict=True)
-    parts = (f"{name}:{tensor.dtype}{list(tensor.shape)}:{words}\n" for (name, tensor), words in each)
+    rows = zip(tensors.items(), sums, strict=True)
+    parts = (f"{name}:{tensor.dtype}{list(tensor.shape)}:{words}\n" for (name, tensor), words in rows)
     return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def tensor_digest(tensor: Tensor) -> str:
     """The sha256 of one tensor's dtype, shape and bits, in hex."""
-    owned = whole_of_owner(tensor)
-    data = (whole_of(tensor) if owned is None else owned).detach().cpu().contiguous()
+    staged = whole_of_owner(tensor)
+    data = (whole_of(tensor) if staged is None else staged).detach().cpu().contiguous()
     header = f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}".encode()
     # An empty or 0-dim tensor has no last dimension to view as bytes.
     values = data.reshape(-1).view(torch.uint8).numpy().data if data.numel() else b""
@@ -118,24 +114,22 @@ def _sha256(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
-    """Whether anything but this tensor holds its memory: another tensor, a NumPy array, a graph."""
+    """Whether another object holds this tensor's memory: another tensor, a NumPy array, a graph."""
     storage = tensor.untyped_storage()
     return not COUNTS_HOLDERS or torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS
 
 
 COUNTS_HOLDERS = hasattr(torch._C, "_storage_Use_Count")
-"""Whether this version of torch says how many hold a tensor's memory."""
+"""Whether this version of torch tells how many objects hold a tensor's memory."""
 
 _OWN_HOLDERS = 2
-"""A tensor, and the object by which Python knows its storage."""
+"""The tensor itself, and Python's object for its storage."""
 
 
 class Untouched:
-    """Notices when the script changes weights of which the run has copies elsewhere.
+    """Refuses weights that the script has changed, although the run has copies of them elsewhere.
 
-    Args:
-        weights: the parameters.
-        why: they must not be changed, as a sentence.
+    ``why`` says why they must not be changed.
     """
 
     def __init__(self, weights: Sequence[Tensor], why: str) -> None:
@@ -143,7 +137,7 @@ class Untouched:
         self.accept()
 
     def accept(self) -> None:
-        """They are as they should be."""
+        """Take the weights as they are now for unchanged."""
         self._versions = [weight._version for weight in self._weights]
 
     def require(self) -> None:
@@ -153,5 +147,5 @@ class Untouched:
             ModelError: says why, and what to do.
         """
         if self._versions != [weight._version for weight in self._weights]:
-            about = "the script has changed weights between two steps"
-            raise ModelError(f"{about}. {self._why}: do it before run.prepare, or go without")
+            reason = "the script has changed weights between two steps"
+            raise ModelError(f"{reason}. {self._why}: change weights before run.prepare only")

@@ -1,4 +1,4 @@
-"""Parameters and buffers that several modules have in common (tied weights), and what keeps each of them one."""
+"""Parameters and buffers that several modules share (tied weights), and what keeps them tied."""
 
 from __future__ import annotations
 
@@ -13,20 +13,16 @@ from unisono.errors import ModelError
 
 
 class Ties:
-    """What stands in several places of models, as it is now.
-
-    Args:
-        roots: the models.
-    """
+    """The parameters and buffers that have several places in models, as they are now."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for full, module, key, tensor in _places(roots):
             places.setdefault(id(tensor), []).append((full, module, key))
-        self._places = [each for each in places.values() if len(each) > 1]
+        self._places = [same for same in places.values() if len(same) > 1]
 
     def restore(self) -> None:
-        """Have in all places of each what stands in its first one, where both are on a device or on none."""
+        """Put the tensor of the first place into all others, where both tensors are on a device or both on none."""
         for (_, module, name), *others in self._places:
             first = _own(module)[name]
             for _, other, key in others:
@@ -35,18 +31,18 @@ class Ties:
                     held[key] = first
 
     def require_same_parts(self, plan: Mapping[str, Any]) -> None:
-        """Refuse a plan of tensor parallelism that cuts them in two ways.
+        """Refuse a plan of tensor parallelism that cuts one tensor in two ways.
 
         Raises:
-            ModelError: names both places.
+            ModelError: the plan does so; names both places.
         """
         for places in self._places:
             ways = {_part_of(full.rpartition(".")[0], module, plan): full for full, module, _ in places}
             if len(ways) > 1:
-                one, other, *_ = ways.values()
+                first, second, *_ = ways.values()
                 raise ModelError(
-                    f"run.parallelize: {one} and {other} are one parameter (tied weights), and the plan cuts them in "
-                    f"different ways: have both cut alike, such as an embedding by RowwiseParallel() and a layer by "
+                    f"run.parallelize: {first} and {second} are one parameter (tied weights), and the plan cuts them "
+                    f"in different ways: have both cut alike, such as an embedding by RowwiseParallel() and a layer by "
                     f"ColwiseParallel(); leave both out; or untie them"
                 )
 
@@ -59,12 +55,12 @@ def _places(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module, str, T
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    both = {**module._parameters, **module._buffers}
-    return {key: tensor for key, tensor in both.items() if tensor is not None}
+    tensors = {**module._parameters, **module._buffers}
+    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
 
 
 def _part_of(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Any:
-    """What a plan makes of the weight of a module: the dimension that is cut, or the style; None for nothing."""
+    """How a plan cuts the weight of a module: whether by rows, or the name of the style; None if it does not."""
     path = name.split(".")
     for pattern, style in plan.items():
         wanted = pattern.split(".")
@@ -75,23 +71,26 @@ def _part_of(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Any:
     return None
 
 
-# Which call of run.fully_shard takes which parameters.
+# Modules and parameters of the units that run.fully_shard makes.
 
 _unit_of: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
 
 def take(roots: Sequence[nn.Module]) -> None:
-    """Note that modules are one unit, with all in them that belongs to none. Once more when it has other parameters.
+    """Note that modules are one unit, with all modules in them that belong to none. May be called again for a unit.
 
     Raises:
-        ModelError: a parameter of theirs belongs to another unit, where it would be another one; names both.
+        ModelError: one of their parameters also belongs to another unit, which would gather it as a separate one; names
+            both places.
     """
     unit = _unit_of.get(roots[0], object())
     places = [place for place in _places(roots) if place[2] in place[1]._parameters]
     others = {
-        id(each): (its, full) for full, module, _, each in places if (its := _unit_of.get(module, unit)) is not unit
+        id(parameter): (other_unit, full)
+        for full, module, _, parameter in places
+        if (other_unit := _unit_of.get(module, unit)) is not unit
     }
-    own = [(full, each) for full, module, _, each in places if _unit_of.get(module, unit) is unit]
+    own = [(full, parameter) for full, module, _, parameter in places if _unit_of.get(module, unit) is unit]
     for full, parameter in own:
         owner, first = others.get(id(parameter), getattr(parameter, "_unit", (unit, full)))
         if owner is not unit:

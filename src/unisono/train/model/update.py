@@ -1,8 +1,11 @@
-"""The update: what optimizers do with the step's gradient."""
+"""The update of parameters by optimizers, and the hyperparameters that it uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from numbers import Integral, Real
 from typing import Any
 from zlib import crc32
@@ -12,55 +15,63 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-# What an optimizer goes by, as it is told to another worker.
+from unisono.errors import JobError
+
+# Hyperparameters, in the form in which workers send them to each other.
 
 UNKNOWN = object()
-"""Stands for what is no JSON value."""
+"""Stands for a value that JSON does not have."""
+
+PLAIN = {type(None), bool, int, float, str}
+"""Types of values that are JSON as they are."""
 
 
 def hyperparameters_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Each group's as JSON values by name: numbers, switches, texts, and lists of them. What is none, is left out."""
-    groups = [{name: _plain(group[name]) for name in group if name != "params"} for group in _groups(optimizer)]
-    return [{name: value for name, value in group.items() if value is not UNKNOWN} for group in groups]
+    """The hyperparameters of each group by name, as JSON values: numbers, switches, texts, and lists of them.
+
+    Values of other types are left out.
+    """
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        groups.append(values := {})
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if (plain := value if type(value) in PLAIN else _plain(value)) is not UNKNOWN:
+                values[name] = plain
+    return groups
 
 
 def settings_digest(optimizers: Sequence[Optimizer]) -> int:
-    """A number of 32 bits for their hyperparameters."""
+    """A number of 32 bits that follows from the optimizers' hyperparameters."""
     return crc32(repr([*map(hyperparameters_of, optimizers)]).encode())
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The inverse of :func:`hyperparameters_of`, for an optimizer with the same groups."""
-    for group, values in zip(_groups(optimizer), groups, strict=True):
+    """Set hyperparameters that :func:`hyperparameters_of` has returned for an optimizer with the same groups."""
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update({name: _like(group.get(name), value) for name, value in values.items()})
 
 
 SCHEDULED = {"initial_lr": ("lr",), "base_momentum": ("momentum", "betas")}
-"""What a schedule changes from step to step, by what it then notes in the group."""
+"""The hyperparameters that a schedule changes from step to step, by the key that it then adds to the group."""
 
 
 def replaced_hyperparameters(
     optimizer: Optimizer, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Those that are other ones now, each with what it was; without those that a schedule changes anyway.
+    """Descriptions of the hyperparameters that have changed, without those that a schedule changes.
 
-    Args:
-        optimizer: the optimizer.
-        before: its hyperparameters, group by group.
-        after: the same, later.
+    ``before`` and ``after`` are the hyperparameters at two moments, group by group.
     """
-    told = []
+    descriptions = []
     for number, (old, new) in enumerate(zip(before, after, strict=False)):
         scheduled = {name for mark, names in SCHEDULED.items() if mark in old for name in names}
-        differ = [name for name in old if name in new and name not in scheduled and old[name] != new[name]]
-        if differ:
-            where = f"{type(optimizer).__name__}{f' group {number}' if len(before) > 1 else ''}"
-            told.append(f"{where} {', '.join(f'{name} {new[name]} (not {old[name]})' for name in differ)}")
-    return told
-
-
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return optimizer.param_groups
+        changed = [name for name in old if name in new and name not in scheduled and old[name] != new[name]]
+        if changed:
+            title = f"{type(optimizer).__name__}{f' group {number}' if len(before) > 1 else ''}"
+            descriptions.append(f"{title} {', '.join(f'{name} {new[name]} (not {old[name]})' for name in changed)}")
+    return descriptions
 
 
 def _plain(value: Any) -> Any:
@@ -71,18 +82,18 @@ def _plain(value: Any) -> Any:
             return value.item()
         case Integral():
             return int(value)
-        case Real():  # also numpy's
+        case Real():  # also NumPy's numbers
             return float(value)
         case list() | tuple():
-            values = [_plain(each) for each in value]
+            values = [_plain(element) for element in value]
             return UNKNOWN if UNKNOWN in values else values
     return UNKNOWN
 
 
-def _like(known: Any, value: Any) -> Any:
-    if isinstance(known, Tensor) and isinstance(value, int | float):
-        return torch.full_like(known, value)
-    return tuple(value) if isinstance(known, tuple) and isinstance(value, list) else value
+def _like(old: Any, value: Any) -> Any:
+    if isinstance(old, Tensor) and isinstance(value, int | float):
+        return torch.full_like(old, value)
+    return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
 
 
 READERS: tuple[type[Optimizer], ...] = (
@@ -96,26 +107,22 @@ READERS: tuple[type[Optimizer], ...] = (
     optim.RAdam,
     optim.RMSprop,
 )
-"""Optimizers that go element by element, and read gradients without changing them."""
+"""Optimizers that update each element by itself, and read gradients without changing them."""
 
 
 class UpdateWatch:
-    """A hook on the steps of optimizers that is told of each, and leaves the gradients alone.
+    """A hook that reports each step of an optimizer, and leaves the gradients alone."""
 
-    Args:
-        told: a function that gets the optimizer.
-    """
-
-    def __init__(self, told: Callable[[Optimizer], None]) -> None:
-        self._told = told
+    def __init__(self, report: Callable[[Optimizer], None]) -> None:
+        self._report = report
 
     def __call__(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        """What torch calls before the step."""
-        self._told(optimizer)
+        """Report the step that torch is about to make."""
+        self._report(optimizer)
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
-    """Whether the script has put another function in place of this optimizer's ``step``. Schedulers wrap it only."""
+    """Whether the script has replaced this optimizer's ``step``. Wrappers of schedulers do not count."""
     step: Any = vars(optimizer).get("step", type(optimizer).step)
     while getattr(step, "__globals__", {}).get("__name__") == optim.lr_scheduler.__name__:
         step = step.__wrapped__
@@ -123,14 +130,14 @@ def has_own_step(optimizer: Optimizer) -> bool:
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether a function of the script's is called before or behind each step of this optimizer."""
-    hooks = (
+    """Whether a function of the script is called before or after each step of this optimizer."""
+    hooks: tuple[dict[int, Any], ...] = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
-    return any(not isinstance(hook, UpdateWatch) for each in hooks for hook in each.values())
+    return any(not isinstance(hook, UpdateWatch) for registered in filter(None, hooks) for hook in registered.values())
 
 
 def may_change_gradients(optimizer: Optimizer) -> bool:
@@ -140,7 +147,7 @@ def may_change_gradients(optimizer: Optimizer) -> bool:
 
 
 def _adds_momentum_in_place(group: Mapping[str, Any]) -> bool:
-    """Whether SGD keeps Nesterov's step in the gradients, as torch does where it updates many tensors at once."""
+    """Whether SGD writes Nesterov's step into the gradients, as torch does when it updates many tensors at once."""
     if not group.get("nesterov"):
         return False
     at_once = group.get("foreach")
@@ -149,19 +156,91 @@ def _adds_momentum_in_place(group: Mapping[str, Any]) -> bool:
     return bool(at_once)
 
 
-def tell_schedulers(optimizers: Sequence[Optimizer]) -> None:
-    """Their updates are made elsewhere: without this, learning-rate schedulers warn that there was none."""
+def quiet_schedulers(optimizers: Sequence[Optimizer]) -> None:
+    """Prevent learning-rate schedulers from warning that no update was made, when updates are made elsewhere."""
     for optimizer in optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+Scaled = Callable[[Any], AbstractContextManager[Any]]
+"""A context manager that changes the learning rates of optimizers."""
+
+
 class Update:
-    """Every worker updates all parameters."""
+    """The update of a call: every worker updates all parameters."""
 
     def work_out(self, optimizers: Sequence[Optimizer]) -> None:
-        """Work out together what can be before anything changes: nothing. Collective."""
+        """Compute what workers share before anything changes; here, nothing. Collective."""
+
+    def scaled_by(self, scaled: Scaled, optimizers: Sequence[Optimizer]) -> AbstractContextManager[Any]:
+        """The context in which the update is worked out and made: ``scaled`` changes learning rates in it."""
+        return scaled(optimizers)
+
+    def make(self, optimizers: Sequence[Optimizer], loss: float, scaled: Scaled) -> None:
+        """Make the update, in the context of :meth:`scaled_by`. ``loss`` is the mean loss of the call."""
+        self.apply(optimizers)
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
         """Run the optimizers."""
         for optimizer in optimizers:
             optimizer.step()
+
+
+@dataclass(slots=True)
+class ScriptUpdate(Update):
+    """An update that the script makes by itself. ``act`` makes it, after ``report_loss`` has got the mean loss.
+
+    Raises:
+        JobError: ``act`` is no function, or a coroutine or generator.
+    """
+
+    act: Callable[[], Any]
+    report_loss: Callable[[float], None]
+    returned: Any = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.act):
+            raise JobError(
+                f"step.run(update=…) got a {type(self.act).__name__}: it needs a function without arguments that makes "
+                f"the update, for instance update=optimizer.step"
+            )
+        if iscoroutinefunction(self.act) or isgeneratorfunction(self.act) or isasyncgenfunction(self.act):
+            raise JobError(
+                "step.run(update=…) got a coroutine or a generator, of which a call makes nothing yet: give a function "
+                "that makes the update, without async and yield"
+            )
+
+    def scaled_by(self, scaled: Scaled, optimizers: Sequence[Optimizer]) -> AbstractContextManager[Any]:
+        """The script sees its own learning rates: they are scaled while an optimizer makes its step."""
+        return nullcontext()
+
+    def make(self, optimizers: Sequence[Optimizer], loss: float, scaled: Scaled) -> None:
+        """Call the script's function."""
+        self.report_loss(loss)
+        with _scaled_in_steps(optimizers, scaled):
+            self.returned = self.act()
+
+
+@contextmanager
+def _scaled_in_steps(optimizers: Sequence[Optimizer], scaled: Scaled) -> Iterator[None]:
+    # Not around the whole update: schedulers that the script steps in it have to see its own learning rates.
+    with ExitStack() as hooks:
+        for optimizer in optimizers:
+            step = hooks.enter_context(ExitStack())
+            hooks.callback(optimizer.register_step_pre_hook(_entering(step, scaled, optimizer)).remove)
+            hooks.callback(optimizer.register_step_post_hook(_leaving(step)).remove)
+        yield
+
+
+def _entering(step: ExitStack, scaled: Scaled, optimizer: Optimizer) -> Callable[..., None]:
+    def enter(*_: Any) -> None:
+        step.enter_context(scaled([optimizer]))
+
+    return enter
+
+
+def _leaving(step: ExitStack) -> Callable[..., None]:
+    def leave(*_: Any) -> None:
+        step.close()
+
+    return leave

@@ -23,7 +23,7 @@ from unisono.train.step.step import Step
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:
-    """One epoch.
+    """The record of an epoch.
 
     Attributes:
         epoch: the number of the epoch, from 0.
@@ -61,7 +61,7 @@ class History:
         return sum(record.skipped for record in self.epochs)
 
     def validation(self, name: str) -> list[float]:
-        """One validation metric, for each epoch that has it."""
+        """Return a validation metric, for each epoch that has it."""
         return [record.validation[name] for record in self.epochs if name in record.validation]
 
 
@@ -79,57 +79,60 @@ class Display:
     """Shows epoch, loss, samples per second, workers and the time left; this one nothing."""
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
-        """An epoch begins, or goes on.
-
-        Args:
-            epoch: the number of the epoch, from 0.
-            epochs: the number of epochs.
-            steps: the number of steps of the epoch; 0 if it is not known.
-            done: the number of its steps that are over.
-        """
+        """Begin an epoch, or go on in it. ``steps`` is 0 if their number is not known; ``done`` of them are over."""
 
     def step(self, loss: float, samples_per_s: float, workers: int) -> None:
-        """A step is done."""
+        """Show a step that is done."""
 
     def end(self, record: EpochRecord | None = None) -> None:
-        """The epoch is done, and may have come to something."""
+        """End the epoch, which may have a record."""
 
     def close(self) -> None:
         """Give the terminal back."""
 
 
-class Lines(Display):
-    """A line per epoch, and one every ten seconds in long epochs."""
+class CountedSteps(Display):
+    """Counts the steps of an epoch, and how long they take."""
 
-    def __init__(self, output: TextIO | None = None) -> None:
-        self._output = output or sys.stdout
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
         self._epoch = self._epochs = self._steps = self._done = self._skipped = 0
-        self._begun = self._said = perf_counter()
+        self._begun = self._shown = clock()
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
         """Start counting."""
         self._epoch, self._epochs, self._steps = epoch, epochs, steps
         self._done = self._skipped = done
-        self._begun = self._said = perf_counter()
+        self._begun = self._shown = self._clock()
+
+    def _left_s(self, now: float) -> float:
+        return (now - self._begun) / (self._done - self._skipped) * (self._steps - self._done)
+
+
+class Lines(CountedSteps):
+    """A line per epoch, and one every ten seconds in long epochs."""
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        super().__init__()
+        self._output = output or sys.stdout
 
     def step(self, loss: float, samples_per_s: float, workers: int) -> None:
         """Say something if it has been long."""
         self._done += 1
-        now = perf_counter()
-        if now - self._said >= LINE_EVERY_S and self._done < self._steps:
-            self._said = now
-            left = (now - self._begun) / (self._done - self._skipped) * (self._steps - self._done)
-            self._say(
+        now = self._clock()
+        if now - self._shown >= LINE_EVERY_S and self._done < self._steps:
+            self._shown = now
+            self._print(
                 f"epoch {self._epoch + 1}/{self._epochs} step {self._done}/{self._steps} "
-                f"{figures(loss, samples_per_s, workers)}, {left:.0f} s left in this epoch"
+                f"{figures(loss, samples_per_s, workers)}, {self._left_s(now):.0f} s left in this epoch"
             )
 
     def end(self, record: EpochRecord | None = None) -> None:
-        """The epoch's line."""
+        """Print the epoch's line."""
         if record is not None:
-            self._say(summary(record, self._epochs))
+            self._print(summary(record, self._epochs))
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         print(line, file=self._output, flush=True)
 
 
@@ -150,7 +153,7 @@ class Bar(Display):
         self._epochs = 0
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
-        """A new bar."""
+        """Begin a new bar."""
         self.end()
         self._epochs = epochs
         self._progress.start()
@@ -158,12 +161,12 @@ class Bar(Display):
         self._task = self._progress.add_task(words, total=steps or None, completed=done, figures="")
 
     def step(self, loss: float, samples_per_s: float, workers: int) -> None:
-        """Advance."""
+        """Show the step."""
         if self._task is not None:
             self._progress.update(self._task, advance=1, figures=figures(loss, samples_per_s, workers))
 
     def end(self, record: EpochRecord | None = None) -> None:
-        """The bar becomes a line."""
+        """Replace the bar by a line."""
         if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
@@ -175,72 +178,61 @@ class Bar(Display):
         self._progress.stop()
 
 
-class TextBar(Display):
+class TextBar(CountedSteps):
     """A bar of text.
 
     Args:
         draw: a function that shows a text in the place of the one before; empty where the bar is over.
-        say: a function that writes a line that stays.
-        clock: a clock, in seconds.
+        write: a function that writes a line that stays.
     """
 
     def __init__(
-        self, draw: Callable[[str], object], say: Callable[[str], object], clock: Callable[[], float] = perf_counter
+        self, draw: Callable[[str], object], write: Callable[[str], object], clock: Callable[[], float] = perf_counter
     ) -> None:
-        self._show, self._say, self._clock = draw, say, clock
-        self._words, self._steps, self._done, self._skipped, self._epochs = "", 0, 0, 0, 0
-        self._begun = self._drawn = clock()
+        super().__init__(clock)
+        self._show, self._print = draw, write
 
     def begin(self, epoch: int, epochs: int, steps: int, done: int = 0) -> None:
-        """A new bar."""
-        self._words, self._epochs, self._steps = f"epoch {epoch + 1}/{epochs}", epochs, steps
-        self._done = self._skipped = done
-        self._begun = self._clock()
+        """Begin a new bar."""
+        super().begin(epoch, epochs, steps, done)
         self._draw("")
 
     def step(self, loss: float, samples_per_s: float, workers: int) -> None:
-        """Advance; it is drawn some times a second."""
+        """Note the step; the bar is drawn a few times a second."""
         self._done += 1
         now = self._clock()
-        if now - self._drawn < DRAW_EVERY_S and self._done != self._steps:
+        if now - self._shown < DRAW_EVERY_S and self._done != self._steps:
             return
-        left = (now - self._begun) / (self._done - self._skipped) * (self._steps - self._done)
-        words = f" {timedelta(seconds=round(left))} left" if self._steps else ""
+        words = f" {timedelta(seconds=round(self._left_s(now)))} left" if self._steps else ""
         self._draw(f" {figures(loss, samples_per_s, workers)}{words}")
 
     def end(self, record: EpochRecord | None = None) -> None:
-        """The bar becomes a line."""
+        """Replace the bar by a line."""
         if record is not None:
             self._show("")
-            self._say(summary(record, self._epochs))
+            self._print(summary(record, self._epochs))
 
     def close(self) -> None:
-        """It is gone."""
+        """Remove the bar."""
         self._show("")
 
     def _draw(self, words: str) -> None:
-        self._drawn = self._clock()
+        self._shown = self._clock()
         filled = WIDTH * self._done // self._steps if self._steps else 0
         bar = "━" * min(filled, WIDTH) + "╌" * (WIDTH - filled)
-        self._show(f"{self._words} {bar} {self._done}/{self._steps or '?'}{words}")
+        place = f"epoch {self._epoch + 1}/{self._epochs}"
+        self._show(f"{place} {bar} {self._done}/{self._steps or '?'}{words}")
 
 
 def launcher_bar(write: Callable[[str], object], clock: Callable[[], float] = perf_counter) -> TextBar:
-    """A bar for the terminal of the launcher, which draws it below the lines of all workers, and into no log.
-
-    Args:
-        write: a function that writes text to the launcher.
-        clock: a clock, in seconds.
-    """
+    """A bar for the terminal of the launcher, which draws it below the lines of all workers, and into no log."""
     return TextBar(lambda text: write(as_line(text)), lambda line: write(f"{line}\n"), clock)
 
 
 def cell_bar(display: Callable[..., Any], clock: Callable[[], float] = perf_counter) -> TextBar:
     """A bar in the output of a notebook's cell, where its last state stays. Rich's would need ipywidgets.
 
-    Args:
-        display: IPython's function of this name.
-        clock: a clock, in seconds.
+    ``display`` is IPython's.
     """
     handles: list[Any] = []
 
@@ -257,12 +249,7 @@ def cell_bar(display: Callable[..., Any], clock: Callable[[], float] = perf_coun
 
 
 class OfMainWorker(Display):
-    """What the main worker shows, whichever worker that is at the moment: another one goes on where it was lost.
-
-    Args:
-        is_main: a function that returns whether this is the main worker now.
-        make: a function that makes what it shows.
-    """
+    """The display of the main worker. When that worker is lost, the new main worker continues the display."""
 
     def __init__(self, is_main: Callable[[], bool], make: Callable[[], Display]) -> None:
         self._is_main, self._make = is_main, make
@@ -288,7 +275,7 @@ class OfMainWorker(Display):
         self._now().end(record)
 
     def close(self) -> None:
-        """What is shown is gone."""
+        """Remove the display."""
         if self._shown is not None:
             self._shown.close()
 
@@ -300,7 +287,7 @@ class OfMainWorker(Display):
 
 
 def summary(record: EpochRecord, epochs: int) -> str:
-    """One line about an epoch."""
+    """Return a line about an epoch."""
     named = {"loss": record.loss, **record.metrics, **record.validation}
     listed = " ".join(f"{name} {value:.4f}" for name, value in named.items())
     skipped = f", {record.skipped} step{'s'[: record.skipped != 1]} skipped" if record.skipped else ""
@@ -309,17 +296,12 @@ def summary(record: EpochRecord, epochs: int) -> str:
 
 
 def figures(loss: float, samples_per_s: float, workers: int) -> str:
-    """What there is to say of a step."""
+    """Describe a step in words."""
     return f"loss {loss:.4f} {samples_per_s:.0f} samples/s {workers} worker{'' if workers == 1 else 's'}"
 
 
 def display_of(is_main: Callable[[], bool], elsewhere: Callable[[], Display]) -> Display:
-    """What the main worker shows: a bar in a terminal, a notebook, or the terminal of its launcher.
-
-    Args:
-        is_main: a function that returns whether this is the main worker now.
-        elsewhere: a function that makes what it shows where there is none of these.
-    """
+    """Return the display of the main worker: a bar in a terminal, a notebook, or the terminal of its launcher."""
 
     def make() -> Display:
         if Console().is_jupyter:
@@ -338,14 +320,10 @@ def display_of(is_main: Callable[[], bool], elsewhere: Callable[[], Display]) ->
 def with_display(
     steps: Iterable[Step], display: Display, place: Callable[[Step], tuple[int, int, int]], workers: Callable[[], int]
 ) -> Generator[Step, None, None]:
-    """The same steps, each shown when its body is done.
+    """Yield the steps, and show each step when its body is done.
 
-    Args:
-        steps: the steps of a loop.
-        display: the display, which is closed with the loop.
-        place: a function that says of a step how many epochs there are, how many steps its epoch has, and how many of
-            these are over.
-        workers: a function that returns the number of workers.
+    ``place`` says of a step how many epochs there are, how many steps its epoch has, and how many of these are over.
+    ``display`` is closed with the loop.
     """
     epoch, samples, begun = -1, 0, perf_counter()
     with closing(display):

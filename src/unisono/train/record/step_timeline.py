@@ -13,7 +13,7 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.folder import warn_unwritten
-from unisono.data.order import Order
+from unisono.data.sample_order import Order
 from unisono.errors import LaunchError
 from unisono.jsonl import open_lines
 from unisono.plan.batches import Batches
@@ -58,7 +58,7 @@ class HostClock:
 
     @classmethod
     def of_this_process(cls) -> HostClock:
-        """That of spans: it begins with a boot, and each time namespace has one of its own."""
+        """Return the clock of spans: it begins with a boot, and each time namespace has a clock of its own."""
         parts = []
         with suppress(OSError):
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -73,12 +73,7 @@ class StepTimeline(Listener):
     nanoseconds of this host's clock.
 
     Args:
-        run_dir: the run folder.
         worker: this worker's id; ``rank-N`` where workers stay the same.
-        host: the name of this host.
-        spans: the worker's spans.
-        membership: the members of the job, and their coordinator's clock.
-        clock: the clock of the spans; by default this host's.
     """
 
     def __init__(
@@ -107,7 +102,7 @@ class StepTimeline(Listener):
             self._thread.start()
 
     def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
-        """The first step's wait for samples begins."""
+        """Start the first step's wait for samples."""
         self._begun = self._clock()
 
     def step_begins(self, step: Step) -> None:
@@ -120,11 +115,11 @@ class StepTimeline(Listener):
         self._spans.add("data", self._begun, self._clock())
 
     def renewed(self) -> None:
-        """What was computed of the step under way is computed again."""
+        """Note that the step under way is computed again."""
         self._note(self._spans.take(), is_done=False)
 
     def step_ends(self, step: Step, after: int) -> None:
-        """The step is committed, and the loop's body done."""
+        """Note that the step is committed, and the loop's body done."""
         begun, self._begun = self._begun, self._clock()
         self._spans.add("step", begun, self._begun)
         self._note(self._spans.take(), is_done=True)
@@ -143,8 +138,8 @@ class StepTimeline(Listener):
             return
         workers, at = self._membership.workers, _ns(min(span.begun for span in kept))
         place = {"generation": workers.generation.number, "rank": workers.rank, "workers": workers.world_size}
-        each = [_line_of(span, at) for span in kept]
-        self._write({"step": self._step, "done": is_done, **place, "at": at, "spans": each})
+        rows = [_line_of(span, at) for span in kept]
+        self._write({"step": self._step, "done": is_done, **place, "at": at, "spans": rows})
 
     def _write(self, line: dict[str, Any]) -> None:
         text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -172,11 +167,15 @@ class StepTimeline(Listener):
                 return
 
     def _look(self) -> dict[str, int]:
-        asked = self._clock()
-        told = self._membership.clock()
-        answered = self._clock()
-        assert told is not None, "an elastic job has a coordinator"
-        return {"clock_at": _ns((asked + answered) / 2), "coordinator": _ns(told), "within": _ns(answered - asked) // 2}
+        begun = self._clock()
+        theirs = self._membership.clock()
+        ended = self._clock()
+        assert theirs is not None, "an elastic job has a coordinator"
+        return {
+            "clock_at": _ns((begun + ended) / 2),
+            "coordinator": _ns(theirs),
+            "within": _ns(ended - begun) // 2,
+        }
 
 
 REGROUP = frozenset({"regroup", "wait", "form", "copy"})
@@ -195,10 +194,7 @@ def _line_of(span: WorkSpan, at: int) -> list[Any]:
 class TorchProfile(Listener):
     """Writes ``timeline/<worker>.torch.json``, a Chrome trace of torch's operators and kernels. It slows steps down.
 
-    Args:
-        run_dir: the run folder.
-        worker: this worker's id.
-        steps: the steps to profile; those that this worker does not compute are left out.
+    Steps that this worker does not compute are left out.
     """
 
     def __init__(self, run_dir: Path, worker: str, steps: range) -> None:
@@ -223,8 +219,8 @@ class TorchProfile(Listener):
 
     def close(self) -> None:
         """Write what there is."""
-        found, self._profile = self._profile, None
-        if found is not None:
-            found.stop()
+        recorded, self._profile = self._profile, None
+        if recorded is not None:
+            recorded.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(self._path))
+            recorded.export_chrome_trace(str(self._path))

@@ -1,9 +1,10 @@
-"""The trace of a worker for ``unisono verify``: digests of all that could differ, written as it happens."""
+"""The trace of a worker for people who check a run: digests of all values that could differ, and the used samples."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,15 +15,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from unisono.train.group.control import StepReport
+from unisono.data.sample_order import Order
+from unisono.jsonl import open_lines
+from unisono.plan.batches import Batches
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import slice_of, whole_gradient
 from unisono.train.model.tensors import tensor_digest
-from unisono.train.step.listeners import Listener
+from unisono.train.step.listeners import Counted, Listener
 from unisono.train.step.step import Call, Step
+from unisono.train.step.word import StepReport
 
 DEEPEST = 8
-"""How far a batch is looked into: batches may hold objects that hold themselves."""
+"""The depth to which a batch is read: batches may hold objects that hold themselves."""
 
 
 class Trace(Listener):
@@ -50,17 +54,17 @@ class Trace(Listener):
         return cls((folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8"))
 
     def prepared(self, prepared: Prepared, step: int) -> None:
-        """The weights with which the training begins."""
+        """Write the weights with which the training begins."""
         self._prepared = prepared
         self.step(step, prepared.tensors())
 
     def step_ends(self, step: Step, after: int) -> None:
-        """The weights after a step."""
+        """Write the weights after a step."""
         if self._prepared is not None:
             self.step(after, self._prepared.tensors())
 
     def step(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """The weights after ``number`` steps, with the digest that ``run.finish`` prints for all of them."""
+        """Write the weights after ``number`` steps, with the digest that ``run.finish`` prints for all of them."""
         self._names = {}
         for name, tensor in tensors.items():
             self._names.setdefault(_identity(slice_of(tensor)), name)
@@ -71,7 +75,7 @@ class Trace(Listener):
         self._write({"kind": "weights", "step": number, "tensors": digests, "sha256": sha256})
 
     def call_worked_out(self, call: Call, shards: Sequence[int], report: StepReport) -> None:
-        """What went into a call, and what its shards came to, before the update."""
+        """Write the inputs of a call and the results of its shards, before the update."""
         self._place = {"step": call.step, "call": call.number}
         before: dict[str, str] = {}
         for optimizer in call.optimizers:
@@ -97,15 +101,17 @@ class Trace(Listener):
         self._file.close()
 
     def _listen(self, optimizer: Optimizer) -> None:
-        """Have the optimizer say what it is given and what it makes of it, whenever it updates."""
+        """Write digests of an optimizer's gradients and of its parameters, whenever it updates."""
         if any(optimizer is known for known in self._optimizers):
             return
         number = len(self._optimizers)
         self._optimizers.append(optimizer)
 
         def begin(*_: Any) -> None:
-            used = {name: one for name, one in self._parameters(optimizer).items() if one.grad is not None}
-            self._gradients = _digests({name: whole_gradient(one) for name, one in used.items()})
+            used = {
+                name: parameter for name, parameter in self._parameters(optimizer).items() if parameter.grad is not None
+            }
+            self._gradients = _digests({name: whole_gradient(parameter) for name, parameter in used.items()})
 
         def end(*_: Any) -> None:
             self._write(
@@ -134,7 +140,7 @@ class Trace(Listener):
 
 
 def content_digest(batch: Any) -> str:
-    """A short digest of what a batch holds: tensors, arrays, numbers, text, and collections and objects of them."""
+    """A short digest of a batch's contents: tensors, arrays, numbers, text, and collections and objects of them."""
     total = hashlib.sha256()
     for part in _parts(batch, DEEPEST):
         total.update(part.encode() + b"\n")
@@ -194,3 +200,55 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__qualname__
+
+
+# Which samples each worker used in each step: written where somebody is going to check it.
+
+SAMPLES = "samples"
+"""In the run folder: one file per worker."""
+
+
+class SampleLog(Listener):
+    """Appends lines to ``samples/<worker>.jsonl``.
+
+    ``computed`` before the reduction of a call of ``step.run``, ``committed`` after it. Each is written at once: a
+    worker that is killed takes none with it.
+    """
+
+    def __init__(self, run_dir: Path, worker: str) -> None:
+        path = run_dir / SAMPLES / f"{worker}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = open_lines(path)
+        self._loop: tuple[int, Batches, Order] | None = None
+        self._generation, self._computed = 0, set[tuple[int, int]]()
+
+    def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
+        """Note that a loop over a data set begins."""
+        self._loop = number, batches, order
+
+    def call_begins(self, call: Call, shards: Sequence[int], generation: int) -> None:
+        """Note that this worker is about to compute these shards of a step."""
+        assert self._loop is not None, "a loop has begun"
+        loop, batches, order = self._loop
+        if generation != self._generation:
+            self._generation, self._computed = generation, set()
+        batch, place = call.batch, (call.step, call.number)
+        if place in self._computed:  # again, since weights were mended; the others do it again as well
+            return
+        self._computed.add(place)
+        cut = batches.of(batch.epoch)
+        used = {shard: order.counted_at(batch.epoch, batch.shard(shard)).tolist() for shard in shards}
+        line = {"computed": call.step, "call": call.number, "generation": generation, "loop": loop}
+        about = {"samples": cut.samples, "per_epoch": cut.used, "epoch": batch.epoch, "cut": batch.shards}
+        self._write({**line, **about, "shards": used})
+
+    def call_counted(self, call: Call, counted: Counted) -> None:
+        """Note that the step's update is done here."""
+        self._write({"committed": call.step, "call": call.number, "generation": counted.generation})
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        os.write(self._descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")

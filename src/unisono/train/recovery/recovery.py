@@ -1,17 +1,21 @@
-"""Recovery when workers come and go: a worker hands its state over, writes it down, renews, heals, or departs."""
+"""Recovery when workers come and go: a worker hands its state over, writes it down, goes on, heals, or departs."""
 
 from __future__ import annotations
 
+import gc
 import platform
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
-from unisono.checkpoint.snapshot import Digests
-from unisono.checkpoint.store import Snapshot
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unisono.checkpoint.codec import can_keep
+from unisono.checkpoint.snapshot import Digests, Snapshot
 from unisono.errors import PREEMPTED, Dismissed, JobMismatch
 from unisono.failpoints import failpoint
-from unisono.received import value_of
 from unisono.train.group.collectives import Recovers
 from unisono.train.group.membership import StateTransfer
 from unisono.train.group.workers import Workers
@@ -19,9 +23,8 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import forget_passes
 from unisono.train.model.update import hyperparameters_of, replaced_hyperparameters
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.state.registered import OWN, holds_schedulers, unregistered_schedulers
-from unisono.train.state.sliced_state import share_of
-from unisono.train.state.state import RunProgress
+from unisono.train.state.registry import OWN, REGISTERED, Entry
+from unisono.train.state.trained import RunProgress
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.run_base import RunBase
 
@@ -29,66 +32,55 @@ from unisono.train.step.run_base import RunBase
 class Snapshots:
     """Takes the state, and writes checkpoints of it.
 
-    Args:
-        run: the base of the run.
-        steps: the present step computer, which knows whether the weights are whole.
+    ``steps`` knows whether the weights are whole. In its methods, ``verified`` are digests on which all workers
+    have agreed, if they have compared the state.
     """
 
     def __init__(self, run: RunBase, steps: CurrentSteps) -> None:
         self._trained, self._checkpoints, self._membership = run.trained, run.checkpoints, run.membership
-        self._listeners, self._steps = run.listeners, steps
+        self._listeners, self._steps, self._run = run.listeners, steps, run
         self._cut: RunProgress | None = None
-        self._searched: Prepared | None = None  # for schedulers
+        self._searched: Prepared | None = None  # what was last searched for schedulers
 
     def settle(self, *, is_end: bool = False) -> None:
-        """Restore the rest of a checkpoint, once the script has come to where it was written."""
-        at, loops = self._trained.progress, self._trained.loops
-        is_there = loops > at.loop or (loops == at.loop and at.reading is None)
+        """Restore the rest of a checkpoint, once the script has reached the place where it was written."""
+        progress, loops = self._trained.progress, self._trained.loops
+        is_reached = loops > progress.loop or (loops == progress.loop and progress.reading is None)
         prepared = self._trained.prepared
         if prepared is not None:
             self._register_schedulers(prepared)
-        if self._trained.restored is None or prepared is None or not (is_there or is_end):
+        if self._trained.restored is None or prepared is None or not (is_reached or is_end):
             return
-        before = [hyperparameters_of(one) for one in prepared.optimizers]
+        before = [hyperparameters_of(optimizer) for optimizer in prepared.optimizers]
         self._trained.settle()
-        after = [hyperparameters_of(one) for one in prepared.optimizers]
+        after = [hyperparameters_of(optimizer) for optimizer in prepared.optimizers]
         replaced = list(chain.from_iterable(map(replaced_hyperparameters, prepared.optimizers, before, after)))
-        self._listeners.tell(lambda one: one.resumed(replaced))
-        self._tell_of_scheduler()
+        self._listeners.resumed(replaced)
+        self._warn_of_scheduler()
 
     def take(self) -> Snapshot:
-        """The state."""
+        """Return the state."""
         self.settle()
-        self._tell_of_scheduler()
+        self._warn_of_scheduler()
         return self._trained.capture()
 
     def save_if_due(self, verified: Digests | None) -> None:
-        """Write a checkpoint, if one is due.
-
-        Args:
-            verified: digests on which all workers have agreed, if they have compared the state.
-        """
-        # The script has not come to where the newest one was written; or it has, and goes on behind that.
+        """Write a checkpoint, if one is due."""
+        # None is written before the script reaches the place of the newest checkpoint, nor after a loop was cut short.
         if self._trained.restored is not None or self._is_cut():
             self._checkpoints.requested = False
         elif self._checkpoints.due(self._trained.progress.position.step) and not self._trained.is_doubted:
             self._save(verified)
 
     def save(self, verified: Digests | None) -> bool:
-        """Write a checkpoint now, and wait for it.
-
-        Returns:
-            whether it is on disk.
-        """
+        """Write a checkpoint now, and wait for it. Return whether it is on disk."""
         return self._save(verified, wait=True)
 
     def save_cut(self, verified: Digests | None) -> None:
-        """The loop is over before its end: what the script does from now on follows on steps that are left out.
+        """Write the last checkpoint of a loop that is cut short.
 
-        So this is the state to go on from, and none of a later moment is written.
-
-        Args:
-            verified: digests on which all workers have agreed, if they have compared the state.
+        What the script does from now on follows on steps that are left out. So the job goes on from this state, and
+        later states are not written.
         """
         self.settle()
         if self._checkpoints.in_use:
@@ -96,53 +88,90 @@ class Snapshots:
             self._cut = self._trained.progress
 
     def save_last(self, verified: Digests | None) -> None:
-        """The run ends: write one if this run writes any, and finish what is being written."""
+        """Write a last checkpoint, if this run writes any, and finish what is being written."""
         if self._checkpoints.in_use and not self._is_cut():
             self._save(verified)
         self._checkpoints.close()
 
     def _save(self, verified: Digests | None, *, wait: bool = False) -> bool:
-        found, prepared = self.take(), self._trained.require_prepared()
+        snapshot, prepared = self.take(), self._trained.require_prepared()
         self._membership.checkpoint_begins()
         prepared.require_forms()
-        devices = self._membership.workers.devices
-        if devices.count == 1 or self._checkpoints.store is None:
-            return self._checkpoints.save(found, verified, wait=wait)
-        whole, share = share_of(prepared, found, devices)
-        return self._checkpoints.save(whole, None, share, wait=wait)  # the workers have agreed on slices
+        if self._checkpoints.store is None:
+            return self._checkpoints.save(snapshot, verified, wait=wait)
+        return self._checkpoints.save(*self._run.placement.give(snapshot, verified), wait=wait)
 
     def _is_cut(self) -> bool:
-        """Whether the run was cut short where it stands, and that state is on disk."""
-        at = self._trained.progress
-        return self._cut == at and self._checkpoints.holds(at.position.step)
+        """Whether the run was cut short at its present place, and that state is on disk."""
+        progress = self._trained.progress
+        return self._cut == progress and self._checkpoints.holds(progress.position.step)
 
     def _register_schedulers(self, prepared: Prepared) -> None:
-        """Once for what was prepared: the script makes its schedulers before its loop."""
+        """Register schedulers, once after each ``run.prepare``: the script makes its schedulers before its loop."""
         if self._trained.loops and self._searched is not prepared:
             self._searched = prepared
-            for name, scheduler in unregistered_schedulers(prepared.optimizers, self._trained.registered):
-                self._trained.registered[OWN + name] = scheduler
+            registry = self._trained.registry
+            for name, scheduler in unregistered_schedulers(prepared.optimizers, registry.objects):
+                # A name may be taken by a scheduler of an optimizer that was prepared before.
+                registry.put(Entry((*REGISTERED, OWN + name), scheduler, compare=True, optional=True))
 
-    def _tell_of_scheduler(self) -> None:
-        prepared, registered = self._trained.prepared, self._trained.registered
-        if prepared is not None and not holds_schedulers(registered):
-            self._listeners.tell(lambda one: one.unregistered_scheduler(prepared))
+    def _warn_of_scheduler(self) -> None:
+        prepared = self._trained.prepared
+        if prepared is not None and not holds_schedulers(self._trained.registry.objects):
+            self._listeners.unregistered_scheduler(prepared)
 
 
-GIVEN = tuple[list[Any], dict[str, Any], bool, bool, bool]
-"""The form of what is handed over: the state, what is known of older ones, whether the workers are to leave, whether
-they have been asked for a checkpoint, and whether they are to compare the state at the next boundary."""
+# The schedulers of a script.
+
+
+def holds_schedulers(registered: Mapping[str, Any]) -> bool:
+    """Whether a scheduler is registered, or a framework's registered loop says that it holds its own."""
+    return any(
+        isinstance(thing, LRScheduler) or getattr(thing, "has_schedulers", False) for thing in registered.values()
+    )
+
+
+def unregistered_schedulers(
+    optimizers: Sequence[Optimizer], registered: Mapping[str, Any]
+) -> list[tuple[str, LRScheduler]]:
+    """Return unregistered schedulers of some optimizers, with names that are the same in each start of a script.
+
+    Left out are schedulers that are part of another one or have no state that a checkpoint can keep, and several of one
+    kind for one optimizer, as nobody can tell them apart. If a framework holds its own, there are none.
+    """
+    if any(getattr(thing, "has_schedulers", False) for thing in registered.values()):
+        return []
+    numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
+    schedulers = [each for each in _schedulers(optimizers) if id(getattr(each, "optimizer", None)) in numbers]
+    parts = {id(part) for scheduler in schedulers for part in getattr(scheduler, "_schedulers", ())}
+    named = [
+        (f"{type(scheduler).__name__} of optimizer {numbers[id(scheduler.optimizer)]}", scheduler)
+        for scheduler in schedulers
+        if id(scheduler) not in parts and can_keep(scheduler.state_dict())
+    ]
+    counts, known = Counter(name for name, _ in named), set(map(id, registered.values()))
+    alone = ((name, scheduler) for name, scheduler in named if counts[name] == 1 and id(scheduler) not in known)
+    return sorted(alone, key=lambda pair: pair[0])
+
+
+def _schedulers(optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
+    # An optimizer does not know its schedulers. They refer to it directly, or through the dict of their attributes.
+    things = gc.get_referrers(*optimizers)
+    if attributes := [
+        thing for thing in things if type(thing) is dict and "optimizer" in thing and "__name__" not in thing
+    ]:
+        things += gc.get_referrers(*attributes)
+    # By type: isinstance would read ``__class__``, and a lazy object may load something to answer that.
+    return [thing for thing in things if issubclass(type(thing), LRScheduler)]
+
+
+# What a worker does when others come, go or differ.
 
 
 class Recovery(Recovers):
     """The recovery of a run's collective calls when workers come, go or differ.
 
-    Args:
-        run: the base of the run.
-        steps: the present step computer.
-        integrity: the record of verified states.
-        snapshots: the writer of the last checkpoint of a worker that departs.
-        again: the way to go on with a job that has left, for people.
+    ``again`` is the advice on how to go on with a job that has left, in words.
     """
 
     def __init__(
@@ -158,33 +187,31 @@ class Recovery(Recovers):
         self._steps, self._integrity, self._snapshots, self._again = steps, integrity, snapshots, again
 
     def leave(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         self._steps.drop()
         if self._trained.prepared is not None:
             forget_passes(self._trained.prepared.modules)
 
     def give(self) -> list[Any]:
-        """The state, for a worker that lacks it, and all else that decides what comes next."""
-        requests = self._requests
-        wanted = [requests.leave, requests.checkpoint, requests.compare]
-        return [self._trained.give(), self._integrity.known.tree(), *wanted]
+        """Return the state, and all else that decides what comes next, for a worker that lacks them."""
+        return self._trained.give()
 
     def digests(self) -> list[int] | None:
-        """Of what an update changes, where all who have made the same updates hold the same."""
+        """Return digests of what an update changes, where all workers with the same updates hold the same."""
         trained = self._trained
-        is_alike = trained.has_weights and self._steps.strategy.is_exact and not trained.is_doubted
-        own = list(trained.capture().digests().values()) if is_alike and self._integrity.is_on else None
-        return None if own is None else self._membership.workers.devices.joined(own)
+        is_same = trained.has_weights and self._steps.strategy.is_exact and not trained.is_doubted
+        own_digests = list(trained.capture().digests().values()) if is_same and self._integrity.is_on else None
+        return None if own_digests is None else self._membership.workers.devices.joined(own_digests)
 
-    def gives_alone(self) -> None:
-        """Nobody can compare the state with its own."""
+    def suspect_only_copy(self) -> None:
+        """Suspect the state, unless workers have compared it before: nobody else has it."""
         if self.digests() is not None:
-            step, own = self._trained.progress.position.step, list(self._trained.capture().digests().values())
-            is_agreed = self._membership.workers.devices.all(self._integrity.has_agreed(step, own))
+            step, own_digests = self._trained.progress.position.step, list(self._trained.capture().digests().values())
+            is_agreed = self._membership.workers.devices.all(self._integrity.has_agreed(step, own_digests))
             self._integrity.suspect(step, is_agreed=is_agreed)
 
-    def gives_result(self) -> None:
-        """Members get what came of an update. Where states are compared, a wrong one is found."""
+    def require_same_result(self) -> None:
+        """Refuse to give the result of an update if the script has changed it and no comparison would notice."""
         if self._steps.was_written and not self._integrity.is_on:
             raise JobMismatch(
                 f"step {self._trained.progress.position.step}: the loop's body has changed weights, and a worker that "
@@ -192,57 +219,52 @@ class Recovery(Recovers):
                 f"its newest checkpoint. With faults.verify_every above 0 a run goes back by itself"
             )
 
-    def take(self, given: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
+    def take(self, state: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
         """Set the state that another worker has given."""
-        state, known, leave, checkpoint, compare = value_of(GIVEN, given, "what another worker gave")
-        self._requests.leave, self._requests.checkpoint, self._requests.compare = leave, checkpoint, compare
         self._steps.forget()
         self._trained.take(state, joins=joins, follow=follow)
-        self._integrity.take(known)
         self._trained.has_weights = True
 
     def renew(self) -> None:
-        """A new generation, in which everybody has the same state. Collective."""
+        """Begin in a new generation, in which all workers have the same state. Collective."""
         self._requests.regroup = False
-        self._integrity.known.cleared = []  # ranks mean other workers from now on
+        self._integrity.known.cleared = []  # ranks are other workers from now on
         self._steps.make()
         if self._membership.workers.rank == 0:
             self._checkpoints.begin_writing()
-        self._listeners.tell(lambda one: one.renewed())
+        self._listeners.renewed()
 
     def go_on(self) -> None:
-        """A collective call is complete."""
+        """Note that a collective call is complete."""
         self._trained.go_on()
 
-    def heal(self, workers: Workers, transfer: StateTransfer, what: str) -> None:
-        """Some workers hold another state than most: they get the right one. Collective."""
+    def heal(self, workers: Workers, transfer: StateTransfer, name: str) -> None:
+        """Give the right state to the workers that hold another one than most. Collective."""
         failpoint("heal begins")
-        self._steps.drop()  # before weights are set, which is no write of the script
+        self._steps.drop()  # first, or setting the weights would look like a write of the script
         hosts = workers.gather_json(platform.node())
-        odd, step = sorted(transfer.behind), self._trained.progress.position.step
-        self._listeners.tell(lambda one: one.healed(step, what, odd, [hosts[rank] for rank in odd]))
-        given = workers.broadcast(self.give() if workers.rank == transfer.source else None, transfer.source)
-        if workers.rank in odd:
-            self.take(given, joins=False)
+        wrong, step = sorted(transfer.behind), self._trained.progress.position.step
+        self._listeners.healed(step, name, wrong, [hosts[rank] for rank in wrong])
+        state = workers.broadcast(self.give() if workers.rank == transfer.source else None, transfer.source)
+        if workers.rank in wrong:
+            self.take(state, joins=False)
         failpoint("healed")
         self._steps.make()
 
     def depart(self, dismissed: Dismissed) -> NoReturn:
-        """The others go on without this worker, or the job does later."""
-        if dismissed.preempted:  # at a boundary, where all has just been compared
+        """End this worker: the others go on without it, or the job goes on later."""
+        if dismissed.preempted:  # at a boundary, where all workers have just compared the state
             self.depart_together(self._integrity.known.agreed(self._trained.progress.position.step))
         self._ending.leave(dismissed)
 
     def depart_together(self, verified: Digests | None) -> NoReturn:
-        """All workers leave at a boundary, and the job goes on when it is started again.
-
-        Args:
-            verified: digests of the state on which they have agreed.
-        """
+        """Have all workers leave at a boundary. The job goes on when it is started again."""
         step, is_main = self._trained.progress.position.step, self._membership.workers.is_main
         is_written = self._snapshots.save(verified)
-        self._listeners.tell(lambda one: one.preempted())
+        self._listeners.preempted()
         if is_main:
-            kept = f"checkpoint after step {step}" if is_written else f"NO checkpoint of step {step} could be written"
-            print(f"unisono: asked to leave: {kept} in {self._folder.path}; {self._again}", flush=True)  # noqa: T201
+            outcome = (
+                f"checkpoint after step {step}" if is_written else f"NO checkpoint of step {step} could be written"
+            )
+            print(f"unisono: asked to leave: {outcome} in {self._folder.path}; {self._again}", flush=True)  # noqa: T201
         self._ending.leave(Dismissed("asked to leave", preempted=True, code=PREEMPTED))

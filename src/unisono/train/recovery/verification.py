@@ -1,97 +1,28 @@
-"""Comparing the whole state at boundaries, and what follows from that and from audits."""
+"""Comparing the whole state at boundaries, and going back if it is wrong."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from unisono.checkpoint.snapshot import Digests
-from unisono.checkpoint.store import Snapshot
+from unisono.checkpoint.snapshot import Digests, Snapshot
 from unisono.errors import JobMismatch, MemoryFault
-from unisono.plan.audits import AuditResult
+from unisono.host.tracebacks import warn
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.majority import Verdict, healing, verdict
 from unisono.train.group.workers import Workers
 from unisono.train.model.update import settings_digest
-from unisono.train.recovery.integrity import Integrity, Note, flipped_in, warn
+from unisono.train.recovery.audits import JudgedAudits
+from unisono.train.recovery.integrity import Integrity, Note, flipped_in
 from unisono.train.recovery.known_states import BOUNDARY, START_AGAIN, StateCopies
 from unisono.train.recovery.recovery import Snapshots
-from unisono.train.state.registered import Differing, differing, digests_of_objects
+from unisono.train.state.registry import Differing, differing
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.run_base import RunBase
 
 
-class AuditJudge:
-    """Says which workers compute wrongly.
-
-    Args:
-        run: the base of the run.
-        integrity: the record of states, which knows those that audits have confirmed.
-    """
-
-    def __init__(self, run: RunBase, integrity: Integrity) -> None:
-        self._membership, self._trained, self._checkpoints = run.membership, run.trained, run.checkpoints
-        self._listeners, self._integrity = run.listeners, integrity
-
-    def found(self, finding: AuditResult) -> None:
-        """Tell what an audit has come to. Collective; what follows from it comes with the call's change."""
-        if finding.wrong is None:
-            return
-        host = self._membership.workers.gather_json(platform.node())[finding.wrong]
-        step = self._trained.progress.position.step
-        self._listeners.tell(lambda one: one.wrong_result(step, finding, host))
-
-    def judged(
-        self, workers: Workers, findings: Sequence[AuditResult], discard: Callable[[], None]
-    ) -> tuple[Note, list[int]]:
-        """What follows from the audits of a call, and which workers compute wrongly. Collective.
-
-        Args:
-            workers: the workers of this generation.
-            findings: the results of the call's audits.
-            discard: a function that gives up what was computed; called if it may be wrong.
-
-        Raises:
-            MemoryFault: one does, and the workers of this job stay the same; or there is no state to go back to.
-        """
-        servers = workers.transport.split.servers
-        computing = [rank for rank in range(workers.world_size) if rank not in servers]
-        proofs = [finding for finding in findings if finding.is_proof]
-        wrong = sorted({finding.wrong for finding in proofs if finding.wrong is not None})
-        if not wrong:
-            return self._integrity.audited(findings, computing), []
-        discard()
-        host = workers.gather_json(platform.node())[wrong[0]]
-        why = (
-            f"step {self._trained.progress.position.step}: rank {wrong[0]} on host {host} computed shard "
-            f"{proofs[0].shard} otherwise than the others, every time, so its processor or its memory is broken"
-        )
-        self.discard_unconfirmed()
-        if not self._membership.is_elastic:
-            raise MemoryFault(
-                f"{why}. Start the job again without that host: checkpoints that may be wrong are removed"
-            )
-        return self._integrity.audited(findings, computing, why), wrong
-
-    def discard_unconfirmed(self) -> None:
-        """Whoever starts the job again must not go on from what a worker that computes wrongly has left."""
-        if (step := self._integrity.confirmed) is not None:
-            self._checkpoints.discard_after(step)
-
-
 class Verification:
-    """Verifies the state of a run between its steps.
-
-    Args:
-        run: the base of the run.
-        collectives: the collective calls.
-        steps: the present step computer.
-        integrity: the record of states, which judges the state.
-        copies: this worker's copies of states, to go back to.
-        judge: the judge of audits, which knows the checkpoints that may be wrong.
-        snapshots: the writer of checkpoints, which settles the state before it is compared.
-    """
+    """Verifies the state of a run between its steps."""
 
     def __init__(
         self,
@@ -100,23 +31,22 @@ class Verification:
         steps: CurrentSteps,
         integrity: Integrity,
         copies: StateCopies,
-        judge: AuditJudge,
+        audits: JudgedAudits,
         snapshots: Snapshots,
     ) -> None:
         self._membership, self._trained, self._listeners = run.membership, run.trained, run.listeners
         self._collectives, self._steps, self._integrity = collectives, steps, integrity
-        self._copies, self._judge, self._snapshots = copies, judge, snapshots
+        self._copies, self._audits, self._snapshots = copies, audits, snapshots
 
     def verify(self) -> Digests | None:
-        """Compare the whole state, and keep it if it is right.
+        """Compare the whole state, and keep a copy of it if it is right.
 
-        Returns:
-            what all agree on; nothing if the state is doubted, or nothing is compared.
+        Return the digests on which all agree; None if the state is doubted, or nothing is compared.
         """
         self._snapshots.settle()
         if not self._integrity.is_on:
             return None
-        # What stands before a loop that goes on later is no state to keep: the rest of it is yet to be restored.
+        # Before the loop in which a checkpoint was written, part of its state has yet to be restored: keep none.
         weights_only = self._steps.computer.has_own_weights or self._trained.restored is not None
 
         digests = self._collectives.change(partial(self._compare, weights_only=weights_only))
@@ -138,7 +68,7 @@ class Verification:
         return verified
 
     def require_kept(self, rank: int) -> None:
-        """Refuse weights that were updated with a wrong gradient, which no comparison can find.
+        """Refuse weights that were updated with a wrong gradient: no comparison can find that.
 
         Raises:
             MemoryFault: an update of this worker was made from a gradient that memory had not kept.
@@ -150,10 +80,10 @@ class Verification:
             )
 
     def go_back(self) -> None:
-        """The state is doubted: go on from the newest one that was right."""
+        """Go back from a doubted state to the newest one that was right."""
         doubt, reached = self._trained.doubt, self._trained.progress.position.step
         assert doubt is not None, "there is a reason"
-        if not self._trained.registered:
+        if not self._trained.registry.objects:
             self._integrity.require_steady(doubt, settings_digest(self._trained.require_prepared().optimizers))
 
         def retrieve(workers: Workers) -> Change[None]:
@@ -162,20 +92,17 @@ class Verification:
         self._collectives.change(retrieve)
         self._collectives.together(self._steps.make_together)
         step = self._collectives.step = self._trained.progress.position.step
-        self._judge.discard_unconfirmed()
-        self._listeners.tell(lambda one: one.went_back(reached, step, doubt))
+        self._audits.discard_unconfirmed()
+        self._listeners.went_back(reached, step, doubt)
 
     def _compare(self, workers: Workers, *, weights_only: bool, is_healed: bool = False) -> Change[Digests | None]:
         """Compare the whole state at a boundary, and know it as right if it is. Collective.
 
-        Args:
-            workers: the workers that hold it.
-            weights_only: whether to compare the weights only: workers keep other state of their own, and none can go
-                back.
-            is_healed: whether the workers that differed were just given the state of the others.
+        With ``weights_only``, workers keep other state of their own, and none can go back. If ``is_healed``, the
+        workers that differed have just been given the state of the others.
 
         Returns:
-            what comes to the digests on which all agree; to none if the state is doubted then.
+            a change that returns the digests on which all agree; None if the state is doubted then.
         """
         known, step = self._integrity.known, self._trained.progress.position.step
         if (doubt := self._integrity.settle_suspicion(workers, (step, 0))) is not None:
@@ -183,35 +110,40 @@ class Verification:
         snapshot = self._trained.capture()
         digests = snapshot.digests()
         compared = workers.devices.joined(list(digests.values())[: 1 if weights_only else None])
-        objects = digests_of_objects(snapshot, known.ignored)
+        objects = self._trained.registry.digests(snapshot, known.ignored)
         objects, before = workers.devices.first([objects, known.before])
         has_flipped = not workers.devices.all(not self._has_flipped())
-        told = workers.gather_json([compared, objects, before, has_flipped])
-        if flipped := [rank for rank, (*_, is_so) in enumerate(told) if is_so]:
+        reports = workers.gather_json([compared, objects, before, has_flipped])
+        if flipped := [rank for rank, (*_, is_flipped) in enumerate(reports) if is_flipped]:
             return Change(self._integrity.give_way((step, 0), f"after {step} steps {flipped_in(flipped)}"))
-        held = [tuple(own) for own, *_ in told]
-        found = verdict(held)
-        if found is Verdict.HEALING and not is_healed and (transfer := healing(held)) is not None:
+        held = [tuple(own) for own, *_ in reports]
+        result = verdict(held)
+        if result is Verdict.HEALING and not is_healed and (transfer := healing(held)) is not None:
             self._collectives.recovery.heal(workers, transfer, "state")
-            # Registered objects may have been made of the state that was wrong: an average of the weights, say.
+            # Registered objects may have been made from the wrong state, such as an average of the weights.
             return self._compare(workers, weights_only=weights_only, is_healed=True)
-        if found is not Verdict.RIGHT:
+        if result is not Verdict.RIGHT:
             return Change(self._differ(step, held))
         self._integrity.require_held(step, held[0])
-        differ = differing(step, [(theirs, before) for _, theirs, before, _ in told])
+        differ = differing(step, [(own_objects, before) for _, own_objects, before, _ in reports])
         return Change(self._agree(step, digests, differ, weights_only=weights_only))
 
     def _differ(self, step: int, held: Sequence[Sequence[int]]) -> Note:
-        """No majority of workers holds the same state; ``held`` are its digests, by rank."""
-        listed = ", ".join(f"rank {rank}: {'/'.join(f'{one:016x}' for one in own)}" for rank, own in enumerate(held))
-        why = f"after {step} steps the workers hold different states ({listed})"
-        said = [digest for own in held for digest in own]
-        return self._integrity.go_back_from((step, 0), why, (step, BOUNDARY), said)
+        """Doubt the state: no majority of workers holds the same. ``held`` are its digests, by rank."""
+        states = ", ".join(
+            f"rank {rank}: {'/'.join(f'{digest:016x}' for digest in own)}" for rank, own in enumerate(held)
+        )
+        why = f"after {step} steps the workers hold different states ({states})"
+        digests = [digest for own in held for digest in own]
+        return self._integrity.go_back_from((step, 0), why, (step, BOUNDARY), digests)
 
     def _agree(
         self, step: int, digests: Digests, objects: Differing, *, weights_only: bool
     ) -> Callable[[], Digests | None]:
-        """All hold the same, but perhaps in registered objects: if the script wants it so, they do in a replay, too."""
+        """Know a state that all workers hold, but for registered objects that may differ.
+
+        If the script makes these different on purpose, they differ in the same way in a replay.
+        """
         for name in objects.again:
             warn(f"the registered object {name!r} differs between workers: checkpoints keep that of rank 0")
         integrity, names = self._integrity, ", ".join(place.partition(" ")[2] for place in objects.new)
@@ -231,7 +163,7 @@ class Verification:
         return make
 
     def _set_back(self, snapshot: Snapshot) -> None:
-        self._steps.drop()  # before weights are set, which is no write of the script
+        self._steps.drop()  # first, or setting the weights would look like a write of the script
         self._steps.forget()
         self._trained.go_back(snapshot)
 

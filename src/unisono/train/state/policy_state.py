@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from torch.optim import Optimizer
 
@@ -15,14 +15,34 @@ from unisono.adapt.view import BatchShape, Decision, Figure, Policy, Verb, View,
 from unisono.errors import JobError, JobMismatch, PolicyError, Unreadable
 from unisono.plan.topology import TOPOLOGIES
 from unisono.received import short, value_of
-from unisono.sync.named import strategy_of
-from unisono.sync.strategy import AllReduce, Strategy
+from unisono.sync import AllReduce, Strategy, strategy_of
 from unisono.train.config.run_config import RunConfig, StrategyConstraints
 from unisono.train.group.workers import Workers
-from unisono.train.state.registered import all_or_nothing
+from unisono.train.state.registry import Copied, Registry
 
 NAMES: dict[Verb, tuple[str, ...]] = {"set_topology": ("auto", *TOPOLOGIES), "set_balance": ("even", "speed")}
-"""What verbs can be given that take a name."""
+"""The names that verbs accept which take a name."""
+
+
+class Numbers(NamedTuple):
+    """The numbers that a verb can be given, in words, and from the least to the most."""
+
+    words: str
+    kind: Any
+    least: float
+    most: float = math.inf
+
+    def have(self, value: Any) -> bool:
+        """Whether a value is one of them."""
+        return isinstance(value, self.kind) and not isinstance(value, bool) and self.least <= value <= self.most
+
+
+NUMBERS: dict[Verb, Numbers] = {
+    "resize": Numbers("a whole number of workers, at least 1", int, 1),
+    "replace": Numbers("the rank of a worker, a whole number from 0 on", int, 0),
+    "set_learning_rate": Numbers("a rate, a number from 1e-30 to 1e30", int | float, 1e-30, 1e30),
+}
+"""What verbs can be given that take a number."""
 
 FORMS = {
     "batch_size": int,
@@ -39,7 +59,7 @@ FORMS = {
     "observed": dict[str, dict[str, Figure | bool]],
     "policies": dict[str, dict[str, Any]],
 }
-"""Of the parts of its state."""
+"""The types of the parts of its state."""
 
 Hook = Literal["before_train", "after_step", "after_epoch", "after_train"]
 
@@ -48,21 +68,16 @@ class PolicyState:
     """The settings that policies have changed so far, and the policies that decide next.
 
     Args:
-        policies: the policies of the run, in the order in which they are asked.
         batch_size: the number of samples of the job's first global batch.
         shards: the job's number of shards.
         balances: whether shards are split by speed to begin with.
         strategy: the job's first strategy.
-        constraints: the run's constraints on strategies that policies choose; by default none.
 
     Attributes:
-        constraints: the argument of that name.
         batch_size: the number of samples of the next step.
         shards: the number of shards of the next step: a multiple of the job's.
         rate: the factor on the script's learning rates.
         topology: the topology of the process group, if policies have chosen one.
-        strategy: the strategy in use.
-        balances: whether shards are split by speed.
         measures_links: whether a policy wants the speed of connections measured.
         has_begun: whether policies were told that training has begun.
         stopped: the number of the loop that is to end at the run's present position; None for none.
@@ -94,11 +109,13 @@ class PolicyState:
         self.digest = 0
         self.observed: dict[str, dict[str, Figure]] = {}
         self._base, self.constraints = BatchShape(batch_size, shards), constraints or StrategyConstraints()
-        self._policies = {policy.name: policy for policy in policies}
-        if len(self._policies) < len(policies):
-            names = ", ".join(policy.name for policy in policies)
-            raise JobError(f"policies={names}: each name once; give one of them another name")
+        self.policies, self.names, self.is_empty = list(policies), [policy.name for policy in policies], not policies
+        if len(set(self.names)) < len(policies):
+            raise JobError(f"policies={', '.join(self.names)}: each name once; give one of them another name")
         for policy in policies:
+            if type(policy.observe_every) is not int or policy.observe_every < 0:
+                needs = "needs a whole number of steps, 0 for never"
+                raise JobError(f"the policy {policy.name} has observe_every={short(policy.observe_every)}: {needs}")
             self._read_strategies(policy)
 
     @classmethod
@@ -120,7 +137,7 @@ class PolicyState:
         Raises:
             PolicyError: says which worker decided what.
         """
-        everybody = workers.gather_json([str(one) for one in self.decided])
+        everybody = workers.gather_json([str(decision) for decision in self.decided])
         listed = "".join(f"\n  rank {rank}: {', '.join(words) or 'nothing'}" for rank, words in enumerate(everybody))
         raise PolicyError(
             f"the policies decided differently before step {step}; a policy must not go by its own clock, its "
@@ -128,33 +145,23 @@ class PolicyState:
         )
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there are no policies."""
-        return not self._policies
+    def may_scale(self) -> bool:
+        """Whether learning rates are, or may become, other ones than the script's."""
+        return not self.is_empty or self.rate != 1.0
 
     @property
     def shape(self) -> BatchShape:
-        """Of the next step's batch."""
+        """The shape of the next step's batch."""
         return BatchShape(self.batch_size, self.shards)
 
     @property
-    def policies(self) -> list[Policy]:
-        """Of the run, in order."""
-        return list(self._policies.values())
-
-    @property
-    def names(self) -> list[str]:
-        """Of the policies, in order."""
-        return list(self._policies)
-
-    @property
     def needs_monitor(self) -> bool:
-        """Whether a policy reads what is measured of the gradients."""
-        return any(policy.needs_monitor for policy in self._policies.values())
+        """Whether a policy reads measurements of the gradients."""
+        return any(policy.needs_monitor for policy in self.policies)
 
     def observers(self, step: int) -> list[Policy]:
         """The policies that look at the world outside after ``step`` steps."""
-        return [each for each in self._policies.values() if each.observe_every and step % each.observe_every == 0]
+        return [policy for policy in self.policies if policy.observe_every and step % policy.observe_every == 0]
 
     def ask(self, hook: Hook, view: View) -> list[Decision]:
         """Ask all policies.
@@ -162,26 +169,20 @@ class PolicyState:
         Raises:
             PolicyError: one failed, or wants something that makes no sense; names it.
         """
-        found: list[Decision] = []
-        for policy in self._policies.values():
+        decisions: list[Decision] = []
+        for policy in self.policies:
             try:
                 getattr(policy, hook)(view)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 raise PolicyError(f"the policy {policy.name} failed in {hook}: {what}") from error
-            found += policy.decided()
-        for decision in found:
+            decisions += policy.decided()
+        for decision in decisions:
             self._check(decision)
-        return found
+        return decisions
 
     def take(self, decisions: Sequence[Decision], view: View, loop: int) -> None:
-        """Have decisions take effect, all together.
-
-        Args:
-            decisions: the decisions of all policies.
-            view: the view on which they were taken.
-            loop: the number of the present loop.
-        """
+        """Have decisions take effect, all together."""
         self.decided, self.digest = tuple(decisions), decisions_digest(decisions)
         before = self.shards
         for decision in decisions:
@@ -202,11 +203,7 @@ class PolicyState:
                     self.stopped = loop
 
     def begin_loop(self, batch_size: int, *, is_under_way: bool) -> None:
-        """A loop begins whose batches have so many samples, as long as no policy changes that.
-
-        Args:
-            batch_size: the number of samples.
-            is_under_way: whether the run stands in the middle of the loop.
+        """Begin a loop whose batches have so many samples, as long as no policy changes that.
 
         Raises:
             JobMismatch: the batches of its steps so far had another size.
@@ -219,12 +216,12 @@ class PolicyState:
         if self.is_empty:
             self.batch_size = batch_size
 
-    @contextmanager
-    def scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    def scaled(self, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
         """The optimizers' learning rates are what the policies made of them; the script finds its own again."""
-        if self.rate == 1.0:
-            yield
-            return
+        return nullcontext() if self.rate == 1.0 else self._scaled(optimizers)
+
+    @contextmanager
+    def _scaled(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
         own = [group["lr"] for group in groups]
         for group in groups:
@@ -235,89 +232,69 @@ class PolicyState:
             for group, rate in zip(groups, own, strict=True):
                 group["lr"] = rate
 
+    def register(self, registry: Registry) -> None:
+        """Have all of it kept. A policy that is new begins anew; of one that is gone its effects stay."""
+        registry.add("adaptation", self, within=(), when=("early",))
+        for policy in self.policies:
+            registry.add(policy.name, Copied(policy), within=("adaptation", "policies"), when=("early",), optional=True)
+
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as numbers and text by name: a copy, which later steps do not reach."""
+        """Return the state as numbers and text by name: a copy, which later steps do not change."""
         apart: dict[str, Any] = {
             "base": asdict(self._base),
             "strategies": [str(self._first_strategy), str(self.strategy)],
-            "policies": {name: deepcopy(policy.state_dict()) for name, policy in self._policies.items()},
+            "policies": {},  # each has an entry of its own, which puts its state here
         }
         return {name: apart[name] if name in apart else deepcopy(getattr(self, name)) for name in FORMS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`. A policy that is new begins anew; of one that is gone its effects stay.
+        """Restore the result of :meth:`state_dict`.
 
         A job that was changed on purpose, to another batch, number of shards or strategy, begins with its own.
 
         Raises:
             JobError: policies had chosen a strategy that this run cannot use; says what to change.
-            Unreadable: a value is of a wrong type, or makes no sense. Of this too, nothing has changed then, unless
-                a policy of somebody else's has set a part of its state.
+            Unreadable: a value is of a wrong type, or makes no sense. Of this too, nothing has changed then.
         """
-        with all_or_nothing(self, *self._policies.values()):
-            found = value_of(FORMS, deepcopy(state), "state")
-            self._set_batch(found)
-            self._set_rest(found)
-            for name, policy in self._policies.items():
-                if name in found["policies"]:
-                    policy.load_state_dict(found["policies"][name])
-
-    def _set_batch(self, found: Mapping[str, Any]) -> None:
-        shape = BatchShape(found["batch_size"], found["shards"])
-        if found["base"] == self._base:
-            if shape.samples < 1 or shape.shards < 1 or shape.shards % self._base.shards:
-                raise Unreadable(f"a batch of {shape.samples} samples in {shape.shards} shards cannot be")
-            self.batch_size, self.shards = shape.samples, shape.shards
-        first, strategy = found["strategies"]
-        if first == str(self._first_strategy):
-            self.strategy = self._read(strategy)
-
-    def _set_rest(self, found: Mapping[str, Any]) -> None:
-        if not 0 < found["rate"] < math.inf or not 0 <= found["digest"] < 2**49:
-            raise Unreadable(f"rate={found['rate']!r} is above 0, digest={found['digest']!r} from 0 and below 2**49")
-        if found["topology"] not in (None, *NAMES["set_topology"]):
-            raise Unreadable(f"there is no topology {short(found['topology'])}")
+        values = value_of(FORMS, deepcopy(state), "state")
+        if not 0 < values["rate"] < math.inf or not 0 <= values["digest"] < 2**49:
+            raise Unreadable(f"rate={values['rate']!r} is above 0, digest={values['digest']!r} from 0 and below 2**49")
+        if values["topology"] not in (None, *NAMES["set_topology"]):
+            raise Unreadable(f"there is no topology {short(values['topology'])}")
+        first, strategy = values["strategies"]
+        strategy = self._read(strategy) if first == str(self._first_strategy) else self.strategy
+        samples, shards, is_ours = values["batch_size"], values["shards"], values["base"] == self._base
+        if is_ours and (samples < 1 or shards < 1 or shards % self._base.shards):
+            raise Unreadable(f"a batch of {samples} samples in {shards} shards cannot be")
+        if is_ours:
+            self.batch_size, self.shards = samples, shards
+        self.strategy = strategy
         for name in ("rate", "topology", "balances", "measures_links", "has_begun", "digest", "stopped", "observed"):
-            setattr(self, name, found[name])
+            setattr(self, name, values[name])
 
     def _check(self, decision: Decision) -> None:
-        value = decision.value
-        wrong = {
-            "resize": not isinstance(value, int) or value < 1,
-            "replace": not isinstance(value, int) or value < 0,
-            "set_learning_rate": not isinstance(value, int | float) or not 0 < value < float("inf"),
-        }
-        if wrong.get(decision.verb):
-            raise PolicyError(
-                f"the policy {decision.policy} wants {decision.verb}({short(value)}): there is at least 1 worker, "
-                f"ranks count from 0, and a rate is above 0"
-            )
-        known = NAMES.get(decision.verb)
+        value, known = decision.value, NAMES.get(decision.verb)
+        wants = f"the policy {decision.policy} wants {decision.verb}({short(value)})"
+        if (numbers := NUMBERS.get(decision.verb)) is not None and not numbers.have(value):
+            raise PolicyError(f"{wants}: needs {numbers.words}")
         if known is not None and value not in known:
-            raise PolicyError(
-                f"the policy {decision.policy} wants {decision.verb}({short(value)}): use one of {', '.join(known)}"
-            )
+            raise PolicyError(f"{wants}: use one of {', '.join(known)}")
         if decision.verb == "set_strategy":
-            self._check_strategy(decision)
+            try:
+                self._read(str(value))
+            except JobError as error:
+                raise PolicyError(f"{wants}: {error}") from None
         if decision.verb == "set_batch_size":
             self._check_batch(decision)
 
-    def _check_strategy(self, decision: Decision) -> None:
-        try:
-            self._read(str(decision.value))
-        except JobError as error:
-            raise PolicyError(
-                f"the policy {decision.policy} wants set_strategy({short(decision.value)}): {error}"
-            ) from None
-
     def _read_strategies(self, policy: Policy) -> None:
         try:
-            policy.read_strategies(lambda given: str(self._read(given)))
+            policy.read_strategies(lambda strategy_name: str(self._read(strategy_name)))
         except JobError as error:
             raise JobError(f"the policy {policy.name} may choose a strategy that cannot be: {error}") from None
 
-    def _read(self, given: Any) -> Strategy:
-        strategy = strategy_of(given)
+    def _read(self, strategy_name: Any) -> Strategy:
+        strategy = strategy_of(strategy_name)
         self.constraints.require(strategy)
         return strategy
 
@@ -339,16 +316,16 @@ class PolicyState:
 
 
 def observed(policy: Policy, view: View) -> dict[str, Figure]:
-    """What a policy sees of the world outside.
+    """Return the figures that a policy sees of the world outside.
 
     Raises:
         PolicyError: it failed, or saw something else than figures; names it.
     """
     try:
-        found: dict[Any, Any] = dict(policy.observe(view))
+        figures: dict[Any, Any] = dict(policy.observe(view))
     except Exception as error:
         raise PolicyError(f"the policy {policy.name} failed in observe: {type(error).__name__}: {error}") from error
-    wrong = [name for name, value in found.items() if not isinstance(value, Figure | None)]
-    if wrong or not all(isinstance(name, str) for name in found):
-        raise PolicyError(f"the policy {policy.name} observed {short(found)}: return numbers, text or None, by name")
-    return found
+    wrong = [name for name, value in figures.items() if not isinstance(value, Figure | None)]
+    if wrong or not all(isinstance(name, str) for name in figures):
+        raise PolicyError(f"the policy {policy.name} observed {short(figures)}: return numbers, text or None, by name")
+    return figures

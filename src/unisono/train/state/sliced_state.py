@@ -11,37 +11,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.checkpoint.codec import flatten, unflatten
-from unisono.checkpoint.layout import empty_as, form_of
-from unisono.checkpoint.store import Snapshot
-from unisono.checkpoint.tensors import Share, copied
+from unisono.checkpoint.snapshot import Snapshot
+from unisono.checkpoint.tensor_bytes import Share, copied, empty_as, form_of
 from unisono.received import value_of
 from unisono.train.group.workers import Devices
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.slices import cut_like, held_whole, is_sliced, whole_like
-from unisono.train.model.staging import Staging, groups_of, staging_of
-from unisono.train.state.state import VERSIONS
+from unisono.train.model.staging import Staging, groups_of
+from unisono.train.state.model_state import VERSIONS
 
 
-def share_of(prepared: Prepared, snapshot: Snapshot, devices: Devices) -> tuple[Snapshot, Share]:
+def sliced_share(prepared: Prepared, snapshot: Snapshot, devices: Devices) -> tuple[Snapshot, None, Share]:
     """A snapshot of what all devices of this worker hold, and which of it this one writes. Collective among them.
 
+    No digests belong to it: the workers have agreed on slices.
     What other devices write is on the meta device. No device needs room for more than it writes, and one whole tensor.
     """
-    gather = devices.mesh.writing.gather_json
-    if (staging := staging_of(prepared.modules)) is not None:
-        joined, copy = _joined(staging, prepared, snapshot)
-        return joined, Share(devices.rank, copy, gather)
     whole = _Wholes(devices.rank, devices.count)
-    found = _mapped(prepared, snapshot, whole.place_of)
-    return replace(found, state=found.state if devices.is_first else {}), Share(devices.rank, whole.copy, gather)
+    changed = _mapped(prepared, snapshot, whole.place_of)
+    share = Share(devices.rank, whole.copy, devices.mesh.writing.gather_json)
+    return replace(changed, state=changed.state if devices.is_first else {}), None, share
 
 
-def sliced_state(prepared: Prepared, devices: Devices, snapshot: Snapshot) -> Snapshot:
-    """What this device holds of a whole snapshot. What is of another model stays as it is."""
-    if devices.count == 1:
-        return snapshot
-    if (staging := staging_of(prepared.modules)) is not None:
-        return _own(staging, prepared, snapshot)
+def sliced_state(prepared: Prepared, snapshot: Snapshot) -> Snapshot:
+    """Return this device's slices of a whole snapshot. The state of another model stays as it is."""
     return _mapped(prepared, snapshot, cut_like)
 
 
@@ -52,16 +45,23 @@ def _mapped(prepared: Prepared, snapshot: Snapshot, change: Callable[[Tensor, Te
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and is_sliced(value)
     }
-    model, changed = type(snapshot.model)(snapshot.model), dict[int, Tensor]()
+    model, changed = dict(snapshot.model), dict[int, Tensor]()
     for name, value in snapshot.model.items():
         if (whole := held.get(name)) is not None:
             if id(whole) not in changed:  # tied weights are one
                 changed[id(whole)] = change(whole, value)
             model[name] = changed[id(whole)]
-    if (versions := getattr(snapshot.model, VERSIONS, None)) is not None:
-        setattr(model, VERSIONS, versions)
     optimizers = [_optimizer(*pair, change) for pair in zip(prepared.optimizers, snapshot.optimizer, strict=False)]
-    return replace(snapshot, model=model, optimizer=[*optimizers, *snapshot.optimizer[len(optimizers) :]])
+    optimizers += snapshot.optimizer[len(optimizers) :]
+    return replace(snapshot, model=_like(snapshot.model, model), optimizer=optimizers)
+
+
+def _like(whole: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors of a model by name, with the notes of its state."""
+    model = type(whole)(tensors)
+    if (versions := getattr(whole, VERSIONS, None)) is not None:
+        setattr(model, VERSIONS, versions)
+    return model
 
 
 def _optimizer(optimizer: Optimizer, kept: Any, change: Callable[[Tensor, Tensor], Tensor]) -> Any:
@@ -74,31 +74,27 @@ def _optimizer(optimizer: Optimizer, kept: Any, change: Callable[[Tensor, Tensor
             return values
         sliced = held_whole(parameters[number])
         return {
-            name: change(sliced, value) if sliced is not None and _is_per_element(value) else value
+            name: change(sliced, value) if sliced is not None and is_per_element(value) else value
             for name, value in values.items()
         }
 
     return {**kept, "state": {number: changed(number, values) for number, values in kept["state"].items()}}
 
 
-def _is_per_element(value: Any) -> bool:
+def is_per_element(value: Any) -> bool:
+    """Whether what an optimizer keeps of a parameter is cut as that is."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 class _Wholes:
-    """Tensors of which each device has a slice, each put together on the device that writes it.
-
-    Args:
-        rank: this device's place.
-        count: the number of devices.
-    """
+    """Tensors of which each device has a slice, each put together on the device that writes it."""
 
     def __init__(self, rank: int, count: int) -> None:
         self._rank, self._bytes = rank, [0] * count
         self._slices: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def place_of(self, held: Tensor, value: Tensor) -> Tensor:
-        """What stands for a whole tensor until it is put together."""
+        """Return the placeholder of a whole tensor, until the tensor is put together."""
         place = torch.empty(held.shape, dtype=value.dtype, device="meta")
         self._slices[id(place)] = place, held, value
         return place
@@ -121,9 +117,10 @@ SMALL = 2**10
 """Bytes of a tensor that all devices are told, and the first one writes."""
 
 
-def _joined(
-    staging: Staging, prepared: Prepared, snapshot: Snapshot
-) -> tuple[Snapshot, Callable[[Tensor], Tensor | None]]:
+def staged_share(
+    staging: Staging, prepared: Prepared, snapshot: Snapshot, devices: Devices
+) -> tuple[Snapshot, None, Share]:
+    """Return this device's share of a snapshot of a model in stages. Collective among the devices."""
     (module,) = prepared.modules
     own: dict[str, Any] = {
         "model": dict(snapshot.model),
@@ -132,20 +129,20 @@ def _joined(
     }
     pairs = list(zip(prepared.optimizers, snapshot.optimizer, strict=True))
     for number, (optimizer, kept) in enumerate(pairs):
-        names = _own_names(staging, optimizer)
+        names = [name for group in groups_of(optimizer) for name in group if staging.owner(name) == devices.rank]
         own[f"optimizer {number}"] = {names[place]: values for place, values in kept["state"].items()}
-    found = {name: _merged(staging, values) for name, values in own.items()}
-    model = type(snapshot.model)((name, found["model"][name]) for name in module.state_dict() if name in found["model"])
-    setattr(model, VERSIONS, getattr(snapshot.model, VERSIONS, {}))
-    is_first, rank = staging.placement.rank == 0, staging.placement.rank
+    merged = {name: _merged(staging, values) for name, values in own.items()}
+    tensors = merged["model"]
+    model = _like(snapshot.model, {name: tensors[name] for name in module.state_dict() if name in tensors})
+    is_first, rank = staging.places.rank == 0, staging.places.rank
     state = {
         **(snapshot.state if is_first else {}),
-        "transient": found["transient"],
-        "trained": [name for name, _ in module.named_parameters() if name in found["trained"]],
-        "order": [[name for group in groups_of(one) for name in group] for one in prepared.optimizers],
+        "transient": merged["transient"],
+        "trained": [name for name, _ in module.named_parameters() if name in merged["trained"]],
+        "order": [[name for group in groups_of(optimizer) for name in group] for optimizer in prepared.optimizers],
     }
     optimizers = [
-        _regrouped(kept, groups_of(optimizer), found[f"optimizer {number}"])
+        _regrouped(kept, groups_of(optimizer), merged[f"optimizer {number}"])
         for number, (optimizer, kept) in enumerate(pairs)
     ]
     ours = {
@@ -156,7 +153,8 @@ def _joined(
         is_here = not tensor.is_meta and (rank == 0 or tensor.data_ptr() in ours)
         return copied(tensor) if is_here else None
 
-    return replace(snapshot, model=model, optimizer=optimizers, state=state), copy
+    share = Share(devices.rank, copy, devices.mesh.writing.gather_json)
+    return replace(snapshot, model=model, optimizer=optimizers, state=state), None, share
 
 
 def _merged(staging: Staging, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,34 +162,34 @@ def _merged(staging: Staging, values: Mapping[str, Any]) -> dict[str, Any]:
     skeleton, tensors = flatten(values)
     small = {name: tensor for name, tensor in tensors.items() if _is_small(tensor)}
     forms = {name: form_of(tensor) for name, tensor in tensors.items() if name not in small}
-    found: dict[str, Any] = {}
-    for device, told in enumerate(staging.told([skeleton, forms, small])):
-        if device == staging.placement.rank:
-            found |= values
+    merged: dict[str, Any] = {}
+    for device, reply in enumerate(staging.values_of_devices([skeleton, forms, small])):
+        if device == staging.places.rank:
+            merged |= values
             continue
-        skeleton, forms, small = value_of(_TOLD, told, "what a device tells of its stages")
+        skeleton, forms, small = value_of(_Reply, reply, "the reply of a device about its stages")
         hollow = {name: empty_as(form, "meta") for name, form in forms.items()}
-        found |= value_of(dict[str, Any], unflatten(skeleton, hollow | small), "the state of a stage")
-    return found
+        merged |= value_of(dict[str, Any], unflatten(skeleton, hollow | small), "the state of a stage")
+    return merged
 
 
-_TOLD = tuple[Any, dict[str, Any], dict[str, Tensor]]
+_Reply = tuple[Any, dict[str, Any], dict[str, Tensor]]
 
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.nbytes <= SMALL or (tensor.dtype == torch.uint8 and tensor.dim() == 1)  # the bytes of an array
 
 
-def _own(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapshot:
+def staged_state(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapshot:
+    """Return this device's stages of a whole snapshot. The state of another model stays as it is."""
     (module,) = prepared.modules
     hollow = {name for name, value in module.state_dict().items() if isinstance(value, Tensor) and value.is_meta}
     places = {place.name for place in prepared.buffers}
 
     def is_here(name: str) -> bool:
-        return not staging.knows(name) or staging.owner(name) == staging.placement.rank
+        return not staging.has_module_of(name) or staging.owner(name) == staging.places.rank
 
-    model = type(snapshot.model)((name, value) for name, value in snapshot.model.items() if name not in hollow)
-    setattr(model, VERSIONS, getattr(snapshot.model, VERSIONS, {}))
+    model = _like(snapshot.model, {name: value for name, value in snapshot.model.items() if name not in hollow})
     optimizers = [
         _cut_groups(kept, groups_of(optimizer), is_here)
         for optimizer, kept in zip(prepared.optimizers, snapshot.optimizer, strict=False)
@@ -203,11 +201,6 @@ def _own(staging: Staging, prepared: Prepared, snapshot: Snapshot) -> Snapshot:
         "order": [[name for name in names if is_here(name)] for names in snapshot.state["order"]],
     }
     return replace(snapshot, model=model, optimizer=[*optimizers, *snapshot.optimizer[len(optimizers) :]], state=state)
-
-
-def _own_names(staging: Staging, optimizer: Optimizer) -> list[str]:
-    rank = staging.placement.rank
-    return [name for group in groups_of(optimizer) for name in group if staging.owner(name) == rank]
 
 
 def _regrouped(kept: Any, groups: Sequence[Sequence[str]], by_name: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one who computes steps now, chosen by the strategy and made anew in every generation."""
+"""The step computer in use: chosen by the strategy, and made anew in every generation."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from unisono.adapt.curvature import Curvature
-from unisono.adapt.curvature_question import CurvatureQuestion
 from unisono.data.shards import Source
 from unisono.device import HostRead
 from unisono.errors import PolicyError
-from unisono.sync.strategy import Strategy
+from unisono.sync import Strategy
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.workers import Workers
-from unisono.train.model.own_update import OwnUpdate
+from unisono.train.model.update import ScriptUpdate
 from unisono.train.step.listeners import Computed
 from unisono.train.step.loss import require_agreement
+from unisono.train.step.placement import Placement
 from unisono.train.step.run_base import RunBase
-from unisono.train.step.step import Clip, LossFunction, Step
+from unisono.train.step.step import Call, Clip, LossFunction, Step
 
-Told = Sequence[Mapping[str, Any]]
-"""What every worker says when all synchronise: JSON values by name, by rank."""
+Messages = Sequence[Mapping[str, Any]]
+"""The messages that workers send each other when they synchronise: JSON values by name, one mapping per rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,106 +30,99 @@ class StepCall:
     """A call of ``step.run``.
 
     Attributes:
-        step: the present step.
-        loss_fn: the loss function of the script.
-        optimizers: the optimizers that make the update.
-        clip: the limits on the gradient.
         update: the update that the script makes by itself; None for the optimizers' steps.
-        source: a loader of samples that nobody has loaded yet.
+        source: a loader of samples that have not been loaded yet.
     """
 
     step: Step
     loss_fn: LossFunction
     optimizers: tuple[Optimizer, ...]
     clip: Clip
-    update: OwnUpdate | None
+    update: ScriptUpdate | None
     source: Source
 
 
-Tell = Callable[[], Mapping[str, Any]]
-Hear = Callable[[Told], None]
+Measure = Callable[[Any, Call], dict[str, Any]]
+"""Measures something on a call. Its first argument is the engine, whose class the layers below do not know."""
+
+Describe = Callable[[], Mapping[str, Any]]
+Receive = Callable[[Messages], None]
 
 
 class StepComputer:
-    """Computes the steps of a run under some strategies, from generation to generation. This one computes none."""
+    """Computes the steps of a run under some strategies, from one generation to the next. This one computes none."""
 
     has_own_weights = False
     """Whether each worker has weights of its own between two synchronisations."""
 
-    was_written = False
-    """Whether the script had changed what the last update had left, when the last engine was closed."""
-
     @property
     def is_open(self) -> bool:
-        """Whether workers may have other weights now."""
+        """Whether the weights of workers may differ now."""
         return False
 
     @property
     def shares_work(self) -> bool:
-        """Whether nobody knows beforehand which shards are its own."""
+        """Whether no worker knows its shards beforehand."""
+        return False
+
+    @property
+    def was_written(self) -> bool:
+        """Whether, when the last engine was closed, the script had changed what the last update had left."""
         return False
 
     @property
     def has_lost(self) -> bool:
-        """Whether an update was made from a gradient that memory had not kept."""
+        """Whether an update was made from a gradient whose bits had changed in memory."""
         return False
 
     @property
     def has_flipped(self) -> bool:
-        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
+        """Whether a bit has changed since the last update, where this worker has the only copy."""
         return False
 
     def make(self, workers: Workers) -> None:
-        """Begin in a generation, under the present strategy. Collective."""
+        """Begin a generation, under the present strategy. Collective."""
 
     def drop(self) -> None:
-        """The generation is over, or the strategy."""
+        """End the generation, or the use of the strategy."""
 
     def retire(self) -> None:
-        """Another one computes from now on."""
+        """Note that another step computer is in use from now on."""
 
     def forget(self) -> None:
-        """This worker gets another state: what it had before does not count."""
+        """Forget what was known of the state, since this worker gets another one."""
 
     def step_begins(self) -> None:
-        """A step begins: from now on only updates and the script change the state."""
+        """Begin a step: from now on only updates and the script change the state."""
 
     def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
-        """Compute, and update the weights.
+        """Compute a call, and update the weights.
 
         Raises:
-            UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
+            UnisonoError: any error of :meth:`StepEngine.attempt` and :meth:`StepEngine.work_out`.
         """
         raise NotImplementedError
 
-    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
-        """Measure curvature on the batch of a call. Collective; changes nothing."""
+    def measure(self, call: StepCall, measure: Measure, collectives: CollectiveCalls) -> dict[str, Any]:
+        """Measure on the batch of a call, without changing anything. Collective.
+
+        ``measure`` measures with the engine and the call, and returns JSON values by name.
+        """
         raise NotImplementedError
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
-        """A step is over on this worker.
+        """End a step on this worker.
 
-        Args:
-            step: the finished step.
-            collectives: the collective calls.
-            is_due: whether the workers are to synchronise whatever the strategy says.
-
-        Returns:
-            whether all workers have, or are to have, the same weights now.
+        ``is_due`` says that the workers have to synchronise even if the strategy does not ask for it. Return whether
+        all workers have the same weights now, or will have them after synchronising.
         """
         return True
 
-    def synchronise(self, step: int, told: Tell, heard: Hear, collectives: CollectiveCalls) -> Told:
-        """Have all workers get the same weights.
+    def synchronise(self, step: int, describe: Describe, receive: Receive, collectives: CollectiveCalls) -> Messages:
+        """Give all workers the same weights, after so many committed steps.
 
-        Args:
-            step: steps committed so far.
-            told: a function that returns what this worker has to say: JSON values by name.
-            heard: a function that gets what every worker says, where weights are set.
-            collectives: the collective calls.
-
-        Returns:
-            what every worker says, with its figures.
+        ``describe`` returns this worker's message: JSON values by name. ``receive`` is called with the messages of all
+        workers when weights are set. Return the messages of all workers, with their figures.
         """
         return []
 
@@ -142,44 +134,39 @@ class StepComputer:
 class CurrentSteps:
     """Chooses the step computer of each generation.
 
-    Args:
-        run: the base of the run, with the strategy to follow.
-        exact: the step computer for strategies under which all workers always have the same weights.
-        local: the step computer for the other strategies.
-
     Attributes:
-        strategy: the strategy in use.
         under_way: the step whose body runs; None between steps.
-        computer: the one who computes now.
         is_computing: true from the beginning of a call until it is counted; it stays true if the call fails.
     """
 
     def __init__(self, run: RunBase, exact: StepComputer, local: StepComputer) -> None:
         self._trained, self._membership, self._folder = run.trained, run.membership, run.folder
-        self._exact, self._local = exact, local
+        self._run, self._exact, self._local = run, exact, local
         self.strategy = self._trained.policy_state.strategy
         self.under_way: Step | None = None
         self.is_computing = False
         self.computer = StepComputer()
+        self._placement: Placement | None = None
 
     @property
     def was_written(self) -> bool:
-        """Whether the script had changed since the last update what that had left, when steps were computed last."""
+        """Whether the script had changed what the last update had left, when the last engine was closed."""
         return self._exact.was_written or self._local.was_written
 
     def shards(self) -> Sequence[int]:
-        """Which shards of the next step this process loads, as far as that is known beforehand."""
+        """The shards of the next step that this process loads, as far as they are known beforehand."""
         if self.computer.shares_work:
             return ()
         workers = self._membership.workers
-        mine = workers.split(self._trained.policy_state.shards).of(workers.rank)
-        return [turn.own for turn in workers.devices.rounds(mine)]
+        own_shards = workers.split(self._trained.policy_state.shards).of(workers.rank)
+        return own_shards if self._placement is None else [turn.own for turn in self._placement.rounds(own_shards)]
 
     def make(self) -> None:
-        """Have the one compute that the present strategy needs, in the present generation. Collective."""
+        """Make the step computer for the present strategy and generation. Collective."""
         self.drop()
         prepared, workers, policy_state = self._trained.prepared, self._membership.workers, self._trained.policy_state
         self.strategy = policy_state.strategy
+        self._placement = None if prepared is None else self._run.placement
         if prepared is None or not self._trained.has_weights:
             return
         if policy_state.topology is not None:
@@ -192,28 +179,28 @@ class CurrentSteps:
         self.computer = chosen
 
     def make_together(self, workers: Workers) -> None:
-        """Make what computes, as a collective call: so no worker goes on before all have."""
+        """Call :meth:`make`, and wait until all workers have done so."""
         self.make()
         workers.barrier()
 
     def drop(self) -> None:
-        """The generation is over, or the strategy."""
+        """End the generation, or the use of the strategy."""
         self.computer = StepComputer()
         self._exact.drop()
         self._local.drop()
 
     def forget(self) -> None:
-        """This worker gets another state: what it had before does not count."""
+        """Forget what was known of the state, since this worker gets another one."""
         self._exact.forget()
         self._local.forget()
 
     def step_begins(self, step: Step) -> None:
-        """The body of a step begins."""
+        """Begin the body of a step."""
         self.under_way = step
         self.computer.step_begins()
 
     def follow(self, collectives: CollectiveCalls) -> None:
-        """Policies may have chosen another strategy."""
+        """Change to the strategy that policies may have chosen."""
         policy_state = self._trained.policy_state
         if policy_state.strategy != self.strategy or (self.computer.has_own_weights and not policy_state.is_empty):
             collectives.together(self._switch)
@@ -229,14 +216,9 @@ class CurrentSteps:
 
 
 def serve(workers: Workers, strategy: Strategy) -> bool:
-    """Have workers serve from the next step on, as a strategy wants it; or all compute. All workers do this alike.
+    """Make some workers servers from the next step on, or none, as a strategy asks. All workers call this alike.
 
-    Args:
-        workers: the workers of this generation.
-        strategy: the strategy in use.
-
-    Returns:
-        whether that can be: else there are too few workers, and all of them serve and compute.
+    Return whether there are enough workers; else all of them serve and compute.
     """
     workers.servers = strategy.central_servers or 0
     # Where no worker only serves, each finishes a share; where some do, there is no other way.

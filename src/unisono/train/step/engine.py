@@ -1,113 +1,61 @@
-"""Computes steps: this worker's shards, the reduction, the update."""
+"""Computes steps: the shards of this worker, the reduction and the update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.device import StreamMoment, is_accelerator
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.plan.audits import AuditResult
 from unisono.plan.split import Split
-from unisono.reduce.reducer import REDUCTIONS, Reducer
-from unisono.reduce.tally import Witness
+from unisono.reduce.partial_sums import Witness
+from unisono.reduce.reducer import Reducer
 from unisono.spans import Spans
 from unisono.train.config.run_config import Execution
-from unisono.train.group.control import Balance, ControlWord, Flags, ShardReport, StepReport, signature_of
-from unisono.train.group.majority import Verdict, judged
-from unisono.train.group.workers import Round, Workers
-from unisono.train.model.at_rest import Seen
+from unisono.train.group.workers import Workers
 from unisono.train.model.buffers import Buffers
-from unisono.train.model.own_update import Scaled
+from unisono.train.model.places import set_places
 from unisono.train.model.prepared import Prepared
-from unisono.train.model.staging import staging_of
-from unisono.train.model.update import Update
-from unisono.train.step.audit import Audit
+from unisono.train.model.shared_work import sharing_in
+from unisono.train.model.update import Scaled, Update, may_change_gradients
+from unisono.train.state.trained import LossScale
+from unisono.train.step.gradient_norms import Clipping
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
-from unisono.train.step.shard_passes import EngineBase, ShardPasses, shared_report
-from unisono.train.step.step import Call, global_norm
-from unisono.train.step.step_update import Attempt, StepUpdate
-
-if TYPE_CHECKING:
-    from unisono.train.step.parallel_gradients import TensorParallel
-    from unisono.train.step.pipeline import Pipeline
-    from unisono.train.step.sliced_gradients import Slicing
-
-
-class ReportExchange:
-    """Tells the workers of a generation what their shards came to, and has all metrics known by name.
-
-    Args:
-        workers: the workers of the generation.
-    """
-
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
-        self._known: dict[float, list[str]] = {signature_of(()): []}
-
-    def told(
-        self, rounds: Sequence[Round], reports: Sequence[ShardReport], used: Sequence[bool], flags: Flags
-    ) -> tuple[StepReport, tuple[Flags, ...]]:
-        """Tell all others, and hear them. Collective.
-
-        Args:
-            rounds: the rounds of this worker's shards.
-            reports: the report of this device's shard of each round.
-            used: a flag for each tensor: whether these shards have used it.
-            flags: what this device has to say.
-
-        Returns:
-            the result of the step, and what each worker says.
-        """
-        split, transport = self._workers.transport.split, self._workers.transport
-        word = ControlWord(split, len(used))
-        reports, used, flags = shared_report(self._workers.devices, rounds, reports, used, flags)
-        words = word.open(transport.all_gather(word.pack(reports, used, flags)))
-        names = next((sorted(report.metrics) for report in reports if report.weight), None)
-        logged = words.logged
-        if logged is not None and words.has_silent_worker(split):
-            if logged not in self._known:  # on any worker: all of them have seen the same
-                everybody = self._workers.gather_json(names)
-                self._known[logged] = next(known for known in everybody if known is not None)
-            names = self._known[logged] if names is None else names
-        return words.read(names or []), words.flags
-
+from unisono.train.step.owned_update import whole_update
+from unisono.train.step.part import Attempt, Back, EngineBase, Hearing, Part, Parts
+from unisono.train.step.placements import placement_of
+from unisono.train.step.shared_pieces import SharedPieces
+from unisono.train.step.step import Call
+from unisono.train.step.sum_checks import FiniteSums, WholeGradients
+from unisono.train.step.weights_watch import ForwardWrites
+from unisono.train.step.word import ReportExchange
 
 MOST_REPEATS = 3
-"""Of a step whose memory did not keep what was written; after that a worker's memory is broken for good."""
+"""The number of times that a step is repeated when memory did not keep what was written; more mean broken memory."""
 
 
 class StepEngine:
     """Computes and commits the calls of one generation, whatever number of shards their batches are cut into.
 
     Args:
-        job: the job to train.
-        workers: the workers of the generation.
-        prepared: models and optimizers.
-        device: the device on which to compute.
-        execution: the settings of the computation that decide no bit.
+        execution: the settings of the computation that do not change bits.
+        parts: the optional parts of a step that are on.
         update: the update that is made with the step's gradient; by default the optimizers' own.
-        rank: this worker's rank in messages; by default its rank among ``workers``.
         scaled: a context manager that changes the optimizers' learning rates for an update.
-        found: a function that gets each result of an audit at once; an attempt has all results.
-        repeats: a function that is called before a step is computed again, since memory did not keep what was written.
-        has_lost: whether an earlier engine has made an update from a gradient that memory had not kept.
-        survives: whether this worker goes on when others are lost. Then others may need what an update was made from.
-        spans: the worker's spans, if they are kept.
+        loss_scale: the factor of losses, with ``precision="fp16"``; None without.
 
     Attributes:
-        passes: what computes this worker's shards.
-        update: what makes the updates.
+        parts: the parts of every step, without those that only some calls have.
+        finite: the part that refuses sums that are not finite.
         witness: a function that gets what was written to checked memory; set in the middle of a run, to inject a fault.
     """
 
@@ -118,209 +66,262 @@ class StepEngine:
         prepared: Prepared,
         device: torch.device,
         execution: Execution,
+        parts: Sequence[Part] = (),
         update: Update | None = None,
         *,
-        rank: int | None = None,
         scaled: Scaled = nullcontext,
-        found: Callable[[AuditResult], None] = lambda finding: None,
-        repeats: Callable[[int], None] = lambda step: None,
-        has_lost: bool = False,
-        survives: bool = False,
+        loss_scale: LossScale | None = None,
         spans: Spans | None = None,
     ) -> None:
-        self._job, self._workers, self._prepared, self._execution = job, workers, prepared, execution
-        self._device = device
-        # By a call's number and shards: the seconds of the one before, which a device has told meanwhile.
-        self._compute_s: dict[tuple[int, int], float] = {}
         overlap = execution.overlaps(workers.transport, job.threads)
-        self._reducer = Reducer(workers.transport, REDUCTIONS[job.reduction], overlap=overlap, spans=spans)
-        self._slicing, pipeline = _on_devices(prepared, workers, device, spans)
-        self._buffers = Buffers(prepared.buffers, self._split, workers.rank, looks=execution.looks)
+        self._reducer = Reducer(workers.transport, job.reduction, overlap=overlap, spans=spans)
+        self.placement = placement_of(prepared, workers)
+        buffers = Buffers(prepared.buffers, workers.transport.split, workers.rank, looks=execution.looks)
+        self._base = EngineBase(job, workers, prepared, device, execution, buffers, spans)
+        self._workers, self._buffers, self._has_buffers = workers, buffers, bool(prepared.buffers)
+        self.passes = self.placement.passes(self._base)
+        self.finite = FiniteSums(self._base, loss_scale, self.passes)
+        for part in parts:
+            part.join(self._base)
+        writes = ForwardWrites(prepared.weights(), self._base.rank)
+        self.parts = Parts([WholeGradients(), self.finite, writes, *parts])
+        self._exchange = ReportExchange(workers, self.parts.fields)
         self._gradients: dict[tuple[object, ...], Gradients] = {}
-        self._exchange = ReportExchange(workers)
-        self._audit = Audit(job.seed, execution.audit, workers)
-        self._found, self._repeats, self._spans = found, repeats, spans
+        self._parts_by_kind: dict[tuple[bool, tuple[Optimizer, ...]], Parts] = {}
+        self._update, self._scaled = update or whole_update(prepared, workers, execution), scaled
+        self._clock = StepClock(self._base)
         self.witness: Witness | None = None
-        rank = workers.rank if rank is None else rank
-        base = EngineBase(job, workers, prepared, device, execution, self._buffers, rank, spans)
-        self.passes = ShardPasses(base, pipeline)
-        self.update = StepUpdate(
-            base,
-            update,
-            norm_of=self._slicing.norm if self._slicing else global_norm,
-            scaled=scaled,
-            has_lost=has_lost,
-            survives=survives,
-            not_finite=self.passes.not_finite,
-        )
 
-    def attempt(self, call: Call, flags: Callable[[Seen], Flags] = lambda seen: Flags()) -> Attempt:
-        """Compute this worker's shards and reduce. Changes no weight: it can be done again.
+    def attempt(self, call: Call, *, measures: bool = False) -> Attempt | Back:
+        """Compute this worker's shards and reduce their gradients. Changes no weight, so it can be repeated.
 
-        Args:
-            call: what to compute.
-            flags: what this worker has to say when its shards are computed, told what it then finds in its memory;
-                they ride with the control word.
+        In a call that only measures, workers agree on nothing.
 
         Raises:
-            LossError, ModelError, NondeterministicOperation: the user's loss function or model; names the shard.
-            MemoryFault: memory did not keep what was written, again and again.
+            LossError, ModelError, NondeterministicOperation: the user's loss function or model failed; names the shard.
+            MemoryFault: memory did not keep what was written, several times in a row.
             PolicyError: the workers' policies decided differently before the step.
-            WorkerLost: another worker is gone.
+            WorkerLost: another worker is lost.
         """
-        if self._split != (split := self._workers.split(call.batch.shards)):
+        if self._workers.transport.split != (split := self._workers.split(call.batch.shards)):
             self._resplit(split)
-        self.update.begin()
+        parts, exchange = self._measuring if measures else (self._parts_of(call), self._exchange)
+        parts.begin(call)
+        if self._has_buffers:
+            self._buffers.begin()
         try:
-            return self._whole_attempt(call, flags)
+            for _ in range(1 + MOST_REPEATS):
+                attempt, result = self._attempt(call, parts, exchange)
+                if isinstance(result, Back):
+                    self._buffers.rewind()
+                    return result
+                if result is not Hearing.AGAIN:
+                    return attempt
+                self._buffers.rewind()
         except BaseException:
             self._reducer.abandon()
-            self._buffers.rewind()  # or the next attempt would start from what this one left
+            self._buffers.rewind()  # or the next attempt would start with what this one has left
             raise
+        raise MemoryFault(
+            f"step {call.step}: partial sums differed {1 + MOST_REPEATS} times in a row from what was written, so the "
+            f"memory of one of these hosts is faulty, or a connection between them. Nothing was "
+            f"updated. Test the memory of the hosts, and start the job again without the one that fails"
+        )
+
+    def work_out(self, attempt: Attempt) -> None:
+        """Work out the update of an attempt, the same on every worker. Collective; changes neither weights nor buffers.
+
+        If the step is skipped, ``attempt.trouble`` says why: its loss is NaN or infinite, with ``on_nan="skip"``, or a
+        part has reported a fault of the memory.
+
+        Raises:
+            NonFiniteLoss: names step, shard and rank, and the parameter whose gradient is not finite.
+        """
+        self._clock.update_begins()
+        try:
+            trouble = self.finite.trouble(attempt) or self._worked_out(attempt)
+        except BaseException:
+            # If a worker is lost, the step is computed again, and needs the buffers with which it began.
+            self._buffers.rewind()
+            raise
+        if trouble:
+            self.finite.left_out(attempt, trouble)
+
+    def _worked_out(self, attempt: Attempt) -> str:
+        """Work the update out; returns the reason for not making it, if there is one."""
+        call, gradients, report, parts = attempt.call, attempt.gradients, attempt.report, attempt.parts
+        count = len(gradients.names)
+        # Optimizers must not see the gradients that this worker's last shard has left in other parameters.
+        self._base.prepared.clear_gradients(but=gradients.parameters)
+        # Looked up in every step: the script may have registered hooks since the last one.
+        attempt.changes = call.update is not None or any(map(may_change_gradients, call.optimizers))
+        writable = attempt.changes or parts.writes_gradient
+        gradients.assign(attempt.totals, report.weight * call.scale, report.used[:count], writable=writable)
+        parts.gradient(attempt)
+        if self._has_buffers:
+            samples = [len(call.batch.shard(shard)) for shard in range(call.batch.shards)]
+            attempt.buffers = self._buffers.reduced(self._workers.transport, report.used[count:], samples)
+        update = call.update or self._update
+        with update.scaled_by(self._scaled, call.optimizers):
+            update.work_out(call.optimizers)
+            parts.work_out(attempt)
+        self._workers.transport.settle()
+        self._workers.devices.settle()
+        if self.witness is not None:
+            gradients.checks.show()  # before the last look, which has to find what the witness changes
+        parts.look(attempt)
+        return parts.refuse(attempt)
+
+    def make(self, attempt: Attempt) -> None:
+        """Make the update that was worked out, if there is one. Neither collective nor I/O."""
+        call, parts = attempt.call, attempt.parts
+        if not attempt.trouble:
+            if attempt.buffers:
+                set_places(attempt.buffers)
+            update = call.update or self._update
+            with update.scaled_by(self._scaled, call.optimizers):
+                parts.apply(attempt)
+                update.make(call.optimizers, attempt.report.loss, self._scaled)
+            parts.done(attempt)
+            if call.update is None:  # an update of the script's own decides itself what it leaves in gradients
+                attempt.gradients.release(attempt.report.used)
+            self._clock.update_ends(attempt)
+        parts.note(attempt)
 
     def discard(self) -> None:
-        """An attempt is not to be committed: buffers are again as they were before it."""
+        """Give up an attempt: set the buffers to what they were before it."""
         self._buffers.rewind()
 
     def close(self) -> None:
-        """Let go of the model's parameters, and of the thread."""
+        """Release the model's parameters, and the reducer's thread."""
+        self.parts.leave()
         self._reducer.close()
         self._forget_gradients()
 
-    @property
-    def _split(self) -> Split:
-        return self._workers.transport.split
-
     def _resplit(self, split: Split) -> None:
-        """Workers have other shards, or as many pieces of them: let go of all that was made for those before."""
-        self._prepared.clear_gradients()
+        """Prepare for another split of the shards among workers: drop everything that was made for the last one."""
+        self._base.prepared.clear_gradients()
         self._forget_gradients()
         self._workers.transport.resplit(split)
-        self._buffers.resplit(self._split, self._workers.rank)
+        self._buffers.resplit(split, self._workers.rank)
+        self.passes.resplit()
 
     def _forget_gradients(self) -> None:
         for gradients in self._gradients.values():
             gradients.remove()
         self._gradients.clear()
 
-    def _whole_attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
-        """The first attempt that counts. All workers repeat the others alike."""
-        findings: tuple[AuditResult, ...] = ()
-        for _ in range(1 + MOST_REPEATS):
-            attempt = self._attempt(call, flags)
-            attempt.findings = findings
-            if attempt.report.told.lost or judged(attempt.flags) is not Verdict.RIGHT:
-                return attempt  # whoever computes with wrong weights is no worse a processor for that
-            if attempt.report.told.again:
-                attempt.gradients.stop_listening()
-            elif not attempt.report.is_balanced:
-                self._repeats(call.step)
-            else:
-                found = self._audited(call, attempt)
-                attempt.findings = findings = (*findings, *found)
-                if not any(finding.is_transient for finding in found):
-                    return attempt
-            self._buffers.rewind()
-        raise MemoryFault(
-            f"step {call.step}: {1 + MOST_REPEATS} times in a row partial sums were read that were not what had been "
-            f"written, so the memory of one of these hosts is broken, or a connection between them. Nothing was "
-            f"updated. Test the memory of the hosts, and start the job again without the one that fails"
-        )
+    @cached_property
+    def _measuring(self) -> tuple[Parts, ReportExchange]:
+        """The parts that take part in calls that only measure, and the exchange of their fields."""
+        parts = Parts([part for part in self.parts.all if part.measures])
+        return parts, ReportExchange(self._workers, parts.fields)
 
-    def _attempt(self, call: Call, flags: Callable[[Seen], Flags]) -> Attempt:
-        gradients = self._gradients_of(call)
-        gradients.witness = self._buffers.witness = self.witness
-        gradients.watch(call.step if self._execution.monitoring.watches(call.step, call.number) else None)
-        started = StreamMoment(self._device)
+    def _attempt(self, call: Call, parts: Parts, exchange: ReportExchange) -> tuple[Attempt, Hearing | Back | None]:
+        """Compute this worker's shards, and exchange the results of all workers' shards. Collective."""
+        gradients, clock = self._gradients_of(call), self._clock
+        attempt = Attempt(call, gradients, partial(self.passes.again, call, gradients), parts)
+        gradients.checks.witness = self._buffers.witness = self.witness
+        clock.begin()
+        parts.attempt(attempt)
         gradients.begin(call.step)
-        shards = self.passes.compute(call, gradients, self._drawn(call))
-        work = call.number, len(call.shards)
-        call.computed(self._compute_s.get(work, perf_counter() - started.host_s))
-        computed = StreamMoment(self._device)  # a worker that is slowed down waits in that call
-        totals, reducing = gradients.totals()
-        reduced = perf_counter()
-        # Nobody else has what one worker has: it looks once all is worked out, right before the update. Before an audit
-        # it looks as well.
-        is_early = not self.update.watch.looks_last or bool(self._drawn(call))
-        seen = self.update.watch.look() if is_early else Seen
-        finite, reports = gradients.are_finite(), ask_all(shards)
-        self._buffers.ask()
-        self._workers.transport.settle()  # with one wait for all that was asked for
-        own = flags(seen())
-        asked = perf_counter()
-        own = replace(
-            own,
-            again=gradients.came_twice,
-            lost=self.update.has_lost,
-            diverges=not finite(),
-            balance=Balance(gradients.balance, gradients.copies),
-        )
-        used = [*gradients.used, *self._buffers.used]
-        report, told = self._exchange.told(self.passes.rounds, reports(), used, own)
-        done = perf_counter()
-        compute_s = started.seconds_to(computed)
-        if is_accelerator(self._device):
-            self._compute_s = {work: compute_s}
-        if self._spans is not None:
-            self._spans.add("compute", started.host_s, started.host_s + compute_s)
-            self._spans.add("exchange", asked, done)
-            self._spans.add("exposed", started.host_s + compute_s, done)
-        seconds = {
-            "compute": compute_s,
-            "exposed_communication": max(0.0, done - started.host_s - compute_s),
-            "communication": reducing + done - reduced,
-        }
-        marks = {
-            shard.number: shard.mark.finish(shard.report, self._buffers.result(shard.number))
-            for shard in shards
-            if shard.mark is not None
-        }
-        return Attempt(gradients, totals, report, told, seconds, marks=marks)
+        attempt.shards = self.passes.compute(call, gradients, attempt.audited)
+        parts.computed(attempt)
+        call.computed(clock.compute_s(call))
+        clock.computed()
+        attempt.totals, reducing_s = gradients.totals()
+        reduced_s = perf_counter()
+        parts.ask(attempt)
+        reports = ask_all(attempt.shards)
+        if self._has_buffers:
+            self._buffers.ask()
+        self._workers.transport.settle()  # waits once for everything that was asked for above
+        values = parts.tell(attempt)
+        reported_s = perf_counter()
+        used = [*gradients.used, *self._buffers.used] if self._has_buffers else gradients.used
+        exchanged = exchange.send_and_receive(*self.passes.of_worker(parts.fields, (values, reports(), used)))
+        attempt.report, attempt.seconds = exchanged[0], clock.exchanged(call, reducing_s, reduced_s, reported_s)
+        return attempt, parts.hear(attempt, *exchanged[1])
 
-    def _audited(self, call: Call, attempt: Attempt) -> tuple[AuditResult, ...]:
-        """Have drawn shards computed again, by others. Collective; what the attempt has made stays."""
-        again = partial(self.passes.again, call, attempt.gradients)
-        findings = self._audit.examine(call.step, self._drawn(call), attempt.marks, again)
-        for finding in findings:
-            self._found(finding)
-        return findings
-
-    def _drawn(self, call: Call) -> tuple[int, ...]:
-        """The shards that are audited."""
-        return self._audit.drawn(call.step, call.number, call.batch, is_last=call.is_last)
+    def _parts_of(self, call: Call) -> Parts:
+        """The parts of calls with the same limits and optimizers."""
+        kind = call.clip.limits, call.optimizers
+        if (parts := self._parts_by_kind.get(kind)) is None:
+            further: list[Part] = []
+            if call.clip.limits:
+                further.append(Clipping(self.placement.norm))
+            if sharing_in(call.optimizers):
+                further.append(SharedPieces(self._workers, self._base.execution.shared_from))
+            parts = self._parts_by_kind[kind] = Parts([*self.parts.all, *further]) if further else self.parts
+        return parts
 
     def _gradients_of(self, call: Call) -> Gradients:
-        reduced, trained = self._prepared.reduced_for(call.optimizers), self._prepared.trained_by(call.optimizers)
-        strides = map(Tensor.stride, self._prepared.parameters.values())
+        prepared, execution, job = self._base.prepared, self._base.execution, self._base.job
+        reduced, trained = prepared.reduced_for(call.optimizers), prepared.trained_by(call.optimizers)
+        strides = map(Tensor.stride, prepared.parameters.values())
         key = (*map(id, call.optimizers), len(reduced), *strides)
         if key not in self._gradients:
-            require_agreement(self._workers.transport, call.decided)  # what follows is made together
-            compressed = torch.bfloat16 if self._job.compression == "bf16" else None
-            fusion = Fusion(self._job.bucket_bytes, compressed, self._execution.checked_bytes)
-            norms = SquaredNorms(len(trained), self._execution.monitoring.blocks_of(trained.values()))
-            self._gradients[key] = (
-                self._slicing.gradients(trained, self._reducer, fusion, norms)
-                if self._slicing
-                else Gradients(reduced, self._reducer, fusion, norms, len(reduced) - len(trained))
-            )
+            # Making gradients is collective, so all workers have to make the same ones.
+            require_agreement(self._workers.transport, call.decided)
+            compressed = torch.bfloat16 if job.compression == "bf16" else None
+            fusion = Fusion(job.bucket_bytes, compressed, execution.checked_bytes)
+            norms = SquaredNorms(len(trained), execution.monitoring.blocks_of(trained.values()))
+            statistics = len(reduced) - len(trained)
+            self._gradients[key] = self.placement.gradients(reduced, self._reducer, fusion, norms, statistics)
         return self._gradients[key]
 
 
-def _on_devices(
-    prepared: Prepared, workers: Workers, device: torch.device, spans: Spans | None
-) -> tuple[Slicing | Pipeline | TensorParallel | None, Pipeline | None]:
-    """What computes otherwise where a worker has several devices, and whether that are stages."""
-    if workers.devices.count == 1:
-        return None, None
-    if workers.devices.is_parallel:
-        from unisono.train.step.parallel_gradients import TensorParallel
+class StepClock:
+    """Measures the parts of a step one after the other, and notes them as spans if those are kept."""
 
-        return TensorParallel(), None
-    if (staging := staging_of(prepared.modules)) is None:
-        from unisono.train.step.sliced_gradients import Slicing  # loads FSDP, which takes seconds
+    def __init__(self, base: EngineBase) -> None:
+        self._device, self._spans = base.device, base.spans
+        self._is_accelerator = is_accelerator(base.device)
+        # By a call's number and count of shards: the seconds of the last such call, as the device has reported them.
+        self._compute_s: dict[tuple[int, int], float] = {}
+        self._update: tuple[StreamMoment, StreamMoment] | None = None
 
-        return Slicing(prepared.modules, workers.devices), None
-    from unisono.train.step.pipeline import Pipeline  # loads torch's pipelining, which takes seconds
+    def begin(self) -> None:
+        """Begin when the shards of a call are about to be computed."""
+        self._started = StreamMoment(self._device)
 
-    pipeline = Pipeline(prepared, staging, workers.devices, device, spans)
-    return pipeline, pipeline
+    def compute_s(self, call: Call) -> float:
+        """The seconds that the shards of a call took; on an accelerator, those of the last such call."""
+        return self._compute_s.get((call.number, len(call.shards)), perf_counter() - self._started.host_s)
+
+    def computed(self) -> None:
+        """Note the end of the computation of the shards, after the delay of a fault that slows a worker down."""
+        self._computed = StreamMoment(self._device)
+
+    def exchanged(self, call: Call, reducing_s: float, reduced_s: float, reported_s: float) -> dict[str, float]:
+        """Note the end of the exchange between workers.
+
+        ``reducing_s`` are seconds. ``reduced_s`` is the moment at which the sums of all workers were here, and
+        ``reported_s`` the moment at which devices had reported what is sent to the other workers. Return the seconds of
+        each part so far.
+        """
+        done, begun, compute_s = perf_counter(), self._started.host_s, self._started.seconds_to(self._computed)
+        if self._is_accelerator:
+            self._compute_s = {(call.number, len(call.shards)): compute_s}
+        if self._spans is not None:
+            self._spans.add("compute", begun, begun + compute_s)
+            self._spans.add("exchange", reported_s, done)
+            self._spans.add("exposed", begun + compute_s, done)
+        return {
+            "compute": compute_s,
+            "exposed_communication": max(0.0, done - begun - compute_s),
+            "communication": reducing_s + done - reduced_s,
+        }
+
+    def update_begins(self) -> None:
+        """Begin when the update is about to be worked out."""
+        self._started = StreamMoment(self._device)
+
+    def update_ends(self, attempt: Attempt) -> None:
+        """Note the end of the update."""
+        started, ended = self._started, StreamMoment(self._device)
+        # This does not wait for a device. If it still computes, the time of the update before is taken.
+        begun, done = (started, ended) if ended.is_over else self._update or (started, ended)
+        attempt.seconds["update"], self._update = begun.seconds_to(done), (started, ended)
+        if self._spans is not None:
+            self._spans.add("update", started.host_s, ended.host_s)

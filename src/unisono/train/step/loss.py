@@ -1,4 +1,4 @@
-"""A shard's loss and weight, and what the shards of a step weigh together."""
+"""The loss and weight of a shard, and the total weight of the shards of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,32 +9,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.data.streams import seed_generators
-from unisono.device import HostRead
+from unisono.arguments import explain_call
+from unisono.data.generators import seed_generators
+from unisono.device import HostRead, is_accelerator
 from unisono.errors import JobError, LossError, ModelError, NondeterministicOperation, PolicyError
 from unisono.job import Job
 from unisono.plan.order import Stream, stream_seed
-from unisono.plan.tree import Node
+from unisono.plan.tree import Node, total
 from unisono.received import short
 from unisono.reduce.transport import Transport
 from unisono.spans import Spans
 from unisono.train.config.numerics import autocast
-from unisono.train.group.control import ShardReport
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.audit import ShardDigest
+from unisono.train.step.shard_digest import ShardDigest
 from unisono.train.step.step import Call
+from unisono.train.step.word import ShardReport
 
-# What all shards of a step weigh together, and whether all workers' policies have decided alike before it.
+# The total weight of a step's shards, exchanged with a check that all workers' policies decided alike before it.
 
 _MOST = 64
-"""Partial sums of one worker: two for each level of the summation tree at most."""
+"""The largest number of partial sums of one worker: two for each level of the summation tree."""
 
 
 def total_weight(transport: Transport, weights: Sequence[float], decided: int = 0) -> float:
     """The sum of the weights of all shards, along the summation tree. Collective.
 
-    What travels is of one size, whatever was decided. So workers whose policies have decided differently find out here,
-    before anything travels whose size or way depends on it.
+    The message has the same size whatever policies decided. So workers whose policies decided differently find out
+    here, before they send messages whose size or way depends on it.
 
     Args:
         transport: the transport between the workers.
@@ -45,16 +46,20 @@ def total_weight(transport: Transport, weights: Sequence[float], decided: int = 
         PolicyError: workers have other digests, or other numbers of shards.
     """
     tree, split = transport.tree, transport.split
+    if split.workers == 1:
+        return total(weights)
     covers = [tree.cover(split.of(rank).start, split.of(rank).stop) for rank in range(split.workers)]
-    leaves = {Node(shard, shard + 1): weight for shard, weight in zip(split.of(transport.rank), weights, strict=True)}
-    partials = [tree.finish(leaves, _add, node) for node in covers[transport.rank]]
+    first = split.of(transport.rank).start
+    partials = [total(weights[node.start - first : node.stop - first]) for node in covers[transport.rank]]
     rows = _exchanged(transport, decided, partials)
-    told = (zip(cover, row, strict=False) for cover, row in zip(covers, rows, strict=True))
-    return tree.finish({node: value for one in told for node, value in one}, _add)
+    sums = dict[Node, float]()
+    for cover, row in zip(covers, rows, strict=True):
+        sums.update(zip(cover, row, strict=False))
+    return tree.finish(sums, _add)
 
 
 def require_agreement(transport: Transport, decided: int) -> None:
-    """Refuse to go on with workers that decided otherwise. Collective; meets :func:`total_weight` of the others.
+    """Refuse to go on with workers that decided differently. Collective; they may call :func:`total_weight` meanwhile.
 
     Raises:
         PolicyError: workers have other digests, or other numbers of shards.
@@ -66,26 +71,26 @@ def _exchanged(transport: Transport, decided: int, partials: Sequence[float]) ->
     row = torch.zeros(2 + _MOST, dtype=torch.float64)
     row[: 2 + len(partials)] = torch.tensor([transport.split.shards, decided, *partials], dtype=torch.float64)
     rows = transport.all_gather(row).tolist()
-    if any(one[:2] != rows[0][:2] for one in rows):
-        listed = ", ".join(f"rank {rank}: {int(one[0])}" for rank, one in enumerate(rows))
-        raise PolicyError(f"the workers' policies decided differently; they have numbers of shards ({listed})")
-    return [one[2:] for one in rows]
+    if [row[:2] for row in rows] != [rows[0][:2]] * len(rows):
+        shards_by_rank = ", ".join(f"rank {rank}: {int(row[0])}" for rank, row in enumerate(rows))
+        raise PolicyError(f"the workers' policies decided differently; they have numbers of shards ({shards_by_rank})")
+    return [row[2:] for row in rows]
 
 
 def _add(left: float, right: float) -> float:
     return left + right
 
 
-# What a loss function may return, and what is made of it.
+# What a loss function may return, and how it is read.
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """What a loss function returns whose mean is not over samples; and a metric of an evaluation likewise.
+    """A result of a loss function, or a metric of an evaluation, that is not a mean over samples.
 
     Attributes:
         loss: the shard's mean loss, a tensor with one element; or the mean of a metric, a number.
-        weight: the number of samples, or of tokens, that it is the mean of: 0, or from 1e-30 to 1e30.
+        weight: the number of samples, or of tokens, over which the mean is taken: 0, or from 1e-30 to 1e30.
     """
 
     loss: Tensor | float
@@ -94,16 +99,17 @@ class Weighted:
 
 @dataclass(frozen=True, slots=True)
 class BackwardDone:
-    """What a loss function returns that went backward by itself: its gradients are taken as they are.
+    """A result of a loss function that has made the backward pass by itself.
 
-    They lie in ``parameter.grad``, and are those of the mean over the shard's samples (or over what ``weight`` counts):
-    all that it has accumulated there, in however many backward passes. They are multiplied by the weight, added up over
-    all shards, and divided by the sum of the weights.
+    Its gradients are taken as they are. They lie in ``parameter.grad``, and are the gradient of the mean over the
+    shard's samples (or over what ``weight`` counts), accumulated over any number of backward passes. They are
+    multiplied by the weight, added up over all shards, and divided by the sum of the weights.
 
     Attributes:
         loss: the shard's mean loss: a number, or a tensor with one element.
-        weight: the number of samples, or of tokens, that it is the mean of; by default the shard's number of samples.
-        scale: the factor of the loss that it went backward from: 1, or the run's with ``precision="fp16"``.
+        weight: the number of samples, or of tokens, over which the mean is taken; by default the shard's number of
+            samples.
+        scale: the factor of the loss in the backward pass: 1, or the run's with ``precision="fp16"``.
     """
 
     loss: Tensor | float
@@ -154,7 +160,7 @@ _INSTEAD = (
     "If the mean is over tokens, say, instead of samples, return unisono.Weighted(loss, tokens); log a metric by "
     "run.log(name, value), and return the loss"
 )
-"""What to write in place of a loss function's tuple, list or dict."""
+"""Advice for a loss function that returns a tuple, list or dict."""
 
 
 def as_number(value: Any) -> float | None:
@@ -163,7 +169,7 @@ def as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (OverflowError, RuntimeError, TypeError, ValueError):  # too large, or a tensor without a value, say
+    except (OverflowError, RuntimeError, TypeError, ValueError):  # too large, or a tensor without a value, for instance
         return None
 
 
@@ -179,14 +185,14 @@ class Shard:
     Attributes:
         number: the number of the shard in the batch.
         samples: the number of its samples; 0 for an empty one.
-        report: what it comes to.
+        report: the result of the shard.
         loss: the mean loss, once it is computed.
-        has_gradients: whether the loss function went backward by itself.
-        own_scale: the factor of the loss that it went backward from.
+        has_gradients: whether the loss function has made the backward pass by itself.
+        own_scale: the factor of the loss in that backward pass.
         mark: the digest of its gradients, if it is audited.
-        counts: whether what comes of it here counts: not where another device of the worker computes it as well.
+        counts: whether its results on this device count: not if another device of the worker computes it as well.
         scale: the factor of its gradients, beside its weight.
-        logged: metrics that are on their way from its device.
+        logged: metrics that its device has not sent yet.
     """
 
     number: int
@@ -202,98 +208,95 @@ class Shard:
 
     @classmethod
     def of(cls, call: Call, number: int, *, is_audited: bool, counts: bool = True) -> "Shard":
-        """A shard that is about to be computed."""
+        """Make a shard that is about to be computed."""
         mark = ShardDigest() if is_audited else None
         return cls(number, len(call.batch.shard(number)), counts, mark=mark, scale=call.scale)
 
     def read(self) -> ShardReport:
-        """What it came to. Only here the loss is read, since that waits for a GPU."""
+        """The result of the shard. The loss is read only here, because reading waits for a GPU."""
         return ask_all([self])()[0]
 
     def backward(self, parameters: Sequence[Tensor]) -> None:
-        """Have autograd compute the gradient of the loss, times the weight; or take the gradients that are there.
-
-        Args:
-            parameters: the parameters whose gradients are wanted.
+        """Compute the gradient of the loss, times the weight; or take the gradients that are there.
 
         Raises:
-            LossError: the loss function says that it went backward, and left no gradient; or does not say so.
+            LossError: the loss function returned ``BackwardDone`` and left no gradient; or made the backward pass
+                without saying so.
             ModelError, NondeterministicOperation: torch refuses; says how to go on.
         """
         assert self.loss is not None
         if self.has_gradients:
             if self.scale != self.own_scale:
                 raise LossError(
-                    "precision='fp16': the loss function went backward by itself (BackwardDone), from a loss that "
+                    "precision='fp16': the loss function called backward() itself (BackwardDone), from a loss that "
                     "nobody had scaled: return the loss (in Keras, optimizer.scale_loss(loss) scales it), or use "
                     "arithmetic={'precision': 'bf16'}"
                 )
             _weigh(parameters, self.report.weight)
             return
         weight = self.report.weight * self.scale
-        with explained():
+        try:
             (self.loss * weight if weight != 1.0 else self.loss).backward()
+        except Exception as error:
+            explain(error)
+            raise
         self.loss = self.loss.detach()
 
 
 @torch.no_grad()
 def _weigh(parameters: Sequence[Tensor], weight: float) -> None:
-    held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if not held:
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
         raise LossError(
             "the loss function returned BackwardDone, and no trained parameter has a gradient: go backward in it, and "
             "leave the gradients where they are"
         )
     if weight != 1.0:
-        for parameter, gradient in held:
-            parameter.grad = gradient * weight  # the script may use that memory again, or for two parameters
+        for parameter, gradient in gradients:
+            # Not in place: the script may use that memory again, or for two parameters.
+            parameter.grad = gradient * weight
 
 
 def ask_all(shards: Sequence[Shard]) -> Callable[[], list[ShardReport]]:
-    """Ask for the losses of shards; returns a function that waits for them, and tells what shards came to."""
+    """Ask for the losses of shards; returns a function that waits for them, and returns the shards' reports."""
     by_device: dict[torch.device, list[Shard]] = {}
     for shard in shards:
         shard.report.loss = 0.0
-        if type(shard.loss) is Tensor:
+        if type(shard.loss) is Tensor and is_accelerator(shard.loss.device):
             by_device.setdefault(shard.loss.device, []).append(shard)
-        elif shard.loss is not None:  # a kind of tensor of its own, such as DTensor
+        elif shard.loss is not None:  # on the host already, or of a subclass of Tensor such as DTensor
             shard.report.loss = float(shard.loss.detach())
     reads: list[tuple[list[Shard], HostRead]] = []
-    for theirs in by_device.values():
-        losses = [shard.loss.detach() for shard in theirs if shard.loss is not None]
-        wide = torch.float32 if all(loss.dtype in _EXACT_AS_FLOAT32 for loss in losses) else torch.float64
-        reads.append((theirs, HostRead(torch.stack([loss.to(wide) for loss in losses]))))
+    for group in by_device.values():
+        losses, dtype = [shard.loss.detach() for shard in group if shard.loss is not None], torch.float32
+        for loss in losses:
+            dtype = dtype if loss.dtype in _EXACT_AS_FLOAT32 else torch.float64
+        reads.append((group, HostRead(torch.stack([loss.to(dtype) for loss in losses]))))
 
     def answer() -> list[ShardReport]:
-        for theirs, read in reads:
-            for shard, loss in zip(theirs, read.values().tolist(), strict=True):
+        for group, read in reads:
+            for shard, loss in zip(group, read.values().tolist(), strict=True):
                 shard.report.loss = loss
         for shard in shards:
-            shard.report.metrics |= {name: float(value) for name, value in shard.logged.items()}
+            for name, value in shard.logged.items():
+                shard.report.metrics[name] = float(value)
         return [shard.report for shard in shards]
 
     return answer
 
 
 class ForwardPass:
-    """Computes the losses of shards, one after the other.
-
-    Args:
-        job: the job to train.
-        prepared: the model.
-        device: the device on which to compute.
-        spans: the worker's spans, if they are kept.
-    """
+    """Computes the losses of shards, one after the other."""
 
     def __init__(self, job: Job, prepared: Prepared, device: torch.device, spans: Spans | None = None) -> None:
         self._job, self._prepared, self._device, self._spans = job, prepared, device, spans
         self._shard: Shard | None = None
 
     def compute(self, call: Call, shard: Shard, batch: Any) -> None:
-        """Call the loss function with a shard's batch, and give the shard its loss and weight.
+        """Call the loss function with a shard's batch, and set the shard's loss and weight.
 
         Raises:
-            LossError: the loss function returned what is no loss.
+            LossError: the loss function has not returned a loss.
             ModelError, NondeterministicOperation: torch refuses; says how to go on.
         """
         seed = stream_seed(self._job.seed, Stream.SHARD, call.step, call.number, call.first + shard.number)
@@ -301,9 +304,14 @@ class ForwardPass:
         self._shard = shard
         begun = perf_counter()
         try:
-            with autocast(self._job, self._device), explained():
+            # Also for float32: it ends an autocast that the script has begun around the step.
+            with autocast(self._job, self._device):
                 returned = call.loss_fn(self._prepared.model, batch)
-        finally:  # the pass may end in mid-model, where the next device goes on
+        except Exception as error:
+            explain_call(error, call.loss_fn, "a step needs a function loss_fn(model, batch) that returns the loss")
+            explain(error)
+            raise
+        finally:  # also on Left: the pass may end in the middle of the model, where the next device goes on
             self._shard = None
             if self._spans is not None:
                 self._spans.add("forward", begun, perf_counter(), shard.number)
@@ -325,35 +333,30 @@ class ForwardPass:
         return True
 
 
-class explained:  # noqa: N801  a context manager, named like one
-    """Turns torch's refusals into errors that say how to go on."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        text = str(error)
-        if isinstance(error, ValueError) and "more than 1 value per channel" in text:
-            raise ModelError(
-                "BatchNorm got a shard of a single sample, most likely of a last, smaller batch: leave that out with "
-                "run.steps(…, drop_last=True), or use a batch_size that leaves a larger rest"
-            ) from error
-        if kind is not None and kind.__name__ == "FailOnRecompileLimitHit":
-            raise JobError(
-                f"torch.compile has come to the limit of its kernels, and would compute without compiler from here on, "
-                f"on this worker, since others have met other shapes and numbers. Pad to fewer shapes, give what "
-                f"changes with the steps as tensors, or allow more: torch._dynamo.config.recompile_limit "
-                f"(now {torch._dynamo.config.recompile_limit})"
-            ) from error
-        if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
-            raise LossError(
-                "the graph of the loss is gone: did the loss function go backward by itself? Then return "
-                "unisono.BackwardDone(loss), and its gradients are taken as they are"
-            ) from error
-        if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
-            operation = text.split(" ", 1)[0]
-            raise NondeterministicOperation(
-                f"{operation} has no deterministic implementation on this device, so the same job could end in other "
-                f"bits: replace the operation, or accept that: unisono.init(arithmetic={{'deterministic': False}}). "
-                f"torch says: {text}"
-            ) from error
+def explain(error: Exception) -> None:
+    """Turn an error of torch into one that says how to go on; does nothing with errors that it does not know."""
+    text = str(error)
+    if isinstance(error, ValueError) and "more than 1 value per channel" in text:
+        raise ModelError(
+            "BatchNorm got a shard of a single sample, probably of the last, smaller batch: use "
+            "run.steps(…, drop_last=True), or a batch_size that leaves a larger last batch"
+        ) from error
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        raise JobError(
+            f"torch.compile has come to the limit of its kernels, and would compute without compiler from here on, "
+            f"on this worker, since others have met other shapes and numbers. Pad to fewer shapes, give what "
+            f"changes with the steps as tensors, or allow more: torch._dynamo.config.recompile_limit "
+            f"(now {torch._dynamo.config.recompile_limit})"
+        ) from error
+    if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
+        raise LossError(
+            "the graph of the loss is gone: did the loss function call backward() itself? Then return "
+            "unisono.BackwardDone(loss), and its gradients are taken as they are"
+        ) from error
+    if isinstance(error, RuntimeError) and "deterministic" in text and "use_deterministic_algorithms" in text:
+        operation = text.split(" ", 1)[0]
+        raise NondeterministicOperation(
+            f"{operation} has no deterministic implementation on this device, so the same job could end in other "
+            f"bits: replace the operation, or accept that: unisono.init(arithmetic={{'deterministic': False}}). "
+            f"torch says: {text}"
+        ) from error

@@ -1,13 +1,14 @@
-"""Computes the shards of a worker whose devices hold stages, by the schedules of torch's pipelining."""
+"""A model in stages: the devices of a worker compute its shards by the schedules of torch's pipelining."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,106 +21,115 @@ from torch.distributed.pipelining import (
 )
 
 from unisono.adapt.squared_norms import SquaredNorms
-from unisono.errors import JobError, LossError, WorkerLost
+from unisono.checkpoint.snapshot import Digests, Snapshot
+from unisono.checkpoint.tensor_bytes import Share
+from unisono.data.generators import generators_kept
+from unisono.errors import DataError, JobError, LossError, ModelError, WorkerLost
 from unisono.jsonl import append_line, open_lines
 from unisono.plan.tree import Summand, most_kept
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PartialSumRow, PartialSums
 from unisono.reduce.reducer import Reducer
-from unisono.spans import Spans
-from unisono.train.group.workers import Devices
-from unisono.train.model.buffers import Buffers
+from unisono.train.group.workers import Workers
 from unisono.train.model.elsewhere import NOT_HANDED_ON, Elsewhere
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.stages import LOOPED
 from unisono.train.model.staging import Left, Received, Staging
+from unisono.train.state.sliced_state import staged_share, staged_state
 from unisono.train.step.gradients import Fusion, Gradients
-from unisono.train.step.loss import ForwardPass, Shard
+from unisono.train.step.loss import Shard
+from unisono.train.step.part import EngineBase
 from unisono.train.step.pipeline_stage import BlockStage, quiet
+from unisono.train.step.placement import SpreadPasses, SpreadPlacement
+from unisono.train.step.shard_passes import Round, WorkerReport, loaded
+from unisono.train.step.stage_messages import StagedEvaluation
 from unisono.train.step.step import Call
+from unisono.train.step.summed_gradients import SummedGradients
+from unisono.train.step.word import Field
+
+R = TypeVar("R")
 
 
-class StagedGradients(Gradients):
+class StagedGradients(SummedGradients):
     """The gradients of the stages that this device holds.
 
-    A block's gradients of a shard are there after its backward pass, in whatever order a schedule computes blocks and
-    shards; then they are put where that shard belongs in the summation tree. No bucket has those of two blocks.
+    A block's gradients of a shard are complete after its backward pass, in whatever order a schedule computes blocks
+    and shards. Then they are put into the partial sums at the shard's place in the summation tree. No bucket has
+    gradients of two blocks.
 
-    Where the next shard is added onto this one before anything else is, the gradients stay where they are, and autograd
-    adds them up itself: the same addition, without a copy. A gradient that arrives in several parts it would add in
-    another order, and a hook of the script would see a sum: then the step is computed again, and each shard taken.
+    If the summation tree adds the next shard to this one before any other addition, the gradients stay where they are,
+    and autograd adds the next ones to them: this is the same addition, without a copy. But autograd would add a
+    gradient that arrives in several parts in another order, and a hook of the script would see a sum. In both cases the
+    step is computed again, and each shard's gradients are taken by themselves.
 
     Args:
-        parameters: the parameters of this device, by name.
-        staging: the stages.
-        order: the places of a block's shards, among those of this worker, in the order of their backward passes.
-        reducer: the reducer that adds up the gradients of all workers.
-        fusion: the settings of the buckets.
-        norms: a counter that stays unused.
+        norms: a counter, which is not used.
+        statistics: the number of statistics; there are none with stages.
     """
-
-    leaves_single = False
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        staging: Staging,
-        order: Sequence[int],
         reducer: Reducer,
         fusion: Fusion,
         norms: SquaredNorms,
+        statistics: int = 0,
+        *,
+        staging: Staging,
     ) -> None:
         self._blocks_of = [staging.block_of(name) for name in parameters]
         self._blocks: list[int] = []
-        self._order = order
+        # The places of a block's shards, among those of this worker, in the order of their backward passes.
+        places = range(len(reducer.transport.split.of(reducer.transport.rank)))
+        self._order = places[::-1] if staging.places.schedule == "looped-bfs" else places
         # Not where each shard's gradient is rounded first, nor where the schedule adds: that knows no shared memory.
-        self._adds_up = fusion.compressed is None and staging.placement.schedule != "interleaved-zero-bubble"
-        super().__init__(parameters, reducer, fusion, norms)
+        self._adds_up = fusion.compressed is None and staging.places.schedule != "interleaved-zero-bubble"
+        super().__init__(parameters, reducer, fusion, norms, statistics)
         self._remaining: dict[int, list[tuple[int, bool]]] = {}
         self._sums_so_far: dict[int, tuple[Tensor, int]] = {}
 
     def begin(self, step: int = 0) -> None:
-        """Forget what was taken before; the shards of this worker follow."""
+        """Forget the last step; the shards of this worker follow."""
         super().begin(step)
         ends = [shard == summand.shards[-1] for summand in self._summands() for shard in summand.shards]
         self._remaining = {block: list(zip(self._order, ends, strict=True))[::-1] for block in self._blocks}
         self._sums_so_far = {}
 
     def stop_listening(self) -> None:
-        """From now on take the gradients of each shard by themselves. Collective."""
+        """Take each shard's gradients by themselves from now on. Collective."""
         self._adds_up = False
         self._sums = self._allocated_sums()
 
     @torch.no_grad()
     def take(self, block: int, place: int) -> None:
-        """The backward pass of a block is done, for one shard: take its gradients, or see that they may stay.
+        """End the backward pass of a block for one shard: take its gradients, or check that they may stay.
 
-        Args:
-            block: the block.
-            place: the place of the shard, among those of this worker. An empty one has added nothing.
+        ``place`` is the place of the shard among those of this worker. An empty shard has added nothing.
         """
         if block not in self._remaining:
-            return  # nothing in it is trained
+            return  # the block has no trained parameter
         expected, ends_summand = self._remaining[block].pop()
         assert expected == place, "shards come in the order of the schedule"
-        for number, (bucket, sums, tally) in enumerate(zip(self._buckets, self._sums, self._tallies, strict=True)):
+        for number, (bucket, sums, tally) in enumerate(
+            zip(self._buckets, self._sums, self.checks.tallies, strict=True)
+        ):
             if self._blocks[number] == block:
                 for entry in bucket.entries:
                     self._see(entry.index, ends_summand=ends_summand)
                 if ends_summand:
-                    own = [self.parameters[entry.index] for entry in bucket.entries]
+                    parameters = [self.parameters[entry.index] for entry in bucket.entries]
                     sums.open()
-                    sums.put_all([parameter.grad for parameter in own], tally)
+                    sums.put_all([parameter.grad for parameter in parameters], tally)
                     sums.close()
-                    for parameter in own:
+                    for parameter in parameters:
                         parameter.grad = None
 
     def _see(self, number: int, *, ends_summand: bool) -> None:
-        """Look whether a parameter's gradient is what one addition has made of it, if any."""
+        """Check that a parameter's gradient is the result of one addition at most."""
         parameter, before = self.parameters[number], self._sums_so_far.pop(number, None)
         if (gradient := parameter.grad) is None:
             return
-        self._note(number, gradient)
+        self._note((number,), (gradient,))
         if before is not None:
             self.came_twice |= gradient is not before[0] or gradient._version > before[1] + 1
         if not ends_summand:
@@ -127,28 +137,28 @@ class StagedGradients(Gradients):
             self._sums_so_far[number] = gradient, gradient._version
 
     def finish(self) -> None:
-        """All shards are done, and their weights are known: all may be reduced."""
-        for number, (sums, tally) in enumerate(zip(self._sums, self._tallies, strict=True)):
+        """Let all buckets be reduced, since all shards are done and their weights are known."""
+        for number, (sums, tally) in enumerate(zip(self._sums, self.checks.tallies, strict=True)):
             self._reducer.ready(number, sums.partials(), tally)
 
     def _planned(self, fusion: Fusion) -> tuple[Bucket, ...]:
-        found: list[Bucket] = []
+        buckets: list[Bucket] = []
         for block in sorted(set(self._blocks_of), reverse=True):
-            numbers = [number for number, of in enumerate(self._blocks_of) if of == block]
-            own = [self.parameters[number] for number in numbers]
-            for bucket in plan_buckets(own, fusion.bucket_bytes, fusion.compressed):
+            numbers = [number for number, owner in enumerate(self._blocks_of) if owner == block]
+            parameters = [self.parameters[number] for number in numbers]
+            for bucket in plan_buckets(parameters, fusion.bucket_bytes, fusion.compressed):
                 entries = tuple(replace(entry, index=numbers[entry.index]) for entry in bucket.entries)
-                found.append(replace(bucket, entries=entries))
+                buckets.append(replace(bucket, entries=entries))
                 self._blocks.append(block)
-        return tuple(found)
+        return tuple(buckets)
 
     def _hooked(self) -> list[torch.utils.hooks.RemovableHandle]:
-        return []  # some schedules compute gradients of weights past them
+        return []  # some schedules compute gradients of weights without calling hooks
 
     def _summands(self) -> Sequence[Summand]:
         transport = self._reducer.transport
-        mine = transport.split.of(transport.rank)
-        shards = [mine[place] for place in self._order]
+        own_shards = transport.split.of(transport.rank)
+        shards = [own_shards[place] for place in self._order]
         return transport.tree.longest_summands(shards) if self._adds_up else transport.tree.summands(shards)
 
     def _allocated_sums(self) -> list[PartialSums]:
@@ -169,53 +179,56 @@ _SCHEDULES: Mapping[str, Any] = {
 }
 
 
-class Passes:
-    """What the blocks of a device compute in one attempt.
+class StagedPasses(SpreadPasses):
+    """Passes in which the devices of a worker compute all its shards together, in stages."""
 
-    Args:
-        call: what to compute.
-        shards: the shards of the worker.
-        gradients: what takes the gradients.
-        buffers: the buffers of this device.
-        forward: what calls the loss function.
-        staging: the stages.
-        tick: a function that is called when this device has got on.
-        spans: the spans of this device, if they are kept.
+    def __init__(self, base: EngineBase, rounds_of: Callable[[range], Sequence[Round]], staging: Staging) -> None:
+        super().__init__(base, rounds_of)
+        self._staging = staging
+        (module,) = base.prepared.modules
+        arguments = module, staging, self._devices, base.device
+        self._stages = [BlockStage(block, *arguments) for block in staging.places.own]
+        self._schedules: dict[int, Any] = {}
 
-    Attributes:
-        weights: the weights of the shards, which go from the last stage to all others with what goes back.
-    """
+    def of_worker(self, fields: Sequence[Field], report: WorkerReport) -> WorkerReport:
+        """The values and reports of all devices; flags are this device's own, since each device has other tensors."""
+        values, reports, used = report
+        return *super().of_worker(fields, (values, reports, ()))[:2], used
 
-    def __init__(
-        self,
-        call: Call,
-        shards: Sequence[Shard],
-        gradients: StagedGradients,
-        buffers: Buffers,
-        forward: ForwardPass,
-        staging: Staging,
-        tick: Callable[[], None],
-        spans: Spans | None = None,
-    ) -> None:
-        self._call, self._shards, self._gradients, self._buffers = call, shards, gradients, buffers
-        self._forward, self._staging, self._tick, self._spans = forward, staging, tick, spans
-        self.weights = [0.0] * len(shards)
+    def compute(self, call: Call, gradients: Gradients, audited: Collection[int]) -> list[Shard]:
+        """Compute all shards of this worker in a call, and send their gradients to the reducer.
+
+        Raises:
+            JobError: the schedule is not possible with so many shards; says what to do.
+            WorkerLost: another device is lost.
+        """
+        assert isinstance(gradients, StagedGradients), "made here"
+        shards = [Shard.of(call, turn.own, is_audited=turn.own in audited, counts=turn.counts) for turn in self.rounds]
+        self._call, self._gradients, self._shards, self._of_shards = call, gradients, shards, [0.0] * len(shards)
+        self._prepared.clear_gradients()
+        try:
+            with generators_kept():
+                self._compute_stages()
+        except (LossError, ModelError) as error:
+            raise self._placed(error, call, None) from error
+        gradients.send(partial(self._weigh, call, self._of_shards))
+        gradients.finish()
+        return shards
 
     def name(self, place: int) -> str:
-        """A shard, for people."""
+        """The name of a shard, for messages."""
         return f"shard {self._call.first + self._shards[place].number}"
 
     def forward(self, block: int, place: int, received: Received | None) -> Left | tuple[Tensor, float]:
         """The forward pass of a block, for one shard.
 
         Returns:
-            what goes on to the next block; from the last one the loss of which the gradient is wanted, and the weight
-            of the shard: 0 if it does not count.
+            what goes on to the next block; from the last block, the loss from which the backward pass begins, and the
+                weight of the shard: 0 if it does not count.
         """
         shard, batch = self._shards[place], self._call.shards[place]
-        if not shard.samples:  # there is a pass for each shard, so an empty one takes part with another's
-            assert self._call.load is not None, "the batch of any shard can be loaded"
-            batch = self._call.load(0)
+        if not shard.samples:  # the schedule makes a pass for each shard, so an empty one uses another shard's batch
+            batch = loaded(self._call)
         self._buffers.open(first=False, apart=True)
         try:
             with self._staging.computing(block, received):
@@ -229,10 +242,10 @@ class Passes:
         finally:
             if shard.samples:
                 self._buffers.take(shard.number)
-            self._tick()
+            self._workers.tick()
         if shard.has_gradients:
             raise LossError(
-                "the loss function went backward by itself, which a model in stages on several devices cannot take: "
+                "the loss function called backward() itself, which a model in stages on several devices cannot take: "
                 "return the loss, and leave backward() out"
             )
         weight, loss = shard.report.weight if shard.samples else 0.0, shard.loss
@@ -242,139 +255,130 @@ class Passes:
 
     @contextmanager
     def backward(self, place: int) -> Iterator[None]:
-        """A part of the backward pass of a block, for one shard."""
+        """Measure a part of the backward pass of a block, for one shard, which runs within the context."""
         begun = perf_counter()
         yield
         if self._spans is not None:
             self._spans.add("backward", begun, perf_counter(), self._shards[place].number)
 
     def backward_done(self, block: int, place: int, weight: float) -> None:
-        """The backward pass of a block is done, for one shard of a weight; there was none without weight."""
-        self.weights[place] = weight
+        """End the backward pass of a block for one shard; a shard without weight has had none."""
+        self._of_shards[place] = weight
         self._gradients.take(block, place)
-        self._tick()
+        self._workers.tick()
 
-
-class Pipeline:
-    """What a model in stages computes otherwise than one that each device has for itself.
-
-    Args:
-        prepared: the model.
-        staging: its stages.
-        devices: the devices of this worker.
-        device: the device to compute on.
-        spans: the spans of this device, if they are kept.
-    """
-
-    def __init__(
-        self, prepared: Prepared, staging: Staging, devices: Devices, device: torch.device, spans: Spans | None = None
-    ) -> None:
-        self._prepared, self._staging, self._devices, self._spans = prepared, staging, devices, spans
-        (self._module,) = prepared.modules
-        blocks = staging.placement.own
-        self._stages = [BlockStage(block, self._module, staging, devices, device) for block in blocks]
-        self._schedules: dict[int, Any] = {}
-
-    def gradients(
-        self, parameters: Mapping[str, Tensor], reducer: Reducer, fusion: Fusion, norms: SquaredNorms
-    ) -> StagedGradients:
-        """The gradients of this device's stages."""
-        places = range(len(reducer.transport.split.of(reducer.transport.rank)))
-        order = places[::-1] if self._staging.placement.schedule == "looped-bfs" else places
-        return StagedGradients(parameters, self._staging, order, reducer, fusion, norms)
-
-    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients together, in the order of one device. Collective among the devices."""
-        names = {id(parameter): name for name, parameter in self._prepared.parameters.items()}
-        used = [each for each in parameters if each.grad is not None]
-        norms = torch._foreach_norm([each.grad for each in used if each.grad is not None], 2.0) if used else ()
-        told = {names[id(each)]: [float(norm), str(norm.dtype)] for each, norm in zip(used, norms, strict=True)}
-        found: dict[str, Any] = {}
-        for each in self._devices.gather(told):
-            found |= each
-        every = [
-            torch.tensor(found[name][0], dtype=getattr(torch, str(found[name][1]).removeprefix("torch.")))
-            for name, _ in self._module.named_parameters()
-            if name in found
-        ]
-        return torch.linalg.vector_norm(torch.stack(every)) if every else torch.tensor(0.0)
-
-    def compute(
-        self,
-        call: Call,
-        shards: Sequence[Shard],
-        gradients: Gradients,
-        buffers: Buffers,
-        forward: ForwardPass,
-        tick: Callable[[], None],
-    ) -> list[float]:
-        """All passes of an attempt; returns the weights of the shards.
-
-        Args:
-            call: what to compute.
-            shards: the shards of the worker.
-            gradients: what takes the gradients, of :meth:`gradients`.
-            buffers: the buffers of this device.
-            forward: what calls the loss function.
-            tick: a function that is called when this device has got on.
-
-        Raises:
-            JobError: the schedule cannot be had with so many shards; says what to do.
-            WorkerLost: another device is gone.
-        """
-        assert isinstance(gradients, StagedGradients), "made here"
-        passes = Passes(call, shards, gradients, buffers, forward, self._staging, tick, self._spans)
+    def _compute_stages(self) -> None:
         for stage in self._stages:
-            stage.begin(passes)
-        schedule, begun = self._schedule(count := len(shards)), perf_counter()
+            stage.begin(self)
+        schedule, begun = self._schedule(count := len(self._shards)), perf_counter()
         try:
             with quiet():
                 schedule.step(target=torch.zeros(count), return_outputs=False)
                 for stage in self._stages:
                     stage.settle()
         except WorkerLost as error:
-            raise type(error)(
-                f"device {self._devices.rank} of the worker, which holds {self._title()}: {error}"
-            ) from error
-
-        self._write_times(call.step, count, perf_counter() - begun)
-        return passes.weights
+            held = " and ".join(map(self._staging.title, self._staging.places.own))
+            raise type(error)(f"device {self._devices.rank} of the worker, which holds {held}: {error}") from error
+        self._write_times(self._call.step, count, perf_counter() - begun)
 
     def _write_times(self, step: int, shards: int, passes_s: float) -> None:
         if (path := self._staging.times) is not None:
-            placement, busy_s = self._staging.placement, sum(stage.busy_s for stage in self._stages)
-            about = {"devices": placement.devices, "blocks": len(placement.firsts), "shards": shards}
+            places, busy_s = self._staging.places, sum(stage.busy_s for stage in self._stages)
+            sizes = {"devices": places.devices, "blocks": len(places.firsts), "shards": shards}
             descriptor = open_lines(path)
             try:
-                append_line(descriptor, {"step": step, **about, "busy_s": busy_s, "passes_s": passes_s})
+                append_line(descriptor, {"step": step, **sizes, "busy_s": busy_s, "passes_s": passes_s})
             finally:
                 os.close(descriptor)
 
-    def finish(self, gradients: Gradients) -> None:
-        """The weights of all shards are known: their gradients may be reduced."""
-        assert isinstance(gradients, StagedGradients), "made here"
-        gradients.finish()
-
-    def _title(self) -> str:
-        return " and ".join(self._staging.title(block) for block in self._staging.placement.own)
-
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
-            placement = self._staging.placement
-            held: Any = self._stages if placement.schedule in LOOPED else self._stages[0]
+            places = self._staging.places
+            held: Any = self._stages if places.schedule in LOOPED else self._stages[0]
             try:
-                made = _SCHEDULES[placement.schedule](held, n_microbatches=count, loss_fn=_as_it_is, scale_grads=False)
+                schedule = _SCHEDULES[places.schedule](held, n_microbatches=count, loss_fn=_as_it_is, scale_grads=False)
             except ValueError as error:
                 raise JobError(
-                    f"run.pipeline(schedule={placement.schedule!r}): this worker has {count} shards, and its "
-                    f"{placement.devices} devices cannot compute them by this schedule ({error}). Take "
+                    f"run.pipeline(schedule={places.schedule!r}): this worker has {count} shards, and its "
+                    f"{places.devices} devices cannot compute them by this schedule ({error}). Take "
                     f"shards= a multiple of workers times devices, fewer devices, or schedule='gpipe', which takes any "
                     f"number"
                 ) from error
-            self._schedules[count] = made
+            self._schedules[count] = schedule
         return self._schedules[count]
 
 
 def _as_it_is(loss: Tensor, target: Tensor) -> Tensor:
-    """The last block computes the loss itself."""
+    """Return the loss, which the last block has computed itself."""
     return loss
+
+
+class Pipeline(SpreadPlacement):
+    """A model in stages, each of which lies whole on one device of each worker."""
+
+    def __init__(self, prepared: Prepared, workers: Workers, staging: Staging) -> None:
+        super().__init__(prepared, workers)
+        self._staging = staging
+        self._evaluation = StagedEvaluation(staging, workers.devices, workers.device)
+
+    def require(self, state: Mapping[str, Any] | None) -> None:
+        """Refuse further state, which belongs to no stage."""
+        if state:
+            raise ModelError(
+                "run.prepare(state=…): a model in stages has no further state yet: leave it out, or keep it in buffers"
+            )
+
+    def require_functions(self, names: Sequence[str]) -> None:
+        """Refuse several functions: all devices take part in one forward pass."""
+        if len(names) > 1:
+            raise DataError(
+                f"run.evaluate was given the functions {', '.join(names)}, and each would call the model, which lies "
+                f"in stages: give one function that calls the model once and returns a dict of all metrics"
+            )
+
+    @property
+    def gradients(self) -> Callable[..., Gradients]:
+        """The class of gradients for this device's stages."""
+        return partial(StagedGradients, staging=self._staging)
+
+    def passes(self, base: EngineBase) -> StagedPasses:
+        """The object that makes the passes of all shards together, in stages."""
+        return StagedPasses(base, self.rounds, self._staging)
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients. Norms of parameters are gathered, and combined in the order of a single device."""
+        names = {id(parameter): name for name, parameter in self._prepared.parameters.items()}
+        used = [tensor for tensor in parameters if tensor.grad is not None]
+        norms = torch._foreach_norm([tensor.grad for tensor in used if tensor.grad is not None], 2.0) if used else ()
+        own_norms = {
+            names[id(tensor)]: [float(norm), str(norm.dtype)] for tensor, norm in zip(used, norms, strict=True)
+        }
+        all_norms: dict[str, Any] = {}
+        for device_norms in self._devices.gather(own_norms):
+            all_norms |= device_norms
+        in_order = [
+            torch.tensor(all_norms[name][0], dtype=getattr(torch, str(all_norms[name][1]).removeprefix("torch.")))
+            for name, _ in self._prepared.modules[0].named_parameters()
+            if name in all_norms
+        ]
+        return torch.linalg.vector_norm(torch.stack(in_order)) if in_order else torch.tensor(0.0)
+
+    def evaluate(self, act: Callable[[], R]) -> R | None:
+        """The result of a function that calls the model, on the device with the last stage; None on others."""
+        return self._evaluation(act)
+
+    def evaluated(self, results: list[Any]) -> list[Any]:
+        """The results of the device with the last stage, on all devices."""
+        return self._evaluation.shared(results)
+
+    def give(self, snapshot: Snapshot, verified: Digests | None) -> tuple[Snapshot, Digests | None, Share]:
+        """The contents of a checkpoint: each device writes its stages."""
+        return staged_share(self._staging, self._prepared, snapshot, self._devices)
+
+    def take(self, snapshot: Snapshot) -> Snapshot:
+        """This device's stages of a whole snapshot."""
+        return staged_state(self._staging, self._prepared, snapshot)
+
+    def _rounds(self, shards: range) -> Sequence[Round]:
+        last, rank = self._staging.places.last, self._devices.rank
+        return [Round(range(shard, shard + 1), range(last, last + 1), shard, rank == last) for shard in shards]

@@ -1,4 +1,4 @@
-"""The base of a run: what exists before anything computes, and what most parts of a run have to do with."""
+"""The base of a run: the objects that exist before anything computes, and that most parts of a run use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,13 @@ from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.trained import Trained
 from unisono.train.step.listeners import Listeners
+from unisono.train.step.placement import Placement
+from unisono.train.step.placements import placement_of
 
 
 @dataclass(frozen=True, eq=False)
 class RunBase:
-    """The state of a run, who takes part in it, and who listens.
-
-    Attributes:
-        config: the configuration of the run.
-        membership: the members of the job.
-        folder: the run folder.
-        checkpoints: the checkpoints of the run.
-        leave: the request to this worker to leave, once there is one.
-        spans: this worker's spans; None if they are not kept.
-        trained: the state of the run: models, optimizers, position.
-        ending: the end of the run on this worker.
-        requests: the workers' agreement on what to do at the next boundary.
-        listeners: the run's listeners.
-    """
+    """The state of a run, its workers and its listeners. ``spans`` is None if they are not kept."""
 
     config: RunConfig
     membership: Membership
@@ -41,3 +30,8 @@ class RunBase:
     ending: Ending
     requests: Requests
     listeners: Listeners
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the model on the devices of this worker, in the present generation."""
+        return placement_of(self.trained.require_prepared(), self.membership.workers)

@@ -1,4 +1,4 @@
-"""What travels between the stages of a model: tensors with their forms, and a few numbers, in one message."""
+"""Messages between the stages of a model: tensors with their forms, and a few numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.data.streams import Generators
+from unisono.data.generators import Generators
 from unisono.errors import ModelError, Unreadable
 from unisono.reduce.process_group import TensorUnderWay
 from unisono.train.group.workers import Devices
@@ -19,10 +19,10 @@ from unisono.train.model.elsewhere import NOT_HANDED_ON, holds_elsewhere
 from unisono.train.model.staging import Left, Received, Staging
 
 HEADER = 256
-"""Numbers of 64 bits at the beginning of a message."""
+"""The count of numbers, of 64 bits each, at the beginning of a message."""
 
 GENERATORS = 4
-"""Tensors in front of those that go on to the next block: the state of the random generators."""
+"""The count of tensors with the state of the random generators, which come before all others in a message."""
 
 _ALIGNED = 64
 
@@ -35,12 +35,12 @@ _MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """A tensor of a message.
 
     Attributes:
-        tensor: the tensor; of what is absent, an empty one.
-        is_marked: a flag that goes with it.
+        tensor: the tensor; an empty one in place of a missing one.
+        is_marked: a flag that is sent with it.
     """
 
     tensor: Tensor
@@ -49,26 +49,22 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StageMessage:
-    """A message of one block to another.
+    """A message from one block to another.
 
     Attributes:
-        numbers: whole numbers.
         parts: tensors, which keep dtype, shape and layout.
     """
 
     numbers: Sequence[int]
-    parts: Sequence[Part]
+    parts: Sequence[MessagePart]
 
 
 class Channel:
-    """One end of a way between two blocks.
+    """One end of the connection between two blocks.
 
-    Both ends know how large the largest message of the passes before was: what fits into that travels at once, with its
-    header in front. A larger one is only announced, and follows by itself.
-
-    Args:
-        device: the device of the tensors.
-        name: the other end, for messages to people.
+    Both ends know the size of the largest message in earlier passes. A message that is not larger is sent at once,
+    behind its header. For a larger one, only the header is sent first, and the tensors follow by themselves. ``name``
+    is the other end's, for messages to people.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -76,18 +72,18 @@ class Channel:
         self._capacity = self._largest = 0
 
     def begin(self) -> None:
-        """A pass through all micro-batches begins: from now on what was the largest so far fits."""
+        """Begin a pass through all shards: from now on, buffers have room for the largest message so far."""
         self._capacity = self._largest
 
     def buffer(self) -> Tensor:
-        """Memory for the next message that comes."""
+        """Memory for the next message to come."""
         return torch.empty(8 * HEADER + self._capacity, dtype=torch.uint8, device=self._device)
 
     def packed(self, message: StageMessage) -> list[Tensor]:
-        """A message as it travels: one buffer, and a second one if it does not fit.
+        """A message as buffers to send: one, or two if it does not fit into the first.
 
         Raises:
-            ModelError: it has too many tensors, or one that cannot travel.
+            ModelError: it has too many tensors, or one that cannot be sent.
         """
         bases = [_base(part.tensor) for part in message.parts]
         spans = [_span(base) for base in bases]
@@ -112,14 +108,10 @@ class Channel:
         return [first] if fits else [first, rest]
 
     def opened(self, buffer: Tensor, follows: Callable[[Tensor], object]) -> StageMessage:
-        """The message in a buffer.
-
-        Args:
-            buffer: the buffer that has come.
-            follows: a function that fills its argument with what follows a buffer by itself.
+        """The message in a buffer. ``follows`` receives the second buffer of a message into its argument.
 
         Raises:
-            Unreadable: it is none.
+            Unreadable: the buffer has no message.
         """
         header = _Header(buffer, self._name)
         self._largest = max(self._largest, header.size)
@@ -127,20 +119,20 @@ class Channel:
         if header.size > self._capacity:
             memory = torch.empty(header.size, dtype=torch.uint8, device=self._device)
             follows(memory)
-        parts, offset = list[Part](), 0
+        parts, offset = list[MessagePart](), 0
         for dtype, marked, shape, stride in header.forms:
-            kept = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-            span = _span_of(kept, stride)
+            kept_shape = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
+            span = _span_of(kept_shape, stride)
             if offset + span * dtype.itemsize > memory.numel():
                 raise header.refusal("more than was announced")
-            found = _placed(memory, offset, dtype, kept, stride)
-            parts.append(Part(found.expand(shape) if kept != shape else found, marked))
+            tensor = _placed(memory, offset, dtype, kept_shape, stride)
+            parts.append(MessagePart(tensor.expand(shape) if kept_shape != shape else tensor, marked))
             offset += _padded(span * dtype.itemsize)
         return StageMessage(header.numbers, parts)
 
 
 class _Header:
-    """The numbers in front of a message, checked."""
+    """The numbers at the beginning of a message, checked."""
 
     def __init__(self, buffer: Tensor, name: str) -> None:
         self._name, self._at = name, 0
@@ -152,13 +144,13 @@ class _Header:
         if self.size < 0:
             raise self.refusal(f"{self.size} bytes")
 
-    def refusal(self, what: str) -> Unreadable:
-        """An error for a header that cannot be."""
-        return Unreadable(f"{self._name} has sent {what}, which is no message between stages")
+    def refusal(self, problem: str) -> Unreadable:
+        """An error for a header that no message has."""
+        return Unreadable(f"{self._name} has sent a damaged message: {problem}")
 
     def _several(self, count: int) -> list[int]:
         if self._at + count > HEADER:
-            raise self.refusal("a header without end")
+            raise self.refusal("its header is too long")
         self._at += count
         return self._values[self._at - count : self._at]
 
@@ -186,7 +178,7 @@ def _code(tensor: Tensor) -> int:
 
 
 def _base(tensor: Tensor) -> Tensor:
-    """A tensor without the elements that share their place with others: expanded dimensions once."""
+    """A tensor without repeated elements: each expanded dimension has only one."""
     base = tensor.detach()
     for dimension, step in enumerate(base.stride()):
         if step == 0 and base.shape[dimension] > 1:
@@ -199,7 +191,7 @@ def _span(tensor: Tensor) -> int:
 
 
 def _span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How far a tensor reaches in memory, in elements: gaps stay, since kernels go by the layout."""
+    """The elements of memory from a tensor's first to its last. Gaps are kept, because kernels depend on the layout."""
     if not prod(shape):
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -218,18 +210,14 @@ def _padded(size: int) -> int:
 R = TypeVar("R")
 
 _FIRST_TAG = 2**16
-"""Behind those of training."""
+"""Larger than all tags of training."""
 
 
 class StagedEvaluation:
-    """Calls a function of the model, of which each device computes its stages.
+    """Calls a function that calls the model, of which each device computes its stages.
 
-    Devices with neighbouring stages work on different batches at the same time: each goes on once it has sent.
-
-    Args:
-        staging: the stages.
-        devices: the devices of this worker.
-        device: the device to compute on.
+    Devices with neighbouring stages work on different batches at the same time: each goes on once it has sent its
+    results.
     """
 
     def __init__(self, staging: Staging, devices: Devices, device: torch.device) -> None:
@@ -238,38 +226,37 @@ class StagedEvaluation:
         self._sent: list[TensorUnderWay] = []
 
     def __call__(self, act: Callable[[], R]) -> R | None:
-        """What the function returns on the device with the last stage, None on others.
+        """Call a function, which calls the model once.
 
-        Args:
-            act: the function, which calls the model once.
+        Return its result on the device with the last stage, None on others.
 
         Raises:
-            WorkerLost: another device is gone.
+            WorkerLost: another device is lost.
         """
-        drawn, found = Generators.capture(), None
-        for block in self._staging.placement.own:
-            drawn.restore()
+        generators, result = Generators.capture(), None
+        for block in self._staging.places.own:
+            generators.restore()
             received = self._received(block) if block else None
             try:
                 with self._staging.computing(block, received):
-                    found = act()
-                if holds_elsewhere(found):
+                    result = act()
+                if holds_elsewhere(result):
                     raise ModelError(f"what the function returns has {NOT_HANDED_ON}")
             except Left as left:
                 self._send(block, left)
-        return found
+        return result
 
-    def shared(self, found: list[Any]) -> list[Any]:
-        """What the device with the last stage has found, on all devices. Collective among them."""
+    def shared(self, results: list[Any]) -> list[Any]:
+        """The results of the device with the last stage, on all devices. Collective among them."""
         for transfer in self._sent:
             transfer.wait()
         self._sent.clear()
-        last = self._staging.placement.last
-        shared: list[Any] = self._devices.inside.broadcast(found if self._devices.rank == last else None, last)
+        last = self._staging.places.last
+        shared: list[Any] = self._devices.inside.broadcast(results if self._devices.rank == last else None, last)
         return shared
 
     def _received(self, block: int) -> Received:
-        channel, source = self._channel(block - 1), self._staging.placement.device(block - 1)
+        channel, source = self._channel(block - 1), self._staging.places.device(block - 1)
         first, tag, exchange = channel.buffer(), _FIRST_TAG + 2 * block, self._devices.exchange
         exchange.receive(first, source, tag).wait()
         message = channel.opened(first, lambda rest: exchange.receive(rest, source, tag + 1).wait())
@@ -278,16 +265,16 @@ class StagedEvaluation:
         return Received(message.numbers, tensors, partial(Generators.set_tensors, generators))
 
     def _send(self, block: int, left: Left) -> None:
-        drawn = [Part(each.to(self._device)) for each in Generators.capture().as_tensors()]
-        message = StageMessage(left.numbers, [*drawn, *map(Part, left.tensors)])
-        target = self._staging.placement.device(block + 1)
+        generators = [MessagePart(state.to(self._device)) for state in Generators.capture().as_tensors()]
+        message = StageMessage(left.numbers, [*generators, *map(MessagePart, left.tensors)])
+        target = self._staging.places.device(block + 1)
         for rest, buffer in enumerate(self._channel(block).packed(message)):
             self._sent.append(self._devices.exchange.send(buffer, target, _FIRST_TAG + 2 * (block + 1) + rest))
 
     def _channel(self, hop: int) -> Channel:
-        """The way from a block to the next one, for another message."""
+        """The connection from a block to the next one, for another message."""
         if hop not in self._channels:
-            other = hop if self._staging.placement.device(hop) != self._devices.rank else hop + 1
+            other = hop if self._staging.places.device(hop) != self._devices.rank else hop + 1
             self._channels[hop] = Channel(self._device, self._staging.title(other))
         self._channels[hop].begin()
         return self._channels[hop]

@@ -1,31 +1,33 @@
-"""The report of a worker to the others, and the synchronisation of workers with weights of their own."""
+"""The requests and times that workers exchange, and how workers with weights of their own synchronise."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from unisono.adapt.view import Timings
 from unisono.errors import JobMismatch
 from unisono.train.group.collectives import CollectiveCalls
-from unisono.train.group.control import Flags
-from unisono.train.model.at_rest import Seen
-from unisono.train.step.current import CurrentSteps, Told
+from unisono.train.step.current import CurrentSteps, Messages
 from unisono.train.step.listeners import Counted, Listener
+from unisono.train.step.part import Attempt, Part
 from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Call, Step
+from unisono.train.step.word import Field
 
 RECENT = 9
+"""The number of calls over which the median time of a shard is taken."""
+
 FEWEST = 3
+"""The number of calls from which on there is a median."""
 
 
 class Timer(Listener):
-    """Keeps the times of the step before until the next control word takes them along.
+    """Keeps the times of a step until the next control word, which sends them.
 
-    The last in the list of listeners, so that it hears of the time that those before it have taken.
+    It has to be the last of the listeners, so that its times include the time that the other listeners take.
     """
 
     def __init__(self) -> None:
@@ -35,106 +37,134 @@ class Timer(Listener):
         self._recent: deque[float] = deque(maxlen=RECENT)
 
     def step_computed(self, step: Step, shards: int, seconds: float) -> None:
-        """This worker has computed so many shards."""
+        """Keep the seconds per shard."""
         self._shard_s = seconds / shards if shards else 0.0
 
     def call_counted(self, call: Call, counted: Counted) -> None:
-        """An update is made; without shards there is nothing to know."""
+        """Keep the seconds per shard, if this worker has shards, for the median."""
         if counted.shards:
             self._recent.append(counted.seconds["compute"] / counted.shards)
 
     def step_took(self, seconds: Mapping[str, float], sent: tuple[int, int]) -> None:
-        """A step is over.
+        """Keep the times of a finished step.
 
-        Args:
-            seconds: the seconds of each part of the step, as in ``metrics.jsonl``.
-            sent: the bytes and messages that this worker has sent since the step before.
+        ``seconds`` are those of each part, as in ``metrics.jsonl``; ``sent`` are the bytes and messages since the step
+        before.
         """
         self._seconds, self._sent = dict(seconds), sent
 
     @property
     def shard_s(self) -> float:
-        """The median of the seconds that one shard took lately; 0 as long as too little is known."""
+        """The median of the seconds per shard in recent calls; 0 until there are enough of them."""
         return median(self._recent) if len(self._recent) >= FEWEST else 0.0
 
-    def timings(self, formed_s: float, checkpoint_s: float) -> Timings:
-        """All of it.
-
-        Args:
-            formed_s: seconds that forming the present generation took.
-            checkpoint_s: seconds that the newest checkpoint took.
-        """
-        return Timings(
-            shard_s=self._shard_s,
-            step_s=self._seconds.get("total", 0.0),
-            data_s=self._seconds.get("data", 0.0),
-            exposed_s=self._seconds.get("exposed_communication", 0.0),
-            update_s=self._seconds.get("update", 0.0),
-            sent_bytes=float(self._sent[0]),
-            formed_s=formed_s,
-            checkpoint_s=checkpoint_s,
-            sent_messages=float(self._sent[1]),
+    def timings(self, formed_s: float, checkpoint_s: float) -> tuple[float, ...]:
+        """All times, in the order of :class:`Timings`."""
+        seconds = self._seconds.get
+        return (
+            self._shard_s,
+            seconds("total", 0.0),
+            seconds("data", 0.0),
+            seconds("exposed_communication", 0.0),
+            seconds("update", 0.0),
+            float(self._sent[0]),
+            formed_s,
+            checkpoint_s,
+            float(self._sent[1]),
         )
 
 
-class WorkerReport:
-    """Asked for as late as can be: whoever wants in or out meanwhile need not wait for one step more.
+class RequestFields(Part):
+    """Lets workers agree on who leaves or joins, and whether a checkpoint is written.
 
-    Args:
-        run: the base of the run: who is asked to leave, and whether a new generation is due.
-        timer: the timer of this worker's steps.
+    The values are read as late as possible, so that a request that comes during a step need not wait for the next one.
     """
 
-    def __init__(self, run: RunBase, timer: Timer) -> None:
-        self._membership, self._leave, self._checkpoints = run.membership, run.leave, run.checkpoints
-        self._timer = timer
+    fields = (Field("leave"), Field("regroup"), Field("checkpoint"))
 
-    def flags(self, formed_s: float, seen: Seen) -> Flags:
-        """What rides with the control word.
+    def __init__(self, run: RunBase) -> None:
+        self._membership, self._leave, self._requests = run.membership, run.leave, run.requests
+        self._requested: Sequence[bool] = ()
 
-        Args:
-            formed_s: seconds that forming the present generation took.
-            seen: what was found in the memory of this worker.
-        """
+    def tell(self, attempt: Attempt | None = None) -> tuple[bool, bool, bool]:
+        """The requests that this worker knows of."""
         leaves = self._leave.requested and not self._membership.leave()
-        return Flags(
-            leaves,
-            self._membership.is_due,
-            flipped=seen.has_flipped,
-            checkpoint=self._membership.wants_checkpoint,
-            digest=seen.digest,
-            amiss=seen.amiss,
-            timings=self._timer.timings(formed_s, self._checkpoints.seconds),
-        )
+        return leaves, self._membership.is_due, self._membership.wants_checkpoint
 
-    def told(self, formed_s: float) -> dict[str, Any]:
-        """The same as JSON, where workers synchronise."""
-        flags = self.flags(formed_s, Seen())
-        wants = {"leave": flags.leave, "regroup": flags.regroup, "checkpoint": flags.checkpoint}
-        return {**wants, "timings": astuple(flags.timings)}
+    def hear(self, attempt: Attempt, *requested: bool) -> None:
+        """Keep the requests that any worker knows of."""
+        self._requested = requested
+
+    def note(self, attempt: Attempt) -> None:
+        """Note the requests, on which all workers agree now."""
+        if True in self._requested:
+            self._requests.note(**dict(zip(REQUESTS, self._requested, strict=True)))
+
+
+REQUESTS = [field.name for field in RequestFields.fields]
+
+
+class TimeFields(Part):
+    """Sends the times of every worker to all workers.
+
+    Attributes:
+        formed_s: the seconds that it took to form the present generation.
+    """
+
+    fields = tuple(Field(name, "d", "each") for name in Timings.__slots__)
+
+    def __init__(self, run: RunBase, timer: Timer) -> None:
+        self._trained, self._membership, self._checkpoints = run.trained, run.membership, run.checkpoints
+        self._keeps_all = run.config.settings.special.study or not run.trained.policy_state.is_empty
+        self._timer, self.formed_s = timer, 0.0
+        self._timings: Sequence[Timings] = ()
+
+    def tell(self, attempt: Attempt | None = None) -> tuple[float, ...]:
+        """This worker's times of the last step."""
+        return self._timer.timings(self.formed_s, self._checkpoints.seconds)
+
+    def hear(self, attempt: Attempt, *columns: Sequence[float]) -> None:
+        """Keep the times of all workers."""
+        if attempt.call.number == 0:
+            self._timings = [*map(Timings, *columns)]
+            self._setting = self._trained.setting(self._membership.workers)
+
+    def note(self, attempt: Attempt) -> None:
+        """Add the times to the measurements and to the figures of the step."""
+        if attempt.call.number:
+            return
+        monitors = self._trained.monitors
+        monitors.time(self._setting, self._timings)
+        if attempt.trouble:
+            return
+        if attempt.norms is not None or self._keeps_all:
+            attempt.figures |= monitors.times
+        else:
+            attempt.figures["shard_s"] = [float(f"{timings.shard_s:.4g}") for timings in self._timings]
 
 
 class Synchronisation:
     """Synchronises workers when the strategy says so, and before every collective call of the script.
 
-    Under a strategy with which all workers always have the same weights, there is nothing to do.
-
-    Args:
-        run: the base of the run.
-        collectives: the collective calls.
-        steps: the present step computer.
-        report: this worker's part of what all workers tell each other.
+    It does nothing under a strategy with which all workers always have the same weights.
     """
 
-    def __init__(self, run: RunBase, collectives: CollectiveCalls, steps: CurrentSteps, report: WorkerReport) -> None:
+    def __init__(
+        self,
+        run: RunBase,
+        collectives: CollectiveCalls,
+        steps: CurrentSteps,
+        request_fields: RequestFields,
+        times: TimeFields,
+    ) -> None:
         self._trained, self._membership, self._checkpoints = run.trained, run.membership, run.checkpoints
         self._requests, self._listeners, self._ending = run.requests, run.listeners, run.ending
-        self._collectives, self._steps, self._report = collectives, steps, report
+        self._collectives, self._steps, self._request_fields, self._times = collectives, steps, request_fields, times
 
     def before_call(self) -> None:
-        """A collective call follows, for which all workers need to hold the same weights.
+        """Synchronise before a collective call, for which all workers need to hold the same weights.
 
-        Whoever joins makes none, but hears of it from the others.
+        A joiner makes no such call; it gets the result from the others.
 
         Raises:
             JobError: the run is over.
@@ -152,11 +182,7 @@ class Synchronisation:
         self._synchronise()
 
     def step_ends(self, step: Step) -> bool:
-        """A step is over on this worker.
-
-        Returns:
-            whether all workers have the same weights after it.
-        """
+        """End a step on this worker. Return whether all workers have the same weights after it."""
         is_due = self._requests.compare or self._checkpoints.due(step.number + 1)
         ends = self._steps.computer.step_ends(step, self._collectives, is_due=is_due)
         if ends:
@@ -167,16 +193,17 @@ class Synchronisation:
         if not self._steps.computer.is_open:
             return
         step = self._trained.progress.position.step
-        told = self._steps.computer.synchronise(step, self._told, self._heard, self._collectives)
-        if any(one["samples"] for one in told):
+        messages = self._steps.computer.synchronise(step, self._describe, self._receive, self._collectives)
+        if any(message["samples"] for message in messages):
             strategy = str(self._steps.strategy)
-            self._listeners.tell(lambda one: one.round_ended(told, strategy))
+            self._listeners.round_ended(messages, strategy)
 
-    def _told(self) -> Mapping[str, Any]:
-        return self._report.told(self._collectives.formed_s)
+    def _describe(self) -> Mapping[str, Any]:
+        self._times.formed_s = self._collectives.formed_s
+        return {**dict(zip(REQUESTS, self._request_fields.tell(), strict=True)), "timings": self._times.tell()}
 
-    def _heard(self, told: Told) -> None:
-        """What every worker says. In the change with which they synchronise."""
-        self._requests.note(**{name: any(one[name] for one in told) for name in ("leave", "regroup", "checkpoint")})
+    def _receive(self, messages: Messages) -> None:
+        """Note the messages of all workers, in the change with which they synchronise."""
+        self._requests.note(**{name: any(message[name] for message in messages) for name in REQUESTS})
         setting = self._trained.setting(self._membership.workers)
-        self._trained.monitors.time(setting, [Timings(*one["timings"]) for one in told])
+        self._trained.monitors.time(setting, [Timings(*message["timings"]) for message in messages])

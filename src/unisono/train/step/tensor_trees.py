@@ -1,4 +1,4 @@
-"""Tensors as rows of bytes, and values of which others are told by a digest once they know them."""
+"""Tensors as rows of bytes, and values of which only a digest is sent once all members know them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.layout import bytes_of, empty_as, form_of, require_values, sizes, torch_dtype
+from unisono.checkpoint.tensor_bytes import bytes_of, empty_as, form_of, require_values, sizes, torch_dtype
 from unisono.errors import Unreadable
 
 ALIGNMENT = 64
-"""Bytes: each tensor of a row begins at a multiple of it."""
+"""Each tensor of a row begins at a multiple of this number of bytes."""
 
-MOST_KNOWN = 64
+MOST_VALUES = 64
+"""The largest number of values that are remembered; with more, all are forgotten."""
 
 Form = tuple[str, list[int]]
-"""Dtype and shape of a tensor, as :func:`~unisono.checkpoint.layout.form_of` tells them."""
+"""Dtype and shape of a tensor, as :func:`~unisono.checkpoint.tensor_bytes.form_of` returns them."""
 
 
 def size_of(forms: Sequence[Form]) -> int:
-    """The bytes of a row of tensors.
+    """The number of bytes of a row of tensors.
 
     Raises:
         CheckpointError: no tensors have these forms.
@@ -33,7 +34,7 @@ def size_of(forms: Sequence[Form]) -> int:
 
 
 def row_of(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
-    """Tensors behind each other as bytes: 1-D, uint8, of ``size`` elements."""
+    """Tensors as bytes, one behind the other: a uint8 tensor of one dimension with ``size`` elements."""
     row, start = torch.zeros(size, dtype=torch.uint8, device=device), 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -43,24 +44,24 @@ def row_of(tensors: Sequence[Tensor], size: int, device: torch.device) -> Tensor
 
 
 def tensors_in(row: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """The inverse of :func:`row_of`: views of the row.
+    """The tensors of a row that :func:`row_of` has made, as views of it.
 
     Raises:
-        CheckpointError: no tensors have these forms, or a bool is none.
+        CheckpointError: no tensors have these forms, or a bool is neither 0 nor 1.
         Unreadable: the row is too short.
     """
     if size_of(forms) > row.numel():
         raise Unreadable(f"tensors of {size_of(forms)} bytes were announced, and {row.numel()} have come")
-    found, start = [], 0
+    tensors, start = [], 0
     for name, shape in forms:
         dtype = torch_dtype(name)
         length = math.prod(shape) * dtype.itemsize
         if not length:
-            found.append(empty_as([name, shape], row.device))
+            tensors.append(empty_as([name, shape], row.device))
             continue
-        found.append(require_values(row[start : start + length].view(dtype).view(shape)))
+        tensors.append(require_values(row[start : start + length].view(dtype).view(shape)))
         start += _padded(length)
-    return found
+    return tensors
 
 
 def form(tensor: Tensor) -> Form:
@@ -75,26 +76,26 @@ def forms_of(tensors: Sequence[Tensor]) -> list[Form]:
 
 
 class Announcements:
-    """JSON values that each of several members tells the others again and again, mostly the same.
+    """Exchanges JSON values that members send again and again, mostly without a change.
 
     Args:
-        gather: gives every member's JSON value, in the order of ranks. Collective.
+        gather: a function that returns every member's JSON value, in the order of ranks. Collective.
     """
 
     def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
         self._gather = gather
-        self._known: dict[str, Any] = {}  # the same on all members
+        self._values: dict[str, Any] = {}  # the same on all members
 
     def exchange(self, own: Any) -> list[Any]:
-        """Every member's value, in the order of ranks. Collective. Only what is new to somebody travels whole."""
+        """Every member's value, in the order of ranks. Whole values are sent only if one of them is new. Collective."""
         keys = self._gather(_key(own))
-        if any(key not in self._known for key in keys):
-            if len(self._known) > MOST_KNOWN:
-                self._known.clear()
-            self._known |= {_key(value): value for value in self._gather(own)}
-        if any(key not in self._known for key in keys):
-            raise Unreadable("another worker has announced one thing, and said another: a fault of a host's memory")
-        return [self._known[key] for key in keys]
+        if any(key not in self._values for key in keys):
+            if len(self._values) > MOST_VALUES:
+                self._values.clear()
+            self._values |= {_key(value): value for value in self._gather(own)}
+        if any(key not in self._values for key in keys):
+            raise Unreadable("a value from another worker does not match its digest: the memory of a host is faulty")
+        return [self._values[key] for key in keys]
 
 
 def _key(value: Any) -> str:

@@ -3,330 +3,303 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from zlib import crc32
 
-from unisono.adapt.curvature import Curvature
-from unisono.adapt.curvature_question import CurvatureQuestion
-from unisono.adapt.view import Setting
+from unisono.data.generators import generators_kept
 from unisono.data.shards import Source
-from unisono.data.streams import generators_kept
 from unisono.device import HostRead
 from unisono.errors import DataError, JobError, MemoryFault, PolicyError
 from unisono.train.group.collectives import Change, CollectiveCalls
-from unisono.train.group.majority import Verdict
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
-from unisono.train.model.own_update import UpdateCause
-from unisono.train.model.update import settings_digest
-from unisono.train.recovery.integrity import Integrity, Note
-from unisono.train.recovery.verification import AuditJudge
-from unisono.train.step.current import StepCall, StepComputer
-from unisono.train.step.curvature_probe import CurvatureProbe, MeasuredCalls
+from unisono.train.recovery.audits import JudgedAudits
+from unisono.train.recovery.integrity import Integrity
+from unisono.train.recovery.state_digests import StateDigests
+from unisono.train.step.current import Measure, StepCall, StepComputer
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.gradient_norms import NoiseMonitor
 from unisono.train.step.listeners import Computed, Counted
-from unisono.train.step.owned_update import own_update_of
+from unisono.train.step.owned_update import lone_update
+from unisono.train.step.part import Attempt, Back, Part
 from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Call, Step
-from unisono.train.step.step_update import Attempt
-from unisono.train.step.synchronisation import WorkerReport
+from unisono.train.step.sum_checks import MemoryChecks
+from unisono.train.step.synchronisation import RequestFields, TimeFields
+from unisono.train.step.weights_watch import Followers, UpdateCause
 
 
 @dataclass(eq=False)
 class ExactSteps(StepComputer):
     """Computes steps whose update all workers make together.
 
-    Attributes:
-        run: the base of the run.
-        integrity: the record of verified states, which judges the weights of each call.
-        judge: the judge of audits.
-        report: this worker's part of what all workers tell each other.
-        newest_loss: a function that returns the newest loss in ``metrics.jsonl``.
-        engine: the engine of this generation; None while these steps are not in use.
-        was_written: whether the script had changed what the last update had left, when the last engine was closed.
+    ``engine`` is that of this generation; None while these steps are not in use. ``further`` are the parts of a step
+    that the script has added.
     """
 
     run: RunBase
     integrity: Integrity
-    judge: AuditJudge
-    report: WorkerReport
+    audits: JudgedAudits
+    request_fields: RequestFields
+    times: TimeFields
     newest_loss: Callable[[], float]
     engine: StepEngine | None = field(default=None, init=False)
-    was_written: bool = field(default=False, init=False)
-    _had_lost: bool = field(default=False, init=False)  # in an engine before
+    further: list[Part] = field(default_factory=list, init=False)
     _seconds: Mapping[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self.memory, self.followers = MemoryChecks(self.run.listeners.repeated), Followers()
+        self.digests = StateDigests(self.integrity, self.memory)
         self.config, self.trained, self.membership = self.run.config, self.run.trained, self.run.membership
         self.requests, self.listeners = self.run.requests, self.run.listeners
 
     @property
     def has_lost(self) -> bool:
         """Whether an update was made from a gradient that memory had not kept."""
-        return self._had_lost if self.engine is None else self.engine.update.has_lost
+        return self.memory.has_lost
 
     @property
     def has_flipped(self) -> bool:
-        """Whether a bit is not as the last update has left it, where this worker has the only copy."""
-        return self.engine is not None and self.engine.update.watch.has_flipped
+        """Whether a bit has changed since the last update, where this worker has the only copy."""
+        return self.digests.has_flipped
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the script had changed what the last update had left, when the last engine was closed."""
+        return self.followers.was_written
 
     def make(self, workers: Workers) -> None:
         """Begin in a generation. Collective."""
-        self.trained.strategy = "", {}  # what one kept that comes again later is of weights long gone
+        self.trained.strategy = "", {}  # a strategy that is used again later must not go on from old weights
         self.engine = StepEngine(
             self.config.job,
             workers,
             self.trained.require_prepared(),
             self.config.device,
             self.config.execution,
-            scaled=self.trained.policy_state.scaled,
-            found=self.judge.found,
-            repeats=lambda step: self.listeners.tell(lambda one: one.repeated(step)),
-            has_lost=self._had_lost,
-            survives=self.membership.is_elastic,
+            self._parts(),
+            scaled=self.trained.policy_state.scaled if self.trained.policy_state.may_scale else nullcontext,
+            loss_scale=self.trained.loss_scale if self.config.job.precision == "fp16" else None,
             spans=self.run.spans,
         )
 
+    def _parts(self) -> list[Part]:
+        """The parts of a step that are on, in the order in which they hear what workers tell."""
+        execution = self.config.execution
+        # Requests come first: they count whatever the digests say. Digests come before the parts that they may forbid.
+        parts: list[Part] = [self.request_fields, self.times]
+        if execution.monitoring.every:  # before parts of the script, which may change the gradient that it measures
+            parts.append(NoiseMonitor(execution.monitoring, self.trained))
+        parts += [*self.further, self.digests]
+        if execution.checked_bytes != 0 or execution.looks:
+            parts.append(self.memory)
+        if execution.audit:
+            parts.append(self.audits)
+        if self.membership.is_elastic:
+            parts.append(self.followers)
+        return parts
+
+    def add(self, part: Part) -> None:
+        """Add a part of the script's own; see :meth:`Run.add_part`."""
+        if self.trained.prepared is not None:
+            raise JobError("run.add_part: call it before run.prepare")
+        if not (strategy := self.trained.policy_state.strategy).is_exact:
+            raise JobError(
+                f"run.add_part: with strategy={str(strategy)!r} workers make steps by themselves, which have no "
+                f"parts: use strategy='all-reduce'"
+            )
+        self.further.append(part)
+
+    def described_parts(self) -> dict[str, str]:
+        """Return the classes of the script's own parts, which have to be the same on all workers."""
+        kinds = [
+            f"{type(part).__module__}.{type(part).__qualname__}({', '.join(map(repr, part.fields))})"
+            for part in self.further
+        ]
+        return {"parts of run.add_part": ", ".join(kinds) or "none"}
+
     def drop(self) -> None:
-        """The generation is over, or the strategy."""
+        """End the generation, or the strategy."""
         if self.engine is not None:
-            self.was_written = self.engine.update.watch.is_written
             self.engine.close()
-            self._had_lost = self.engine.update.has_lost
             self.engine = None
 
     def forget(self) -> None:
-        """Whatever this worker made an update from, the weights are others."""
-        self._had_lost = False
+        """Forget what updates were made from: this worker gets other weights."""
+        self.memory.has_lost = False
 
     def step_begins(self) -> None:
-        """From now on only updates and the script change the state."""
-        self.require_engine().update.watch.step_begins()
+        """Note that from now on only updates and the script change the state."""
+        self.digests.step_begins()
 
     def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
-        """Compute the call with the others; all make the update, or none."""
+        """Compute a call together with the others. Either all of them make the update, or none."""
         self._seconds = {}
         if call.update is not None:
-            self._require_whole_weights()
+            self.run.placement.require_whole(
+                "step.run(update=…): an update of the script's own would see this device's slices alone. Leave it out, "
+                "clip with step.run(clip_norm=…), or use one device per worker"
+            )
         loss, metrics, figures, is_skipped = collectives.change(
             partial(self._train, call, collectives), partial(self._follow, call)
         )
         return Computed(loss, metrics, figures, self._seconds, call.step.size, is_skipped=is_skipped)
 
-    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
-        """Measure curvature on the batch of a call. Collective; changes nothing.
+    def measure(self, call: StepCall, measure: Measure, collectives: CollectiveCalls) -> dict[str, Any]:
+        """Measure on the batch of a call, without changing anything. Collective.
 
         Raises:
             JobError: a worker has several devices.
         """
-        if (devices := self.membership.workers.devices.count) > 1:
-            raise JobError(
-                f"run.curvature needs whole weights, and each worker has {devices} devices, which hold parts of them: "
-                f"use one device per worker, or write a checkpoint and measure there with unisono curvature"
-            )
+        self.run.placement.require_whole(
+            "run.curvature needs whole weights, and each worker has {} devices, which hold parts of them: use one "
+            "device per worker, or write a checkpoint and measure there with unisono curvature"
+        )
 
-        def found(workers: Workers) -> dict[str, Any]:
-            mine = workers.split(call.step.batch.shards).of(workers.rank)
+        def measured(workers: Workers) -> dict[str, Any]:
+            own_shards = workers.split(call.step.batch.shards).of(workers.rank)
             # Nothing is updated, so a gradient that is too small for float16 is no more than an error of measurement.
-            made = replace(self._call(call, mine, call.source.mark(call.step.batch)), scale=1.0)
-            prepared = self.trained.require_prepared()
-            calls = MeasuredCalls(self.require_engine(), prepared)
-            probe = CurvatureProbe(calls, prepared, made, self.config.job.seed)
-            with self.trained.policy_state.scaled(made.optimizers):  # as the next update will be
-                return asdict(probe.measure(question))
+            engine_call = replace(self._call(call, own_shards, workers.generation.number), scale=1.0)
+            with self.trained.policy_state.scaled(engine_call.optimizers):  # as the next update will be
+                return measure(self.require_engine(), engine_call)
 
-        return Curvature(**collectives.together(found))
+        return collectives.together(measured)
 
     def log(self, name: str, value: float | HostRead) -> bool:
-        """Note a metric of the shard that is being computed; False if none is."""
+        """Log a metric of the shard that is being computed; returns False if none is."""
         return self.engine is not None and self.engine.passes.log(name, value)
 
     def require_engine(self) -> StepEngine:
-        """The engine of this generation."""
+        """Return the engine of this generation."""
         assert self.engine is not None, "these steps are in use"
         return self.engine
 
-    def _train(self, call: StepCall, collectives: CollectiveCalls, workers: Workers) -> Change[_Found]:
+    def _train(self, call: StepCall, collectives: CollectiveCalls, workers: Workers) -> Change[_Result]:
         place = call.step.number, call.step.calls
         if (suspicion := self.integrity.settle_suspicion(workers, place)) is not None:
-            return self._doubted(workers, suspicion)
-        engine, mine = self.require_engine(), workers.split(call.step.batch.shards).of(workers.rank)
-        samples = call.source.mark(call.step.batch)
-        made = self._call(call, mine, samples)
-        own = [turn.own for turn in workers.devices.rounds(mine) if turn.counts]
-        self.listeners.tell(lambda one: one.call_begins(made, own, workers.generation.number))
+            return self._doubted(workers, Back(suspicion))
+        engine, own_shards = self.require_engine(), workers.split(call.step.batch.shards).of(workers.rank)
+        engine_call = self._call(call, own_shards, workers.generation.number)
+        counted_shards = [turn.own for turn in engine.placement.rounds(own_shards) if turn.counts]
+        self.times.formed_s = collectives.formed_s
+        self.listeners.call_begins(engine_call, counted_shards, workers.generation.number)
         try:
-            attempt = engine.attempt(made, partial(self.report.flags, collectives.formed_s))
+            attempt = engine.attempt(engine_call)
         except PolicyError:
-            _require_same_samples(workers, call, samples)
-            self.trained.policy_state.refuse(workers, made.step)
+            _require_same_samples(workers, call)
+            self.trained.policy_state.refuse(workers, engine_call.step)
         except MemoryFault:
-            self.judge.discard_unconfirmed()
+            self.audits.discard_unconfirmed()
             raise
-        audited, wrong = self.judge.judged(workers, attempt.findings, engine.discard)
-        if wrong:
-            return self._doubted(workers, audited, wrong)
-        work_out, is_last = partial(engine.update.work_out, made, attempt), engine.update.watch.looks_last
-        update = work_out() if is_last else None
-        given = self._given(made, attempt) if self.integrity.is_on else ()
-        verdict, note = self.integrity.judge(place, engine.update.watch.looked_last(attempt.flags), given)
-        if verdict is not Verdict.RIGHT:
+        if isinstance(attempt, Back):
+            return self._doubted(workers, attempt)
+        result, is_last = attempt.parts.judge(attempt), self.digests.looks_last
+        if result is None and is_last:  # the only worker looks at its state as late as it can
+            engine.work_out(attempt)
+            result = attempt.parts.confirm(attempt)
+        if result is not None:
             engine.discard()
-            healing = verdict is Verdict.HEALING
-            doubt = self.integrity.settle_majority(workers, place, collectives.recovery.heal) if healing else note
-            return self._train(call, collectives, workers) if doubt is None else self._doubted(workers, doubt)
+            if isinstance(result, Back):
+                return self._doubted(workers, result)
+            # Most workers hold the same state. Once the others have it, too, the call begins anew.
+            doubt = self.integrity.settle_majority(workers, place, collectives.recovery.heal)
+            return self._train(call, collectives, workers) if doubt is None else self._doubted(workers, Back(doubt))
         while workers.is_main and workers.transport.measured:
-            about = workers.transport.measured.pop(0)
-            self.listeners.tell(lambda one, about=about: one.topology_measured(about))  # type: ignore[misc]
-        self.listeners.tell(lambda one: one.call_worked_out(made, own, attempt.report))
-        update = update if is_last else work_out()
-        make = partial(self._update, call.step, attempt, update, self.trained.setting(workers), (audited, note))
-        then = partial(self._updated, made, attempt, workers, is_skipped=update is None)
-        cause = None if update is None else engine.update.watch.cause(made)
+            self.listeners.topology_measured(workers.transport.measured.pop(0))
+        self.listeners.call_worked_out(engine_call, counted_shards, attempt.report)
+        if not is_last:
+            engine.work_out(attempt)
+        make = partial(self._update, call.step, engine, attempt)
+        then = partial(self._updated, attempt, workers)
+        cause = None if attempt.trouble else self.followers.cause(engine_call)
         return Change(make, then) if cause is None else Change(make, then, cause.tree)
 
-    def _call(self, call: StepCall, mine: range, samples: int) -> Call:
+    def _call(self, call: StepCall, mine: range, generation: int) -> Call:
         step = call.step
         return Call(
             step.number,
             step.calls,
             step.batch,
-            [to_device(shard, self.config.device) for shard in step.shards],
+            [to_device(shard, self.config.device) for shard in step.shards_in(generation)],
             call.loss_fn,
             call.optimizers,
             call.clip,
             call.update,
             load=partial(self._load, step, call.source),
             is_last=step.is_last,
-            decided=self.trained.policy_state.digest + samples,  # below 2**49 and 2**32
+            decided=self.trained.policy_state.digest + step.mark,  # below 2**49 and 2**32
             scale=self.trained.loss_scale.value if self.config.job.precision == "fp16" else 1.0,
             computed=partial(self.listeners.step_computed, step, len(mine)),
         )
 
-    def _given(self, call: Call, attempt: Attempt) -> list[int]:
-        """What is to be the same if the call is computed again: digests of settings, limits and the loss."""
-        settings = settings_digest(self.trained.require_prepared().optimizers)
-        return [settings, *(crc32(repr(one).encode()) for one in (call.clip, attempt.report.loss))]
-
     def _load(self, step: Step, source: Source, shard: int) -> Any:
-        """The batch of any shard, whoever computes it."""
+        """Load the batch of any shard, also of another worker's."""
         with generators_kept():
-            (found,) = source.of(step.batch, [shard])
-        return to_device(found, self.config.device)
+            (batch,) = source.of(step.batch, [shard])
+        return to_device(batch, self.config.device)
 
-    def _doubted(self, workers: Workers, note: Note, replaced: Sequence[int] = ()) -> Change[_Found]:
-        """A call has shown that the state is not to be gone on from: what it has computed is not used.
+    def _doubted(self, workers: Workers, back: Back) -> Change[_Result]:
+        """Return the change of a call that has shown the state to be wrong: it uses nothing that was computed."""
 
-        Args:
-            workers: the workers of this generation.
-            note: the change that marks the state as doubted.
-            replaced: the ranks of workers that compute wrongly, and are to leave.
-        """
-
-        def make() -> _Found:
-            note()
-            self.requests.note(regroup=bool(replaced))
+        def make() -> _Result:
+            back.note()
+            self.requests.note(regroup=bool(back.replaced))
             return self.newest_loss(), {}, {}, False
 
         def then() -> None:
-            for rank in replaced:
+            for rank in back.replaced:
                 self.membership.replace(workers.generation.number, rank)
 
         return Change(make, then)
 
-    def _update(
-        self, step: Step, attempt: Attempt, update: Callable[[], None] | None, setting: Setting, notes: Sequence[Note]
-    ) -> _Found:
-        """Make the update of a step, and note what is known of it as long as its weights are."""
-        if update is not None:
-            update()
-            if self.config.job.precision == "fp16":
-                self.trained.loss_scale.updated()
-        elif attempt.overflows:
-            self.trained.loss_scale.overflowed()
-        report, told = attempt.report, attempt.report.told
-        self.requests.note(leave=told.leave, regroup=told.regroup, checkpoint=told.checkpoint)
-        if not step.calls:
+    def _update(self, step: Step, engine: StepEngine, attempt: Attempt) -> _Result:
+        """Make the update of a step, and note what is known as long as its weights are there."""
+        engine.make(attempt)
+        if step.curvature and not step.calls:
             monitors = self.trained.monitors
-            monitors.time(setting, [flags.timings for flags in attempt.flags])
             monitors.critical_step = step.curvature.get("critical_step", monitors.critical_step)
-        figures = {} if update is None else self._figures(step, attempt)
-        for note in notes:
-            note()
-        is_skipped = update is None
-        # What has overflown is the gradient, of a loss that is as good as any.
-        loss = math.nan if is_skipped and not attempt.overflows else report.loss
-        return loss, report.metrics, figures, is_skipped
+        is_skipped = bool(attempt.trouble)
+        # An overflow is in the gradient only: the loss itself is right.
+        loss = math.nan if is_skipped and not attempt.overflows else attempt.report.loss
+        return loss, attempt.report.metrics, attempt.figures, is_skipped
 
     def _follow(self, call: StepCall, cause: Any) -> None:
-        """Others have made an update: make it here, from the gradient that they had."""
+        """Make an update here that others have made, from the gradient that they had."""
         prepared = self.trained.require_prepared()
-        given = UpdateCause.of(cause, prepared.buffers)
+        update_cause = UpdateCause.of(cause, prepared.buffers)
         prepared.clear_gradients()
-        given.set(prepared.reduced_for(call.optimizers), prepared.buffers)
+        update_cause.set(prepared.reduced_for(call.optimizers), prepared.buffers)
+        update = call.update or lone_update(prepared, self.membership.workers.devices)
         scaled = self.trained.policy_state.scaled
-        if call.update is not None:
-            call.update.make(given.loss, call.optimizers, scaled)
-            return
-        update = own_update_of(prepared, self.membership.workers.devices)
-        with scaled(call.optimizers):
+        with update.scaled_by(scaled, call.optimizers):
             update.work_out(call.optimizers)
-            update.apply(call.optimizers)
+            update.make(call.optimizers, update_cause.loss, scaled)
 
-    def _require_whole_weights(self) -> None:
-        """An update that the script makes by itself is one of whole weights.
-
-        Raises:
-            JobError: the model lies in slices.
-        """
-        if self.membership.workers.devices.count > 1:
-            raise JobError(
-                "step.run(update=…): an update of the script's own would see this device's slices alone. Leave it out, "
-                "clip with step.run(clip_norm=…), or use one device per worker"
-            )
-
-    def _updated(self, call: Call, attempt: Attempt, workers: Workers, *, is_skipped: bool) -> None:
-        """The update of a step is made on this worker, and counted."""
+    def _updated(self, attempt: Attempt, workers: Workers) -> None:
+        """Report that the update of a step is made on this worker, and counted."""
         self._seconds = attempt.seconds
-        counted = Counted(
-            workers.generation.number,
-            attempt.seconds,
-            len(workers.split(self.config.job.shards).of(workers.rank)),
-            attempt.report if is_skipped else None,
-            attempt.trouble,
-        )
-        self.listeners.tell(lambda one: one.call_counted(call, counted))
-
-    def _figures(self, step: Step, attempt: Attempt) -> dict[str, Any]:
-        """What is measured of a call, besides its loss."""
-        found: dict[str, Any] = {}
-        adapts, monitors = not self.trained.policy_state.is_empty, self.trained.monitors
-        if attempt.norms is not None:
-            losses = [part.loss for part in attempt.report.shards if part.weight]
-            found |= monitors.see(step.number, attempt.norms, losses)
-            found |= {"norms": asdict(attempt.norms)} if adapts else {}
-        if (attempt.norms is not None or adapts or self.config.settings.special.study) and not step.calls:
-            found |= monitors.times
-        elif not step.calls:
-            found["shard_s"] = [float(f"{each.shard_s:.4g}") for each in monitors.timings]
-        return found
+        shards = len(workers.split(self.config.job.shards).of(workers.rank))
+        skipped = attempt.report if attempt.trouble else None
+        counted = Counted(workers.generation.number, attempt.seconds, shards, skipped, attempt.trouble)
+        self.listeners.call_counted(attempt.call, counted)
 
 
-def _require_same_samples(workers: Workers, call: StepCall, mark: int) -> None:
+def _require_same_samples(workers: Workers, call: StepCall) -> None:
     """Refuse data that give each worker an order of its own. Collective.
 
     Raises:
         DataError: they do.
     """
-    marks, step = workers.gather_json(mark), call.step
-    if odd := [rank for rank, one in enumerate(marks) if one != marks[0]]:
+    marks, step = workers.gather_json(call.step.mark), call.step
+    if differing := [rank for rank, mark in enumerate(marks) if mark != marks[0]]:
         raise DataError(
-            f"step {step.number}, epoch {step.epoch}: rank {odd[0]} has other samples than rank 0. {call.source.unlike}"
+            f"step {step.number}, epoch {step.epoch}: rank {differing[0]} has other samples than rank 0. "
+            f"{call.source.unlike}"
         )
 
 
-_Found = tuple[float, Mapping[str, float], Mapping[str, Any], bool]
-"""What all workers come to: the loss, metrics, figures that were measured, and whether nothing was updated."""
+_Result = tuple[float, Mapping[str, float], Mapping[str, Any], bool]
+"""The result of all workers: the loss, metrics, measured figures, and whether nothing was updated."""

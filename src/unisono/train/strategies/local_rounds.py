@@ -1,4 +1,4 @@
-"""Steps that workers take by themselves, and the moments at which all of them synchronise."""
+"""Steps that workers make by themselves, and the moments at which all of them synchronise."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.state.trained import Trained
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call
-from unisono.train.step.step_update import Attempt
+from unisono.train.step.sum_checks import MemoryChecks
 from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Synchroniser
 
 
 @dataclass(slots=True)
 class RoundProgress:
-    """The work of this worker since the workers last synchronised.
-
-    Attributes:
-        steps: the number of steps begun.
-        sums: the sums over the samples that it computed.
-        begun: the beginning of the round, as :func:`time.perf_counter` returns it.
-    """
+    """The work of this worker since the workers last synchronised. ``begun`` is a time of :func:`time.perf_counter`."""
 
     steps: int = 0
     sums: Sums = field(default_factory=Sums)
@@ -40,22 +35,18 @@ class RoundProgress:
 class LocalRounds:
     """A generation's steps under one strategy whose workers have weights of their own in between.
 
-    A round is what lies between two moments at which all workers hold the same weights. Making it is collective; after
+    A round lies between two moments at which all workers hold the same weights. Making the rounds is collective. After
     a loss in the middle of a round, the workers that are left synchronise first.
 
     Args:
-        config: the configuration of the run.
-        trained: the state of the run, with the strategy to follow.
-        workers: the workers of this generation.
         synchroniser: the part of the strategy that exchanges weights between these workers; closed with the rounds.
         before: this worker's rounds in the generation before, under the same strategy; None for one that was given
             another worker's state.
-        spans: this worker's spans, if they are kept.
 
     Attributes:
         is_open: whether anything was done since the workers last synchronised.
-        goes_on: whether a round of the generation before was broken off; the same on all workers.
-        exchanged: the newest step after which this worker has exchanged what the strategy says, or others without it.
+        is_resumed: whether a round of the generation before was broken off; the same on all workers.
+        exchanged: the newest step after which this worker, or others without it, have exchanged weights.
 
     Raises:
         WorkerLost: from every method, when another worker is gone.
@@ -70,7 +61,7 @@ class LocalRounds:
         before: LocalRounds | None = None,
         spans: Spans | None = None,
     ) -> None:
-        self.is_open = self.goes_on = False
+        self.is_open = self.is_resumed = False
         self.exchanged = -1
         self.progress = RoundProgress()
         self.strategy = trained.policy_state.strategy
@@ -87,11 +78,11 @@ class LocalRounds:
 
     @property
     def shares_work(self) -> bool:
-        """Whether a worker finds out what it computes when it gets there."""
+        """Whether the work is distributed while it is done, so that a worker does not know its part beforehand."""
         return self.synchroniser.parts > 0
 
     def begin(self) -> None:
-        """A step begins, on every worker."""
+        """Begin a step, on every worker."""
         if not self.is_open:
             self.synchroniser.round_begins()
         self.is_open = True
@@ -99,11 +90,11 @@ class LocalRounds:
         self.synchroniser.step_begins()
 
     def parts(self, step: int, batch: Batch) -> Iterator[range]:
-        """The shards of a step that this worker computes, part by part. Empty parts are left out."""
+        """Yield the shards of a step that this worker computes, part by part. Empty parts are left out."""
         parts = self.synchroniser.parts
         if not parts:
-            mine = self._workers.split(batch.shards).of(self._workers.rank)
-            yield from [mine] if batch.part(mine).size else []
+            own_shards = self._workers.split(batch.shards).of(self._workers.rank)
+            yield from [own_shards] if batch.part(own_shards).size else []
             return
         split = Split.even(batch.shards, parts)
         while (number := self.synchroniser.claim(step)) is not None:
@@ -114,10 +105,10 @@ class LocalRounds:
         """Compute a part, and make this worker's update with it.
 
         Returns:
-            what it came to; its ``trouble`` if the loss or gradient is NaN or infinite, and such steps are skipped.
+            the attempt. Its ``trouble`` says so if the loss or gradient is NaN or infinite, and such steps are skipped.
 
         Raises:
-            UnisonoError: whatever :meth:`StepEngine.attempt` and :meth:`StepUpdate.work_out` raise.
+            UnisonoError: :meth:`StepEngine.attempt` or :meth:`StepEngine.work_out` has raised it.
         """
         self._engine = engine = self._engine_for(call.batch.shards)
         self._workers.is_called = True
@@ -125,17 +116,18 @@ class LocalRounds:
             attempt = engine.attempt(call)
         finally:
             self._workers.is_called = False
-        if (make := engine.update.work_out(call, attempt)) is None:
-            return attempt
-        make()
-        self.progress.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
+        assert isinstance(attempt, Attempt), "nobody doubts what one worker computes by itself"
+        engine.work_out(attempt)
+        engine.make(attempt)
+        if not attempt.trouble:
+            self.progress.sums.add(call.batch.size, attempt.report.loss, attempt.report.metrics, attempt.seconds)
         return attempt
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
-        """A step is over, on this worker. May be called again if a worker was lost in it.
+        """End a step on this worker. Called again if a worker was lost during it.
 
-        What others had exchanged when one was lost is not exchanged again: they would wait for the next one in vain.
-        Nor is anything if the loop's body has made all synchronise, and has done nothing since.
+        What others had exchanged before the loss is not exchanged again: this worker would wait for them in vain.
+        Nothing is exchanged either if the loop's body has made all workers synchronise, and has done nothing since.
         """
         if step > self.exchanged:
             if self.is_open:
@@ -145,32 +137,30 @@ class LocalRounds:
                     self._spans.add("synchronise", begun, perf_counter())
             self.exchanged = step
 
-    def end(self, step: int, told: Mapping[str, Any]) -> Callable[[], list[dict[str, Any]]]:
-        """Work out what all come to when they synchronise. Collective; weights stay as they are.
+    def end(self, step: int, report: Mapping[str, Any]) -> Callable[[], list[dict[str, Any]]]:
+        """Work out the weights with which all workers synchronise. Collective; it sets nothing yet.
 
-        Args:
-            step: the number of steps that this worker has committed.
-            told: what this worker has to say: JSON values by name.
+        ``report`` is this worker's: JSON values by name.
 
         Returns:
-            what ends the round here: sets weights, and returns what every worker says, by rank, with its figures.
+            a function that ends the round here. It sets weights, and returns all workers' reports and figures, by rank.
 
         Raises:
             JobError: workers stand at different steps.
         """
         steps = self._workers.gather_json(step)
         if any(other != step for other in steps):
-            listed = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(steps))
+            places = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(steps))
             raise JobError(
-                f"the workers synchronise after different steps ({listed}): with strategy={str(self.strategy)!r} "
+                f"the workers synchronise after different steps ({places}): with strategy={str(self.strategy)!r} "
                 f"each has a loss of its own, so leave loops by something that is the same on all, such as "
                 f"run.evaluate or run.all_reduce"
             )
-        synchronised = self.synchroniser.synchronise(after_loss=False)
-        everybody = self._workers.gather_json({**told, **self._figures()})
+        set_weights = self.synchroniser.synchronise(after_loss=False)
+        everybody = self._workers.gather_json({**report, **self._figures()})
 
         def make() -> list[dict[str, Any]]:
-            synchronised()
+            set_weights()
             self.is_open = False
             self.progress = RoundProgress()
             return everybody
@@ -178,7 +168,7 @@ class LocalRounds:
         return make
 
     def log(self, name: str, value: float | HostRead) -> bool:
-        """Note a metric of the shard that is being computed; False if none is."""
+        """Log a metric of the shard that is being computed; returns False if none is."""
         return self._engine is not None and self._engine.passes.log(name, value)
 
     def close(self) -> None:
@@ -188,8 +178,8 @@ class LocalRounds:
             engine.close()
 
     def _figures(self) -> dict[str, Any]:
-        """Of this worker, in the round. Nobody asks anybody now, so they are complete."""
-        before, traffic = self._sent, self._workers.transport.traffic
+        """This worker's figures of the round. Workers are all synchronising, so the figures are complete."""
+        sent_before, traffic = self._sent, self._workers.transport.traffic
         self._sent = traffic.sent_bytes, traffic.sent_messages
         return {
             "samples": self.progress.sums.samples,
@@ -197,18 +187,18 @@ class LocalRounds:
             "metrics": self.progress.sums.metrics,
             "steps": self.progress.steps,
             "seconds": perf_counter() - self.progress.begun,
-            "sent": [self._sent[0] - before[0], self._sent[1] - before[1]],
+            "sent": [self._sent[0] - sent_before[0], self._sent[1] - sent_before[1]],
             **self.synchroniser.figures(),
         }
 
     def _take_over(self, before: LocalRounds | None) -> None:
-        # Whoever had not begun the round comes along: others may have pushed to it, and asked it for its replica.
-        told = self._workers.gather_json(None if before is None else [before.exchanged, before.is_open])
-        known = [each for each in told if each is not None]
-        self.goes_on = self.is_open = any(is_open for _, is_open in known)
-        if not self.goes_on:
+        # Workers that had not begun the round take part, too: others may have pushed to them, or asked for replicas.
+        reports = self._workers.gather_json(None if before is None else [before.exchanged, before.is_open])
+        known_reports = [report for report in reports if report is not None]
+        self.is_resumed = self.is_open = any(is_open for _, is_open in known_reports)
+        if not self.is_resumed:
             return
-        self.exchanged = max(exchanged for exchanged, _ in known)
+        self.exchanged = max(exchanged for exchanged, _ in known_reports)
         if before is not None:
             self.synchroniser.follow(before.synchroniser)
             self.progress = before.progress
@@ -223,8 +213,8 @@ class LocalRounds:
                 self._trained.require_prepared(),
                 self._config.device,
                 Execution(overlap=False),
-                self.synchroniser,
-                rank=self._workers.rank,
+                [MemoryChecks()],
+                update=self.synchroniser,
                 scaled=self._trained.policy_state.scaled,
                 spans=self._spans,
             )
@@ -234,22 +224,20 @@ class LocalRounds:
 def begin_local_rounds(
     config: RunConfig, trained: Trained, workers: Workers, before: LocalRounds | None, spans: Spans | None = None
 ) -> LocalRounds:
-    """A generation's rounds, with what does as their strategy says. Collective."""
+    """Begin a generation's rounds under the present strategy. Collective."""
     return LocalRounds(config, trained, workers, synchroniser_of(config, trained, workers), before, spans)
 
 
 def synchroniser_of(config: RunConfig, trained: Trained, workers: Workers) -> Synchroniser:
-    """The synchroniser of a strategy. Collective.
+    """Make the synchroniser of the present strategy. Collective.
 
-    Args:
-        config: the configuration of the run.
-        trained: the state of the run, with a strategy whose workers have weights of their own between two rounds.
-        workers: the workers of this generation.
+    Raises:
+        JobError: the strategy has none.
     """
     strategy, timeout_s = trained.policy_state.strategy, config.connection.timeout_s
     if not strategy.part:
         raise JobError(f"strategy={str(strategy)!r} cannot be used here")
-    made: Synchroniser = imported(strategy.part, "strategy")(
+    synchroniser: Synchroniser = imported(strategy.part, "strategy")(
         SyncContext(workers, trained.require_prepared(), timeout_s, config.job.seed), strategy
     )
-    return made
+    return synchroniser

@@ -1,4 +1,4 @@
-"""Training under a strategy whose workers have weights of their own in between."""
+"""Training under strategies whose workers have weights of their own in between."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from unisono.adapt.curvature import Curvature
-from unisono.adapt.curvature_question import CurvatureQuestion
+from unisono.data.generators import generators_kept
 from unisono.data.shards import Source
-from unisono.data.streams import generators_kept
 from unisono.device import HostRead
 from unisono.errors import JobError, WorkerLost
 from unisono.failpoints import failpoint
@@ -21,25 +19,22 @@ from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.state.trained import Trained
-from unisono.train.step.current import Hear, StepCall, StepComputer, Tell, Told
+from unisono.train.step.current import Describe, Measure, Messages, Receive, StepCall, StepComputer
 from unisono.train.step.listeners import Computed, Listeners
 from unisono.train.step.step import Call, Step
 from unisono.train.strategies.local_rounds import LocalRounds, begin_local_rounds
 from unisono.train.strategies.synchroniser import Sums
 
 Begin = Callable[[RunConfig, Trained, Workers, LocalRounds | None], LocalRounds]
-"""Begins rounds in a generation, after those before under the same strategy. Collective."""
+"""Begins rounds in a generation, given the rounds before them under the same strategy. Collective."""
 
 
 class LocalTraining(StepComputer):
-    """A run's rounds, from generation to generation and from strategy to strategy.
+    """Computes a run's rounds, from generation to generation and from strategy to strategy.
 
     Args:
-        config: the configuration of the run.
-        trained: the state of the run, with the strategy to follow.
-        membership: the members of the job.
-        listeners: the run's listeners, told of each part that is computed.
-        begin: a function that begins rounds in a generation, after those before under the same strategy. Collective.
+        begin: a function that begins rounds in a generation, given the rounds before them under the same strategy;
+            collective.
     """
 
     has_own_weights = True
@@ -55,8 +50,8 @@ class LocalTraining(StepComputer):
         self._config, self._trained = config, trained
         self._membership, self._listeners, self._begin = membership, listeners, begin
         self._rounds: LocalRounds | None = None
-        self._before: LocalRounds | None = None  # of the generation or the strategy before
-        self._loss = math.nan  # the newest known: of this worker's own samples, or of all in a round
+        self._before: LocalRounds | None = None  # the rounds of the generation or the strategy before
+        self._loss = math.nan  # the newest: over this worker's samples, or over all workers' in a round
 
     @property
     def is_open(self) -> bool:
@@ -65,14 +60,14 @@ class LocalTraining(StepComputer):
 
     @property
     def shares_work(self) -> bool:
-        """Whether a worker finds out what it computes when it gets there."""
+        """Whether the work is distributed while it is done, so that a worker does not know its part beforehand."""
         return self._rounds is not None and self._rounds.shares_work
 
     def make(self, workers: Workers) -> None:
-        """Begin rounds. Collective.
+        """Begin rounds in a generation. Collective.
 
         Raises:
-            JobError: there is state that no two workers may have apart.
+            JobError: the script has state that has to be combined in every step.
         """
         prepared = self._trained.require_prepared()
         if further := [place.name for place in prepared.buffers if place.chosen is not None]:
@@ -90,23 +85,23 @@ class LocalTraining(StepComputer):
         is_same = before is not None and before.strategy == strategy
         rounds = self._begin(self._config, self._trained, workers, before if is_same else None)
         name, state = self._trained.strategy
-        if name == str(strategy) and not rounds.goes_on:
+        if name == str(strategy) and not rounds.is_resumed:
             rounds.synchroniser.load_state_dict(state)
         self._rounds, self._before = rounds, None
 
     def drop(self) -> None:
-        """The generation is over, or the strategy."""
+        """End the generation, or the strategy."""
         rounds, self._rounds = self._rounds, None
         if rounds is not None:
             rounds.close()
             self._before = rounds
 
     def retire(self) -> None:
-        """Another one computes: a strategy that comes again later goes on with nothing."""
+        """Forget the rounds, as another strategy computes: this one starts anew if it is used again."""
         self._before = None
 
     def forget(self) -> None:
-        """This worker gets another one's state: what it had before does not count."""
+        """Forget the rounds, as this worker gets another worker's state."""
         self._before = None
 
     def compute(self, call: StepCall, collectives: CollectiveCalls) -> Computed:
@@ -114,9 +109,9 @@ class LocalTraining(StepComputer):
 
         Raises:
             JobError: the step was computed already, and its work cannot be distributed again.
-            UnisonoError: whatever the engine raises.
+            UnisonoError: the engine has raised it.
         """
-        own, step = Sums(), call.step
+        sums, step = Sums(), call.step
         if call.update is not None:
             raise JobError(
                 f"step.run(update=…): with strategy={str(self._trained.policy_state.strategy)!r} each worker has "
@@ -124,21 +119,21 @@ class LocalTraining(StepComputer):
             )
         if step.calls and self._rounds is not None and self._rounds.shares_work:
             raise JobError(
-                f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} a step "
-                f"is whoever's comes first, so it has one call. Use all-reduce or local-sgd"
+                f"step.run was called twice in step {step.number}: with strategy={str(self._rounds.strategy)!r} "
+                f"workers take parts of a step as they become free, so it has one call. Use all-reduce or local-sgd"
             )
         self._with_others(collectives, lambda rounds: rounds.begin())
-        self._with_others(collectives, lambda rounds: self._parts(rounds, call, own))
-        if own.skipped and not own.samples:
+        self._with_others(collectives, lambda rounds: self._parts(rounds, call, sums))
+        if sums.skipped and not sums.samples:
             return Computed(math.nan, {}, {}, {}, 0, is_skipped=True)
-        self._loss = own.mean_loss(self._loss)
-        return Computed(self._loss, own.mean_metrics, {}, own.seconds, own.samples)
+        self._loss = sums.mean_loss(self._loss)
+        return Computed(self._loss, sums.mean_metrics, {}, sums.seconds, sums.samples)
 
-    def measure(self, call: StepCall, question: CurvatureQuestion, collectives: CollectiveCalls) -> Curvature:
-        """There is no model of all workers to measure at.
+    def measure(self, call: StepCall, measure: Measure, collectives: CollectiveCalls) -> dict[str, Any]:
+        """Refuse: there are no weights of all workers to measure at.
 
         Raises:
-            JobError: says so.
+            JobError: always.
         """
         raise JobError(
             f"run.curvature: with strategy={str(self._trained.policy_state.strategy)!r} each worker has weights of its "
@@ -146,36 +141,36 @@ class LocalTraining(StepComputer):
         )
 
     def step_ends(self, step: Step, collectives: CollectiveCalls, *, is_due: bool) -> bool:
-        """A step is over on this worker."""
+        """End a step on this worker. Returns whether the round ends."""
         if self._rounds is None:
             return True
         ends = step.is_last_in_epoch or (step.number + 1) % self._rounds.strategy.round_steps == 0 or is_due
         self._with_others(collectives, lambda rounds: rounds.step_ends(step.number, ends_round=ends))
         return ends
 
-    def synchronise(self, step: int, told: Tell, heard: Hear, collectives: CollectiveCalls) -> Told:
-        """End the round: from here on all workers have the same weights."""
+    def synchronise(self, step: int, describe: Describe, receive: Receive, collectives: CollectiveCalls) -> Messages:
+        """End the round: from now on all workers have the same weights."""
 
-        def end(workers: Workers) -> Change[Told]:
+        def end(workers: Workers) -> Change[Messages]:
             assert self._rounds is not None, "the strategy stays as long as a round is open"
-            rounds, ended = self._rounds, self._rounds.end(step, told())
+            rounds, end_round = self._rounds, self._rounds.end(step, describe())
 
-            def make() -> Told:
-                everybody = ended()
-                heard(everybody)
+            def make() -> Messages:
+                everybody = end_round()
+                receive(everybody)
                 self._trained.strategy = str(rounds.strategy), rounds.synchroniser.state_dict()
                 return everybody
 
             failpoint("round worked out")
             return Change(make)
 
-        found = collectives.change(end)
-        if samples := sum(one["samples"] for one in found):
-            self._loss = sum(one["loss"] for one in found) / samples
-        return found
+        reports = collectives.change(end)
+        if samples := sum(report["samples"] for report in reports):
+            self._loss = sum(report["loss"] for report in reports) / samples
+        return reports
 
     def log(self, name: str, value: float | HostRead) -> bool:
-        """Note a metric of the shard that is being computed; False if none is."""
+        """Log a metric of the shard that is being computed; returns False if none is."""
         return self._rounds is not None and self._rounds.log(name, value)
 
     def _parts(self, rounds: LocalRounds, call: StepCall, own: Sums) -> None:
@@ -195,7 +190,7 @@ class LocalTraining(StepComputer):
                 )
             )
             if attempt.trouble:
-                self._listeners.tell(lambda one, why=attempt.trouble: one.part_skipped(step.number, why))  # type: ignore[misc]
+                self._listeners.part_skipped(step.number, attempt.trouble)
                 own.skipped += 1
             else:
                 report = attempt.report
@@ -207,7 +202,7 @@ class LocalTraining(StepComputer):
         return [to_device(shard, self._config.device) for shard in shards]
 
     def _with_others(self, collectives: CollectiveCalls, action: Callable[[LocalRounds], None]) -> None:
-        """Do something in which others may be lost; then it is done again with those who are left."""
+        """Do something during which other workers may be lost. It is then done again with those that are left."""
         while (rounds := self._rounds) is not None:
             try:
                 if self._membership.workers.is_aborted:

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
-from unisono.reduce.averaging import Averaging
+from unisono.reduce.reducer import Averaging
 from unisono.reduce.transport import Solo
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import Update
 from unisono.train.strategies.replica import Replica
 
-# A worker that computes something by itself.
+# A worker that computes by itself.
 
 
 class Alone(Workers):
     """A worker that works without the others of its generation for a while.
 
-    Whoever watches those several sees that it gets on.
+    It reports progress in those workers, too, for a process that watches them.
 
     Args:
-        among: all of these workers.
+        among: all workers of the generation.
         shards: the number of shards that it computes.
     """
 
@@ -36,15 +36,15 @@ class Alone(Workers):
         super().__init__(
             Generation(among.generation.number, 0, Split.even(shards, 1)), Solo(shards), device=among.device
         )
-        self._among = among
+        self._among, self.named_rank = among, among.rank
 
     def tick(self) -> None:
-        """So does the worker that it is among the others."""
+        """Note progress here and among all workers."""
         super().tick()
         self._among.tick()
 
 
-# What computed samples came to, added up.
+# The results of computed samples, added up.
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Sums:
     skipped: int = 0
 
     def add(self, samples: int, loss: float, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """One more part, with its samples' mean loss and metrics."""
+        """Add one more part, with the mean loss and the mean metrics of its samples."""
         self.samples += samples
         self.loss += loss * samples
         for name, value in metrics.items():
@@ -75,12 +75,12 @@ class Sums:
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     def mean_loss(self, otherwise: float) -> float:
-        """Of a sample; where none was computed, something else."""
+        """The mean loss of a sample; ``otherwise`` if no sample was computed."""
         return self.loss / self.samples if self.samples else otherwise
 
     @property
     def mean_metrics(self) -> dict[str, float]:
-        """Of a sample."""
+        """The mean metrics of a sample."""
         return {name: value / self.samples for name, value in self.metrics.items()}
 
 
@@ -89,10 +89,7 @@ class SyncContext:
     """The workers of a synchroniser, what they train, and their limits.
 
     Attributes:
-        workers: the workers of this generation.
-        prepared: models and optimizers.
         timeout_s: the longest wait for another worker, in seconds.
-        seed: the job's seed.
     """
 
     workers: Workers
@@ -102,15 +99,13 @@ class SyncContext:
 
 
 class Synchroniser(Update):
-    """Makes the updates of this worker, and keeps its weights together with the others'.
+    """Makes the updates of this worker, and synchronises its weights with the others'.
 
     It lives as long as the generation and the strategy. Making it is collective.
 
-    Args:
-        context: the workers, what they train, and their limits.
-
     Attributes:
-        parts: the number of parts of a step's work that is not distributed before; 0 if every worker has its own.
+        parts: the number of parts of a step's work that are distributed while it is done; 0 if every worker has its own
+            part from the beginning.
         follows: whether it goes on from what this worker knew before a loss.
 
     Raises:
@@ -126,57 +121,58 @@ class Synchroniser(Update):
         self.replica = Replica(context.prepared, context.workers, self.averaging)
 
     def follow(self, before: Synchroniser) -> None:
-        """Some of the workers were lost: take over what this worker knows from before."""
+        """Take over what this worker knows from before the loss of some workers."""
         self.follows = True
 
     def claim(self, step: int) -> int | None:
-        """The next part of a step's work that is this worker's; None if none is left. May wait for other workers."""
+        """Return this worker's next part of a step's work; None if none is left. May wait for other workers."""
         raise NotImplementedError("every worker has its own part")
 
     def round_begins(self) -> None:
-        """The first step of a round is about to begin: all workers have the same weights."""
+        """Prepare for the first step of a round. All workers have the same weights."""
 
     def step_begins(self) -> None:
-        """A step's first update is about to be computed."""
+        """Prepare for the first update of a step."""
 
     def step_ends(self, step: int, *, ends_round: bool) -> None:
-        """All updates of a step are made; :meth:`synchronise` comes next if the round ends."""
+        """End a step whose updates are all made. :meth:`synchronise` comes next if the round ends."""
 
     @abstractmethod
     def synchronise(self, *, after_loss: bool) -> Callable[[], None]:
-        """Work out the strategy's central model, with buffers and what optimizers keep. Collective; sets nothing of it.
+        """Work out the strategy's central model, with buffers and optimizer states. Collective; sets nothing yet.
 
-        If a worker is lost in it, it is done again with those who are left, of whom some may be through.
+        If a worker is lost during it, it is done again with those that are left. Some of these may have completed it.
 
         Args:
             after_loss: whether workers may be at different steps, and one update or exchange apart.
 
         Returns:
-            what sets it, here.
+            a function that sets the result here.
         """
 
     def resume(self) -> None:
-        """After a loss the central model is set here: go on when it is everywhere. Collective."""
+        """Go on after a loss: wait until the central model, which is set here, is set everywhere. Collective."""
 
     def common(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The mean of what those have who follow: before a loss all had it alike, or one exchange apart. Collective.
+        """Return the mean of the tensors of the workers that follow. Collective.
 
-        Whoever does not follow was given another worker's state in the middle of a round, and knows nothing of it.
+        Before a loss all of them had the same tensors, or were one exchange apart. A worker that does not follow was
+        given another worker's state in the middle of a round, so its tensors do not count.
         """
         counted = sum(self.workers.gather_json(self.follows))
-        mine = tensors if self.follows else [torch.zeros_like(tensor) for tensor in tensors]
-        return [mean.clone() for mean in self.averaging.mean(mine, divisor=float(counted))]
+        own_tensors = tensors if self.follows else [torch.zeros_like(tensor) for tensor in tensors]
+        return [mean.clone() for mean in self.averaging.mean(own_tensors, divisor=float(counted))]
 
     def figures(self) -> Mapping[str, Any]:
-        """What there is to tell of the round; forgets it."""
+        """Return figures of the round, and forget them."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on from round to round, the same on all workers: tensors and numbers by name."""
+        """Return the state that lasts from round to round, the same on all workers: tensors and numbers by name."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Restore the result of :meth:`state_dict`."""
 
     def close(self) -> None:
         """Let go of connections."""

@@ -1,0 +1,96 @@
+"""Tracebacks and warnings for people: they point at the lines of the script, not at Unisono's own."""
+
+from __future__ import annotations
+
+import site
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from traceback import FrameSummary, TracebackException, walk_stack
+from typing import Any
+
+from unisono.errors import UnisonoError, UnisonoWarning, WorkerLost
+
+OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("unisono", "unisono_lab"))
+"""Where Unisono's own code is, in which whoever wrote a script has nothing to look for."""
+
+
+def for_people(error: BaseException) -> str:
+    """The traceback of an error, in which calls of Unisono's are one line each.
+
+    An error in Unisono's own code that it does not raise on purpose is a fault of it: then all lines are there.
+    """
+    described = TracebackException.from_exception(error)
+    _shorten(described, error, set())
+    return "".join(described.format())
+
+
+def _shorten(described: TracebackException, error: BaseException, seen: set[int]) -> None:
+    """Likewise an error and those that led to it, in place."""
+    seen.add(id(error))
+    described.stack[:] = _shortened(described.stack, error)
+    cause, context = error.__cause__, error.__context__
+    if cause is not None and described.__cause__ is not None and id(cause) not in seen:
+        is_same = isinstance(error, UnisonoError) and isinstance(cause, UnisonoError) and str(cause) in str(error)
+        if is_same or (isinstance(error, WorkerLost) and isinstance(cause, OSError)):
+            described.__cause__ = None  # the same, without the rank and the step; or how our own sockets told it
+        else:
+            _shorten(described.__cause__, cause, seen)
+    elif context is not None and described.__context__ is not None and id(context) not in seen:
+        _shorten(described.__context__, context, seen)
+
+
+def _shortened(frames: Sequence[FrameSummary], error: BaseException) -> list[FrameSummary]:
+    is_fault_of_ours = bool(frames) and _is_ours(frames[-1]) and not isinstance(error, UnisonoError | KeyboardInterrupt)
+    if is_fault_of_ours:
+        return list(frames)
+    runs = [(is_ours, list(run)) for is_ours, run in groupby(frames, _is_ours)]
+    return [frame for is_ours, run in runs for frame in (run[:1] if is_ours else run)]
+
+
+def _is_ours(frame: FrameSummary) -> bool:
+    return frame.filename.startswith(OURS)
+
+
+def warn(text: str) -> None:
+    """Warn whoever wrote the script, at the line of it that is under way; a thread of ours is at none."""
+    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    names = [frame.f_code.co_filename for frame in frames]
+    of_script = [level for level, name in enumerate(names) if not _is_under(name, {*OURS, *_PYTHONS, *_LIBRARIES})]
+    # A script may be installed, as torchrun's own is: then the line that calls Unisono is the nearest one.
+    of_others = [
+        level
+        for level, name in enumerate(names)
+        if not _is_under(name, OURS) and (_is_under(name, _LIBRARIES) or not _is_under(name, _PYTHONS))
+    ]
+    if levels := of_script or of_others:
+        warnings.warn(text, UnisonoWarning, stacklevel=levels[0] + 2)
+    else:
+        warn_without_script(text)
+
+
+def warn_without_script(text: str) -> None:
+    """Warn in a process or thread that runs no line of a script; the same text once."""
+    warnings.warn_explicit(text, UnisonoWarning, "unisono", 0, registry=_WARNED)
+
+
+_WARNED: dict[Any, Any] = {}
+"""What Python keeps of the warnings of our own threads, so that it shows each once."""
+
+_LIBRARIES = (
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+)
+"""Where packages are, of the environment, the system and the user."""
+
+_PYTHONS = (sysconfig.get_path("stdlib"), "<frozen ")
+"""What the names of Python's own files begin with."""
+
+
+def _is_under(name: str, folders: Iterable[str]) -> bool:
+    return name.startswith(tuple(folders))

@@ -1,0 +1,223 @@
+"""The iterables that replace loaders in Lightning's loops: steps, or batches that workers have evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from unisono.errors import DataError, ModelError
+from unisono.integrations.kept import evaluate
+from unisono.integrations.kit import Cut, like, refused
+from unisono.integrations.lightning.framework import extract_batch_size
+from unisono.integrations.lightning.logged import LogKind, log_result, recording
+from unisono.integrations.lightning.training import Metrics
+from unisono.train.run import Run
+
+
+@dataclass(eq=False)
+class GlobalBatch:
+    """Stands for a batch in the hooks around a step: each worker has a part of it.
+
+    Attributes:
+        extent: a tensor of shape (samples, 0), by which Lightning finds the number of samples.
+    """
+
+    extent: Tensor
+
+    @classmethod
+    def of(cls, samples: int) -> GlobalBatch:
+        """A batch of so many samples."""
+        return cls(torch.empty(samples, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copies and compares objects
+            raise AttributeError(name)
+        _refuse()
+
+    def __getitem__(self, key: Any) -> Any:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ModelError(refused("lightning.distributed-batch"))
+
+
+def let_pass(module: Any) -> Callable[[], None]:
+    """Have batches that are distributed pass a module's hook for batches before they move to the device.
+
+    The returned function lets go of it again.
+    """
+    usual = module._on_before_batch_transfer
+
+    def pass_on(batch: Any, dataloader_idx: int = 0) -> Any:
+        return batch if isinstance(batch, GlobalBatch) else usual(batch, dataloader_idx=dataloader_idx)
+
+    vars(module)["_on_before_batch_transfer"] = pass_on
+    return lambda: vars(module).pop("_on_before_batch_transfer", None)
+
+
+class TrainingLoader:
+    """Gives a batch for each step of the run's loop, which goes on from epoch to epoch."""
+
+    def __init__(self, loader: Any, next_step: Callable[[], GlobalBatch]) -> None:
+        self.loader = loader
+        self._next = next_step
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> TrainingLoader:
+        return self
+
+    def __next__(self) -> GlobalBatch:
+        return self._next()
+
+
+def require_length(loader: Any) -> None:
+    """Refuse a training loader that does not know the number of its batches.
+
+    Raises:
+        DataError: it is one; says what to do.
+    """
+    try:
+        len(loader)
+    except TypeError:
+        dataset = getattr(loader, "dataset", loader)
+        raise DataError(refused("lightning.no-length", kind=type(dataset).__name__)) from None
+
+
+def limited(loader: Any, batches: int) -> Any:
+    """A loader whose epochs end after so many batches."""
+    if batches >= len(loader):
+        return loader
+    if type(loader.batch_sampler) is not BatchSampler:
+        return like(loader, batch_sampler=Cut(loader.batch_sampler, stop=batches))
+    sampler = Cut(loader.batch_sampler.sampler, stop=batches * loader.batch_size)
+    return like(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
+
+
+class EvaluatedBatch(GlobalBatch):
+    """Stands for a batch that one of the workers has evaluated."""
+
+    row: dict[str, Any]
+
+    @classmethod
+    def made(cls, row: dict[str, Any]) -> EvaluatedBatch:
+        """The batch of which this came."""
+        batch = cls(torch.empty(row["samples"], 0))
+        vars(batch)["row"] = row
+        return batch
+
+
+class EvaluationLoader:
+    """A loader as Lightning's evaluation loops see it."""
+
+    def __init__(self, loader: Any, evaluating: Evaluating) -> None:
+        self._loader, self._evaluating = loader, evaluating
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._evaluating.batches(self, self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class Evaluating:
+    """Shares the batches of an evaluation out among the workers of a run.
+
+    Lightning's loop goes through all of them on every worker, and in the place of its step it hears what came of the
+    batch: what was logged, and what metrics have added up. So results are those of one worker.
+
+    Attributes:
+        is_whole: whether each worker evaluates all batches, since the module keeps of them what cannot be distributed.
+    """
+
+    def __init__(self, run: Run, strategy: Any) -> None:
+        self.is_whole = self.is_under_way = False
+        self._run, self._strategy = run, strategy
+
+    def batches(self, place: EvaluationLoader, loader: Any) -> Iterator[Any]:
+        """The batches of a loader: evaluated ones, or the loader's own where each worker evaluates them all."""
+        rows = self._rows(place, loader) if self._is_shared(loader) else None
+        if rows is None:
+            yield from loader
+            return
+        for row in rows:
+            yield EvaluatedBatch.made(row)
+
+    def receive(self, batch: EvaluatedBatch) -> None:
+        """Add the results of a batch to Lightning's results and the module's metrics."""
+        trainer, module = self._strategy.lightning_module.trainer, self._strategy.lightning_module
+        Metrics(module).add(batch.row["metrics"])
+        for kind, value, samples in batch.row["logs"]:
+            logged = LogKind(**kind)
+            log_result(trainer, logged, module.get_submodule(logged.attribute) if logged.attribute else value, samples)
+
+    def _is_shared(self, loader: Any) -> bool:
+        inside, trainer = self._run.inside, self._strategy.lightning_module.trainer
+        can = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        can = can and trainer._evaluation_loop._is_sequential  # else a batch has parts of several loaders
+        is_ready = not inside.ending.is_closed and inside.trained.prepared is not None
+        return can and is_ready and not self.is_whole and not trainer.sanity_checking
+
+    def _rows(self, place: EvaluationLoader, loader: Any) -> list[dict[str, Any]] | None:
+        loop = self._strategy.lightning_module.trainer._evaluation_loop
+        number = next(index for index, other in enumerate(loop._combined_loader.flattened) if other is place)
+        act = partial(self._row, loop, number)
+        most = loop.max_batches[number]
+        self.is_under_way = True
+        try:
+            rows = evaluate(
+                self._run, lambda evaluation: evaluation.values(act, None if most == inf else int(most)), loader
+            )
+        finally:
+            self.is_under_way = False
+        self.is_whole = not all(row["is_shared"] for row in rows)
+        return None if self.is_whole else rows
+
+    def _row(self, loop: Any, loader: int, number: int, batch: Any) -> dict[str, Any]:
+        """Evaluate a batch, and return its results; the module is as before afterwards."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        hook = "test_step" if module.trainer.testing else "validation_step"
+        batch = strategy.shard_to_device(batch, loader)
+        is_one_of_several = loop._is_sequential and loop.num_dataloaders > 1
+        values = loop._build_kwargs(batch, number, loader if is_one_of_several else None)
+        step = getattr(super(type(strategy), strategy), hook)
+        fx, module._current_fx_name = module._current_fx_name, hook
+        kept, metrics = _Kept(module), Metrics(module)
+        with metrics.of_batch() as made, recording(module.trainer, loop, of_shards=False) as recorded:
+            step(*loop._build_step_args_from_hook_kwargs(values, hook))
+        module._current_fx_name = fx
+        samples = extract_batch_size(batch)
+        logs = [[asdict(call.kind), call.value, call.batch_size or samples] for call in recorded.calls]
+        is_shared = kept.is_unchanged() and made.is_shared
+        return {"samples": samples, "logs": logs, "metrics": made.states, "is_shared": is_shared}
+
+
+class _Kept:
+    """The lists and dicts in a module's attributes: additions of a step to them stay on one worker."""
+
+    def __init__(self, module: Any) -> None:
+        named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        self._before = [(value, type(value)(value)) for value in named.values() if type(value) in (list, dict)]
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing was added; additions are removed again."""
+        changed = [(value, before) for value, before in self._before if len(value) != len(before)]
+        for value, before in changed:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        return not changed

@@ -1,1 +1,0 @@
-"""The facts about a machine, and the problems among them."""

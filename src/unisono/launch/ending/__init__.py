@@ -1,1 +1,0 @@
-"""The ends of workers and jobs, and the messages about them."""

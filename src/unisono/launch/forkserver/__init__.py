@@ -1,1 +1,0 @@
-"""Processes that have loaded torch already, and fork workers."""

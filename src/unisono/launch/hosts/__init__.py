@@ -1,1 +1,0 @@
-"""Other hosts of a job, whose agents one launcher starts over ssh."""

@@ -1,1 +1,0 @@
-"""Jobs for Kubernetes: their manifests."""

@@ -1,1 +1,0 @@
-"""Notices by which a cloud says that it takes a machine away."""

@@ -1,1 +1,0 @@
-"""Which cores of a host its workers run on."""

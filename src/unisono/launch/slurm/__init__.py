@@ -1,1 +1,0 @@
-"""Jobs of Slurm: their script, and how it is submitted."""

@@ -1,1 +1,0 @@
-"""The workers' output in the launcher's terminal: their lines, with each one's name."""

@@ -1,1 +1,0 @@
-"""Comparing the runs of a script on several numbers of workers."""

@@ -1,1 +1,0 @@
-"""Synchronisation strategies: how the weights of several workers become those of one model."""

@@ -1,1 +1,0 @@
-"""Running what a study measures, and reading what came of it."""
