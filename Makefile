@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: test-slurm test-ray test-k8s test-lab bench-fixed-cost bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: test-slurm test-ray test-k8s test-lab bench-fixed-cost bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs again compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -90,6 +90,9 @@ test-slurm test-ray test-k8s test-lab:
 unit-and-procs: $(READY) accelerator slurm ssh prometheus browser
 	@echo "==> layers, unit tests, and tests of whole jobs"
 	@$(BIN)/python -m pytest -m "not alone and not slow" -n $(PROCESSES) --dist loadgroup
+
+again:  ## the tests that failed once more, with nothing beside them
+	@PYTHONPATH=tests $(BIN)/python -m again
 
 # Python compiles what is imported. Processes that import the same at the same time would each compile it. While pip installs
 # what the documentation needs, the package cannot be imported for a moment.
