@@ -56,6 +56,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono("--help") == 0
     text = capsys.readouterr().out
     assert re.findall(r"^\W*(\S+) {2,}[A-Z]", text.partition("Commands")[2], re.MULTILINE) == ALL
+    assert "..." not in text.partition("Commands")[2]  # a line holds the first sentence of each
 
 
 @pytest.mark.parametrize("command", ALL)

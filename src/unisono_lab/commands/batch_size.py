@@ -67,7 +67,7 @@ def batch_size(
     search_options: SearchOptions,
     options: Starting,
 ) -> None:
-    """Find the largest batch per worker that fits into memory, and the batch with the best throughput.
+    """Find the largest and the fastest batch per worker.
 
         unisono batch-size train.py -n 2 --memory-limit 2GiB -- --lr 0.1
 

@@ -108,7 +108,9 @@ def curvature(
     *,
     options: CurvatureOptions,
 ) -> None:
-    """Measure the curvature of a run's loss at a checkpoint: critical sharpness, largest eigenvalue and trace.
+    """Measure the curvature of a run's loss at a checkpoint.
+
+    The result is the critical sharpness, the largest eigenvalue and the trace.
 
     The script runs up to its first step.run, whose loss function and batches are measured, and ends there. It trains
     nothing, and the run folder gets one new file: curvature-step-….json.

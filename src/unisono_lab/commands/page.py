@@ -27,7 +27,7 @@ def page(
     certificate: Trusted = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="The launcher beside which this is the page.")] = None,
 ) -> None:
-    """Show a job in a browser, with its workers, curves and events, until Ctrl-C ends the page.
+    """Show a job in a browser: its workers, curves and events.
 
     The printed link opens once. The person who opens it may press buttons, and finds a link on the page to share with
     people who may only look.

@@ -232,7 +232,10 @@ def replay(
     *,
     options: ReplayOptions,
 ) -> None:
-    """Show the decisions in a run, with their times and reasons; or what a policy would have decided in it."""
+    """Show the decisions in a run, or those of another policy.
+
+    Each has its time and its reason.
+    """
     if options.plot is not None:
         require_drawable(options.plot)
     record = Record.read(run)

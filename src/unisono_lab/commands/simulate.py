@@ -68,7 +68,7 @@ def simulate(
     *,
     options: SimulateOptions,
 ) -> None:
-    """Simulate a job on hosts that come and go: its time, its cost, and its chance to meet the deadline.
+    """Simulate the time and cost of a job on hosts that come and go.
 
         unisono simulate job.toml --from studies/train --deadline 8h
 

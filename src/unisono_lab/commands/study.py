@@ -198,7 +198,7 @@ def study(
     report: ReportOptions,
     options: Starting,
 ) -> None:
-    """Measure a script several times with each of several numbers of workers, and report how it scales.
+    """Measure how a script scales with the number of workers.
 
         unisono study train.py --workers 1,2,4 --steps 50 -- --lr 0.1
 

@@ -182,9 +182,9 @@ def timeline(
     *,
     options: TimelineOptions,
 ) -> None:
-    """Show the activities of each worker over time, in a run that unisono run --timeline has recorded.
+    """Show the activities of each worker of a run over time.
 
-    It writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and explains the time of the median step.
+    The run was recorded by unisono run --timeline. The command writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and explains the time of the median step.
     """
     if options.plot is not None:
         require_drawable(options.plot)
