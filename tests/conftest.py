@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
@@ -25,6 +26,9 @@ hypothesis.settings.register_profile(
     "unisono", deadline=None, print_blob=True, derandomize=os.environ.get("CI") == "true"
 )
 hypothesis.settings.load_profile("unisono")
+
+IS_SLOW = re.compile(r"^pytestmark = (\[\n(    .*\n)*?    )?.*pytest\.mark\.slow", re.MULTILINE)
+"""The line of a file whose tests are all slow."""
 
 reported = pytest.StashKey[set[str]]()
 begun = pytest.StashKey[float]()
@@ -55,6 +59,12 @@ def pytest_runtestloop() -> None:
     """What is there when the first test begins stays: no later collection of garbage looks at it again."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests are all slow, where slow tests are: each process would load what they import."""
+    is_left_out = "not slow" in config.option.markexpr and collection_path.match("test_*.py")
+    return True if is_left_out and IS_SLOW.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,7 +53,7 @@ from benchmarks.workloads import WORKLOADS
 from unisono.launch.tuning import tune
 from unisono.plan.topology import distinct
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 CALM = Noise(calibrations=(10.0, 10.1, 10.0), load=0.1, foreign=0.01, stolen=0.0)
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kubeflow_trainer_api import models
 
 from pods_played import expanded
 from said import options
@@ -59,7 +59,12 @@ FULL = replace(
 )
 
 
-MODELS = (models.JobsetV1alpha2JobSet, models.TrainerV1alpha1TrainingRuntime, models.TrainerV1alpha1TrainJob)
+@cache
+def models() -> tuple[Any, Any, Any]:
+    """Kubeflow's classes of a JobSet, a runtime and a job."""
+    from kubeflow_trainer_api import models  # takes seconds to load
+
+    return models.JobsetV1alpha2JobSet, models.TrainerV1alpha1TrainingRuntime, models.TrainerV1alpha1TrainJob
 
 
 def unisono(*args: str) -> int:
@@ -110,7 +115,7 @@ def test_a_namespace_may_begin_with_a_digit() -> None:
 
 @pytest.mark.parametrize("job", [JOB, FULL])
 def test_the_published_models_know_all_that_is_written(job: ClusterJob) -> None:
-    for model, manifest in zip(MODELS, (job_set(job), *for_kubeflow(job)), strict=True):
+    for model, manifest in zip(models(), (job_set(job), *for_kubeflow(job)), strict=True):
         text = yaml.safe_load(text_of([manifest], "unisono k8s"))
         assert model.from_dict(text).to_dict() == text, "a field that the API does not know, or of another type"
 
@@ -137,7 +142,7 @@ def test_the_commands_of_the_page_write_what_the_models_know(tmp_path: Path, mon
         *yaml.safe_load_all((tmp_path / "job.yaml").read_text() + "---\n" + (tmp_path / "train.yaml").read_text())
     ]
     assert [manifest["kind"] for manifest in written] == ["JobSet", "TrainingRuntime", "TrainJob"]
-    for model, manifest in zip(MODELS, written, strict=True):
+    for model, manifest in zip(models(), written, strict=True):
         assert model.from_dict(manifest).to_dict() == manifest
 
 

@@ -10,7 +10,6 @@ import pytest
 from unisono.checkpoint.folder import RunFolder
 from unisono.launch.elastic.address import HostOrder
 from unisono.launch.elastic.elastic_settings import AgentEnd, ElasticSettings, Range
-from unisono.launch.ray_actors import after_the_coordinator
 from unisono.launch.ray_request import RayRequest
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal import Terminal
@@ -18,6 +17,13 @@ from unisono.launch.terminal import Terminal
 pytestmark = pytest.mark.unit
 
 LOST = None
+
+
+def after_the_coordinator(*words: Any) -> Any:
+    """What a job on Ray ends with."""
+    from unisono.launch import ray_actors  # loads Ray, which takes seconds
+
+    return ray_actors.after_the_coordinator(*words)
 
 
 @pytest.fixture

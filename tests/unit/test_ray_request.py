@@ -10,7 +10,6 @@ from said import options
 from unisono.errors import JobError
 from unisono.launch import ray as driver
 from unisono.launch.elastic.elastic_settings import ElasticSettings, Range
-from unisono.launch.ray_actors import shared_folder
 from unisono.launch.ray_request import RayRequest, read_resources
 from unisono.launch.settings import LaunchSettings, Script
 
@@ -72,6 +71,8 @@ def test_the_coordinator_has_no_worker_and_the_agents_get_what_all_workers_have_
 
 
 def test_an_agent_uses_the_jobs_folder_only_if_the_token_of_this_start_lies_there(tmp_path: Path) -> None:
+    from unisono.launch.ray_actors import shared_folder  # loads Ray, which takes seconds
+
     assert shared_folder(str(tmp_path), "a" * 43) is None
     (tmp_path / "token").write_text("b" * 43)
     assert shared_folder(str(tmp_path), "a" * 43) is None

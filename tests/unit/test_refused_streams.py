@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import webdataset
-from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
 from unisono.data.feed import Options
@@ -24,6 +22,8 @@ def feed(data: Any) -> Any:
 
 
 def hugging_face() -> Any:
+    import datasets  # takes a second to load
+
     return datasets.Dataset.from_dict({"number": list(range(24))}).to_iterable_dataset(num_shards=4)
 
 
@@ -95,6 +95,8 @@ def test_streams_of_hugging_face_that_map_over_batches_give_samples() -> None:
 
 
 def test_a_share_of_a_stream_for_each_process_is_refused_as_a_distributed_sampler_is() -> None:
+    from datasets.distributed import split_dataset_by_node
+
     share = split_dataset_by_node(hugging_face(), 1, 2)
     for one in (share, share.shuffle(seed=0), share.map(lambda row: row), DataLoader(share, batch_size=4)):
         with pytest.raises(DataError, match="split_dataset_by_node gives this process share 1 of 2"):

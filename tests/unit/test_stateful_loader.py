@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import IterableDataset as Streamed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -90,7 +89,9 @@ def rows(parts: list[int]) -> Iterator[dict[str, int]]:
         yield from ({"number": 10 * part + number} for number in range(10))
 
 
-def streamed() -> Streamed:
+def streamed() -> Any:
+    from datasets import IterableDataset as Streamed  # takes a second to load
+
     return Streamed.from_generator(rows, gen_kwargs={"parts": list(range(4))})
 
 

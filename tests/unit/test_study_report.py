@@ -16,7 +16,6 @@ from unisono.errors import JobError
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
 from unisono_lab.report.drawing import Drawing, drawn, inline
-from unisono_lab.report.pdf import pdf
 from unisono_lab.report.report import page, require_reports, write_report
 from unisono_lab.report.verdict import advice, correctness, explanations, threats, verdict
 from unisono_lab.study.analysis import Analysis, Prices, ReportSettings, analyzed
@@ -77,6 +76,8 @@ def plain(words: Sequence[str]) -> str:
 
 def in_memory(found: Analysis) -> tuple[Document, str, bytes]:
     """A report as a value, as a page and as a PDF."""
+    from unisono_lab.report.pdf import pdf  # takes a second to load
+
     pictures = charts(found)
     value = document(found, pictures)
     drawings = {chart.name: drawn(chart) for chart in pictures}

@@ -374,7 +374,8 @@ def chaos(
 ) -> None:
     """Train with random faults, and compare the weights.
 
-    The weights and samples are compared with those of a run without faults. The exit code is 0 if weights and samples are the same, and 1 if not.
+    The weights and samples are compared with those of a run without faults. The exit code is 0 if they are the same,
+    and 1 if not.
     """
     _ = options.range
     target = Script(script, tuple(args or ()), is_module=options.module)

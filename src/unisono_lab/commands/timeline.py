@@ -184,7 +184,8 @@ def timeline(
 ) -> None:
     """Show the activities of each worker of a run over time.
 
-    The run was recorded by unisono run --timeline. The command writes a Chrome trace, for ui.perfetto.dev or chrome://tracing, and explains the time of the median step.
+    The run was recorded by unisono run --timeline. The command writes a Chrome trace, for ui.perfetto.dev or
+    chrome://tracing, and explains the time of the median step.
     """
     if options.plot is not None:
         require_drawable(options.plot)
