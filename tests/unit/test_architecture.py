@@ -73,6 +73,14 @@ def test_every_file_and_function_that_the_page_names_is_there(page: str) -> None
     assert missing(page) == []
 
 
+def test_every_room_says_where_to_begin_and_what_it_may_import() -> None:
+    rooms = [path for path in (ROOT / "src").rglob("__init__.py") if "It may import" in path.read_text()]
+    assert len(rooms) >= 25
+    for room in rooms:
+        for name in re.findall(r"\b[\w/]+\.(?:py|toml)\b", room.read_text()):
+            assert (room.parent / name).is_file(), f"{room} names {name}"
+
+
 def test_the_files_of_the_changes_that_are_walked_through_are_there() -> None:
     walked = section((ROOT / "CONTRIBUTING.md").read_text(), "Five changes, step by step")
 
