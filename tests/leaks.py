@@ -55,6 +55,7 @@ ALLOWED_VARIABLES = {
     "PYTEST_CURRENT_TEST": "pytest rewrites it in every phase",
     "KMP_INIT_AT_FORK": "set by importing scikit-learn, for OpenMP",
     "KMP_DUPLICATE_LIB_OK": "set by importing scikit-learn, for OpenMP",
+    "RAY_CLIENT_MODE": "set by importing Ray",
     "TORCHINDUCTOR_CACHE_DIR": "set by torch when it imports its compiler",
 }
 

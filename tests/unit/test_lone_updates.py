@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import UnisonoWarning
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import may_change_gradients
-from unisono.train.record.notices import LoneUpdates
+from unisono.train.record.notices import ALL_STEPS, AllSteps, LoneUpdates
 
 pytestmark = pytest.mark.unit
 
@@ -99,16 +98,35 @@ def test_an_update_without_gradients_is_none(watch: Watch) -> None:
 
 
 def test_nothing_is_watched_once_a_loops_first_step_has_ended(watch: Watch) -> None:
-    before = len(hooks)
+    before = ALL_STEPS.number
     watched, (model, optimizer) = watch(), model_and_optimizer()
     watched.prepared(Prepared.of(model, [optimizer]), 0)
-    assert len(hooks) == before + 1
+    assert ALL_STEPS.number == before + 1
     begin_a_loop(watched)
     nothing: Any = None
     watched.step_ends(nothing, 1)
-    assert len(hooks) == before
+    assert ALL_STEPS.number == before
     update(model, optimizer)
     watched.close()
+
+
+def test_watches_come_and_go_while_another_thread_updates() -> None:
+    steps = AllSteps()
+    model, optimizer = model_and_optimizer()
+    reports: list[Any] = []
+
+    def come_and_go(_: object) -> None:
+        late: Any = lambda _: None  # noqa: E731
+        steps.add(late)
+        steps.remove(late)
+
+    steps.add(come_and_go)
+    steps.add(reports.append)
+    update(model, optimizer)
+    assert reports == [optimizer]
+    steps.remove(come_and_go)
+    steps.remove(reports.append)
+    assert steps.number == 0
 
 
 def test_whoever_watches_changes_no_gradient(watch: Watch) -> None:
@@ -138,7 +156,7 @@ def test_an_update_by_hand_behind_that_of_step_run_is_told_at_the_scripts_line(
             step.run(loss_of, update=optimizer.step if step.number % 2 else None)
             if is_by_hand:
                 optimizer.step()
-        assert not hooks
+        assert ALL_STEPS.number == 0
     told = [(each.filename, str(each.message)) for each in seen if "SGD.step() is called" in str(each.message)]
     assert [name for name, _ in told] == [__file__] * is_by_hand
     assert all("step.run has made the optimizer's update already: leave it out" in words for _, words in told)

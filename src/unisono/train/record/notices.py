@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from traceback import walk_stack
 from typing import Any
 
@@ -168,6 +169,43 @@ def _nothing_trained(steps: int, last: int | None) -> str:
     )
 
 
+class AllSteps:
+    """Reports the steps of all optimizers of this process.
+
+    Its hook stays where it was registered: torch goes through its hooks whenever a thread updates, and fails if another
+    thread adds or removes one meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._reports: tuple[Callable[[Optimizer], None], ...] = ()  # another one after each change
+        self._is_hooked = False
+        self._lock = threading.Lock()
+
+    def add(self, report: Callable[[Optimizer], None]) -> None:
+        """Call a function before each step from now on."""
+        with self._lock:
+            if not self._is_hooked:
+                register_optimizer_step_pre_hook(UpdateWatch(self._report))
+                self._is_hooked = True
+            self._reports += (report,)
+
+    def remove(self, report: Callable[[Optimizer], None]) -> None:
+        """Call a function no more."""
+        with self._lock:
+            self._reports = tuple(each for each in self._reports if each != report)
+
+    @property
+    def number(self) -> int:
+        """The number of functions that are called."""
+        return len(self._reports)
+
+    def _report(self, optimizer: Optimizer) -> None:
+        for report in self._reports:
+            report(optimizer)
+
+
+ALL_STEPS = AllSteps()
+
 UPDATING = ("unisono.train.step.", "unisono.train.strategies.")
 """How names of modules begin that make the updates of ``step.run``."""
 
@@ -181,7 +219,7 @@ class LoneUpdates(Listener):
         self._stepped: str | None = None  # before anything was prepared
         self._has_warned = self._in_loop = False
         self._updated: set[int] = set()  # by step.run
-        self._hook = register_optimizer_step_pre_hook(UpdateWatch(self._steps))
+        ALL_STEPS.add(self._steps)
 
     def prepared(self, prepared: Prepared, step: int) -> None:
         """Note the run's optimizers; an optimizer that stepped before has trained beforehand in the script."""
@@ -194,12 +232,12 @@ class LoneUpdates(Listener):
     def step_ends(self, step: Step, after: int) -> None:
         """Stop watching."""
         if self._in_loop:
-            self._hook.remove()
+            ALL_STEPS.remove(self._steps)
             self._in_loop = False
 
     def close(self) -> None:
         """Stop watching, and warn if the script has trained without the run."""
-        self._hook.remove()
+        ALL_STEPS.remove(self._steps)
         if self._prepared is None and self._stepped is not None:
             self._warn(f"this run ends without run.prepare, and {self._stepped}.step() was called by the script itself")
 
