@@ -231,6 +231,7 @@ def job(folder: Path, variables: dict[str, str], *options: str, **settings: Any)
     return Training(folder, *options, **{"PACE_S": "0", "EPOCHS": "4", **variables, **settings})
 
 
+@pytest.mark.slow
 def test_whoever_is_killed_in_a_step_or_joins_changes_no_bit(
     elastic: dict[str, str], undisturbed: str, log: Path, tmp_path: Path
 ) -> None:

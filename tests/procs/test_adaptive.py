@@ -82,6 +82,7 @@ def test_a_policy_that_decides_differently_on_two_workers_is_caught_and_named(tm
     assert "rank 1: by-rank: set_batch_size(64)" in said
 
 
+@pytest.mark.slow
 def test_policies_come_from_the_command_line(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(LOCAL.replace("policies=[ByRank()]", ""))

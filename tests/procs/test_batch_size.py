@@ -107,6 +107,7 @@ def test_where_the_data_end_the_search_does(tmp_path: Path) -> None:
     assert "the data set has no more samples for a step" in ended.out
 
 
+@pytest.mark.slow
 def test_a_limit_under_which_nothing_fits_is_said(tmp_path: Path) -> None:
     ended = search(tmp_path, "--from", 4, "--memory-limit", "20MiB", "--", "--shards", 1)
     assert "no batch fits, not even" in ended.out, ended.err

@@ -218,6 +218,7 @@ def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_r
     assert {0, 1, 2, 7, 8, 9} <= {line["step"] for line in lines}
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(
     tmp_path: Path, undisturbed: tuple[Path, str]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.slow]  # what the tests themselves are made of
 
 CONFTEST = """
 from scheduling import Together

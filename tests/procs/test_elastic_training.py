@@ -48,6 +48,7 @@ def test_growing_and_shrinking_changes_no_bit(long: Trained, started: list[Train
     assert training.steps == long.steps
 
 
+@pytest.mark.slow
 def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

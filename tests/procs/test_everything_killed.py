@@ -36,6 +36,7 @@ def test_a_job_whose_machine_went_down_goes_on_from_its_newest_checkpoint(
     assert started[1].said[-1] == serial.said[-1]
 
 
+@pytest.mark.slow
 def test_everything_killed_before_the_first_checkpoint_begins_anew(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ exec "$@"
 """A docker whose containers are this host."""
 
 
+@pytest.mark.slow  # tests/procs/test_ssh.py has an engine
 def test_the_pages_engine_trains_in_two_containers(site: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "docker").write_text(DOCKER)

@@ -61,6 +61,7 @@ def long(serial_runs: SerialRuns) -> str:
     return serial_runs(SCRIPT, **LONG).end()
 
 
+@pytest.mark.slow
 def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(long: str, tmp_path: Path) -> None:
     faults = (
         Faults()

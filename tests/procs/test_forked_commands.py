@@ -17,6 +17,7 @@ from forks.request import cold_command
 
 pytestmark = [
     pytest.mark.procs,
+    pytest.mark.slow,  # what the tests themselves are made of
     pytest.mark.usefixtures("warm"),
     pytest.mark.skipif(sys.platform != "linux", reason="commands are forked on Linux only"),
 ]

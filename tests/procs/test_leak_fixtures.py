@@ -13,7 +13,7 @@ import pytest
 
 import leaks
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.slow]  # what the tests themselves are made of
 pytest_plugins = ["pytester"]
 
 TESTS = Path(leaks.__file__).parent

@@ -10,7 +10,12 @@ import pytest
 import outcomes
 from serial_runs import SerialRuns
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm", "serial_launches")]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.slow,  # tests/unit/test_stream_jobs.py has them on threads
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("warm", "serial_launches"),
+]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 JOBS: dict[str, tuple[str, dict[str, str]]] = {
@@ -21,9 +26,7 @@ JOBS: dict[str, tuple[str, dict[str, str]]] = {
 KILL = "[[fault]]\nkind = 'kill'\nrank = 1\nat_step = 4\n"
 
 
-@pytest.mark.parametrize(
-    "job", ["a stream", *(pytest.param(job, marks=pytest.mark.slow) for job in JOBS if job != "a stream")]
-)
+@pytest.mark.parametrize("job", JOBS)
 def test_weights_are_those_of_the_serial_run(job: str, serial_runs: SerialRuns, tmp_path: Path) -> None:
     script, settings = JOBS[job]
     serial = serial_runs(SCRIPTS / script, **settings)

@@ -79,6 +79,7 @@ def test_a_metadata_service_that_answers_nothing_sensible_stops_nobody_and_is_to
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["azure"], indirect=True)
 def test_a_host_that_is_taken_away_leaves_and_the_others_go_on(
     service: Metadata, serial: Trained, started: list[Training], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def test_a_worker_that_is_killed_is_shown_as_lost_within_a_second(job: Training,
     job.end()
 
 
+@pytest.mark.slow
 def test_what_is_pressed_is_done_and_who_comes_late_or_may_only_look_sees_it_all(job: Training, look: Look) -> None:
     viewer = look(link_of(job))
     viewer.until("() => document.querySelectorAll('.worker .cell').length === 8")

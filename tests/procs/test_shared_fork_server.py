@@ -25,6 +25,7 @@ from unisono.launch.worker_start import FORK_SERVER, WarmStart
 
 pytestmark = [
     pytest.mark.procs,
+    pytest.mark.slow,  # what the tests themselves are made of
     pytest.mark.usefixtures("warm"),
     pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only"),
 ]

@@ -136,7 +136,7 @@ def failed(how: str, devices: int, folder: Path) -> str:
         pytest.param("few", 3, "this worker has 1 shards, and its 3 devices cannot compute them", marks=slow),
         pytest.param("cuts", 3, "has 3 devices, and the model has 2 stages", marks=slow),
         pytest.param("breaks", 2, "unisono: in stages 0 to 1 (up to 'third'), shard 0", marks=slow),
-        ("killed", 2, "rank 1 on host"),
+        pytest.param("killed", 2, "rank 1 on host", marks=slow),
     ],
 )
 def test_a_job_in_stages_that_cannot_go_on_ends_and_says_where_and_why(

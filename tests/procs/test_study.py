@@ -15,7 +15,11 @@ import pytest
 from forks.commands import start
 from unisono.host.machine import usable_cores
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.slow,  # tests/unit has studies and their figures without processes
+    pytest.mark.timeout(240),
+]
 
 SCRIPT = Path(__file__).parent / "scripts" / "scaled.py"
 PATIENCE_S = 200.0

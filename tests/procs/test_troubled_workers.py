@@ -83,6 +83,7 @@ def test_a_slow_worker_gets_fewer_shards(train: Train, serial: str) -> None:
     assert second["lost"] == []
 
 
+@pytest.mark.slow
 def test_workers_that_stay_the_same_cannot_be_resized_and_say_what_to_do(train: Train) -> None:
     ended = train("-n", "1", trouble=[{"what": "resize", "rank": 0, "step": 2, "to": 3}])
     assert ended.code == 2
