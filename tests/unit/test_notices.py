@@ -88,7 +88,7 @@ def test_a_notice_is_heard_once_and_nothing_before_it(service: Metadata, how: st
     ear = listened(service, test, "auto" if how == "auto" else None)
     (notice,) = ear.heard
     assert notice.takes_away
-    assert "takes this machine away" in notice.words
+    assert "takes this machine away" in notice.text
     assert ear.said == ([f"notices of {service.cloud} are listened for"] if how == "auto" else [])
 
 
@@ -241,7 +241,7 @@ def test_a_service_that_never_answers_or_never_to_the_end_is_not_waited_for(drip
         async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(TimeoutError):
-                await ask(Endpoint("127.0.0.1", port), Query("/", answers_s=0.05))
+                await ask(Endpoint("127.0.0.1", port), Query("/", timeout_s=0.05))
             hold.set()
             await is_closed.wait()
 

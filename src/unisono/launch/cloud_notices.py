@@ -22,13 +22,13 @@ from unisono.errors import Unreadable
 from unisono.launch.settings import AUTO, Endpoint, NoticeSource
 from unisono.received import parse_object, short, value_of
 
-# A request to a metadata service, over HTTP; to be cancelled at any moment.
+# Requests to a metadata service over HTTP, which may be cancelled at any moment.
 
 LARGEST = 2**18
-"""Bytes of an answer: events of all machines of a group."""
+"""The most bytes of a reply: Azure lists the events of all machines of a group."""
 
-ANSWERS_S = 2.0
-"""The service is on this machine's own link: whoever does not answer by then is not there."""
+TIMEOUT_S = 2.0
+"""The service is on this machine's own link: one that does not answer within this time does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class Query:
     """A request.
 
     Attributes:
-        headers: the headers by which the service knows that nobody was tricked into the request.
-        answers_s: the seconds until the whole answer has to be here.
+        headers: the headers that the service requires, since a forged request (SSRF) would lack them.
+        timeout_s: the seconds until the whole reply must have arrived.
     """
 
     target: str
     headers: Mapping[str, str] = field(default_factory=dict)
     method: str = "GET"
     body: bytes = b""
-    answers_s: float = ANSWERS_S
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer; the names of its headers are in lower case."""
+    """A reply; the names of its headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -57,51 +57,50 @@ class Reply:
 
 
 async def ask(endpoint: Endpoint, query: Query) -> Reply:
-    """Send a request on a connection of its own, and wait for the answer.
+    """Send a request on a connection of its own, and wait for the reply.
 
-    No proxy is asked, and no other address is gone to, whatever the answer says.
+    The request uses no proxy, and follows no redirection.
 
     Raises:
-        OSError: nobody answers, or not in time.
-        Unreadable: the answer is no HTTP, or too large.
+        OSError: no reply has come in time.
+        Unreadable: the reply is no HTTP, or too large.
     """
-    async with asyncio.timeout(query.answers_s):
+    async with asyncio.timeout(query.timeout_s):
         reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
         try:
-            return await _converse(endpoint, query, reader, writer)
+            return await _exchange(endpoint, query, reader, writer)
         except h11.ProtocolError as error:
-            raise Unreadable(f"the answer is no HTTP: {error}") from error
+            raise Unreadable(f"the reply is no HTTP: {error}") from error
         finally:
             writer.close()
 
 
-async def _converse(
+async def _exchange(
     endpoint: Endpoint, query: Query, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> Reply:
-    line = h11.Connection(h11.CLIENT)
+    connection = h11.Connection(h11.CLIENT)
     fixed = {
         "Host": f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host,
         "Connection": "close",
         "Content-Length": str(len(query.body)),
     }
-    headers = list({**fixed, **query.headers}.items())
-    asked = (h11.Request(method=query.method, target=query.target, headers=headers), h11.Data(data=query.body))
-    for part in (*asked, h11.EndOfMessage()):
-        writer.write(line.send(part) or b"")
-    status, named, body = 0, dict[str, str](), bytearray()
-    while not isinstance(event := line.next_event(), h11.EndOfMessage):
+    request = h11.Request(method=query.method, target=query.target, headers=list({**fixed, **query.headers}.items()))
+    for part in (request, h11.Data(data=query.body), h11.EndOfMessage()):
+        writer.write(connection.send(part) or b"")
+    status, headers, body = 0, dict[str, str](), bytearray()
+    while not isinstance(event := connection.next_event(), h11.EndOfMessage):
         if event is h11.NEED_DATA:
-            line.receive_data(await reader.read(2**14))
+            connection.receive_data(await reader.read(2**14))
         elif isinstance(event, h11.Response):
             status = event.status_code
-            named = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+            headers = {name.decode(): value.decode("latin-1") for name, value in event.headers}
         elif isinstance(event, h11.Data):
             body += event.data
             if len(body) > LARGEST:
-                raise Unreadable(f"the answer has more than {LARGEST} bytes")
+                raise Unreadable(f"the reply has more than {LARGEST} bytes")
         elif isinstance(event, h11.ConnectionClosed):
-            raise ConnectionResetError("the connection was closed before the answer")
-    return Reply(status, named, bytes(body))
+            raise ConnectionResetError("the connection was closed before the reply")
+    return Reply(status, headers, bytes(body))
 
 
 Ask = Callable[[Query], Awaitable[Reply]]
@@ -110,14 +109,15 @@ Ask = Callable[[Query], Awaitable[Reply]]
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that a cloud says about this machine.
+    """A cloud's announcement about this machine.
 
     Attributes:
-        takes_away: whether the machine is about to be taken away; else it is only told.
-        event: the id by which the service is told that the machine may be taken now; empty if there is none.
+        text: the announcement, for people.
+        takes_away: whether the machine is about to be taken away; otherwise the notice is only shown.
+        event: the id to approve the event with, so that the cloud may take the machine at once; empty if there is none.
     """
 
-    words: str
+    text: str
     takes_away: bool = True
     event: str = ""
 
@@ -132,16 +132,16 @@ class Cloud:
         """Whether this machine is one of this cloud."""
         raise NotImplementedError
 
-    async def look(self, ask: Ask) -> list[Notice]:
-        """What the service says now."""
+    async def read_notices(self, ask: Ask) -> list[Notice]:
+        """The notices that the service gives now."""
         raise NotImplementedError
 
-    async def left(self, ask: Ask, notice: Notice) -> None:
-        """Nothing of the job runs here any more. Most clouds do not want to know."""
+    async def approve(self, ask: Ask, notice: Notice) -> None:
+        """Tell the service that nothing of the job runs here any more. Most clouds have no request for it."""
 
 
 class Aws(Cloud):
-    """EC2. The token of IMDSv2 is renewed when the service wants another one."""
+    """EC2. The token of IMDSv2 is renewed when the service refuses it."""
 
     name = "aws"
     pause_s = 5.0
@@ -151,59 +151,58 @@ class Aws(Cloud):
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether the service hands out a token."""
-        wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._VALID_S)}
-        reply = await ask(Query("/latest/api/token", wanted, method="PUT"))
+        lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._VALID_S)}
+        reply = await ask(Query("/latest/api/token", lifetime, method="PUT"))
         is_token = reply.status == 200 and re.fullmatch(rb"[\x21-\x7e]{8,1024}", reply.body.strip())
         self._token = reply.body.decode().strip() if is_token else ""
         return bool(self._token)
 
-    async def look(self, ask: Ask) -> list[Notice]:
+    async def read_notices(self, ask: Ask) -> list[Notice]:
         """An interruption, and a recommendation to leave."""
         if not self._token and not await self.is_here(ask):
             raise Unreadable("it hands out no token")
         notices = []
         if (action := await self._data(ask, "spot/instance-action")) is not None:
-            form = {"action": str, "time": str}
-            what = chosen(form, action, "the instance action")
-            if what["action"] not in ("terminate", "stop", "hibernate"):
-                raise Unreadable(f"the instance action is {short(what['action'])}")
-            notices.append(Notice(f"AWS takes this machine away ({what['action']}) at {short(what['time'])}"))
+            members = members_of(action, {"action": str, "time": str}, "the instance action")
+            if members["action"] not in ("terminate", "stop", "hibernate"):
+                raise Unreadable(f"the instance action is {short(members['action'])}")
+            notices.append(Notice(f"AWS takes this machine away ({members['action']}) at {short(members['time'])}"))
         if (advice := await self._data(ask, "events/recommendations/rebalance")) is not None:
-            when = chosen({"noticeTime": str}, advice, "the recommendation")["noticeTime"]
+            when = members_of(advice, {"noticeTime": str}, "the recommendation")["noticeTime"]
             notices.append(
                 Notice(f"AWS may soon take this machine away (recommended at {short(when)})", takes_away=False)
             )
         return notices
 
-    async def _data(self, ask: Ask, what: str) -> dict[str, Any] | None:
-        reply = await ask(Query(self._DATA + what, {"X-aws-ec2-metadata-token": self._token}))
+    async def _data(self, ask: Ask, path: str) -> dict[str, Any] | None:
+        reply = await ask(Query(self._DATA + path, {"X-aws-ec2-metadata-token": self._token}))
         if reply.status == 404:
             return None
         if reply.status == 401:
             self._token = ""
-        return parse_object(contents(reply, what))
+        return parse_object(contents(reply, path))
 
 
 class Gcp(Cloud):
-    """Compute Engine. The service answers as soon as the machine is preempted, or after a while."""
+    """Compute Engine. The service answers as soon as the machine is preempted, or after ``_WAITS_S``."""
 
     name = "gcp"
     pause_s = 0.2
     _WAITS_S = 10
     _INSTANCE = "/computeMetadata/v1/instance/"
-    _ASKED = {"Metadata-Flavor": "Google"}  # noqa: RUF012 (nobody changes it)
-    _seen = ""
+    _HEADERS = {"Metadata-Flavor": "Google"}  # noqa: RUF012 (nobody changes it)
+    _etag = ""
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether the service calls itself Google's."""
-        reply = await ask(Query(f"{self._INSTANCE}preempted", self._ASKED))
+        reply = await ask(Query(f"{self._INSTANCE}preempted", self._HEADERS))
         return self._is_googles(reply)
 
-    async def look(self, ask: Ask) -> list[Notice]:
+    async def read_notices(self, ask: Ask) -> list[Notice]:
         """A preemption, which it waits for, and maintenance."""
         kind = await self._value(ask, "maintenance-event")
-        waits = f"preempted?wait_for_change=true&timeout_sec={self._WAITS_S}&last_etag={self._seen or 0}"
-        preempted = await self._value(ask, waits)
+        path = f"preempted?wait_for_change=true&timeout_sec={self._WAITS_S}&last_etag={self._etag or 0}"
+        preempted = await self._value(ask, path)
         notices = []
         if preempted not in ("TRUE", "FALSE"):
             raise Unreadable(f"'preempted' is {short(preempted)}")
@@ -215,13 +214,13 @@ class Gcp(Cloud):
             raise Unreadable(f"'maintenance-event' is {short(kind)}")
         return notices
 
-    async def _value(self, ask: Ask, what: str) -> str:
-        reply = await ask(Query(self._INSTANCE + what, self._ASKED, answers_s=self._WAITS_S + 5))
+    async def _value(self, ask: Ask, path: str) -> str:
+        reply = await ask(Query(self._INSTANCE + path, self._HEADERS, timeout_s=self._WAITS_S + 5))
         if not self._is_googles(reply):
             raise Unreadable("it is not the service of Google Cloud")
-        if "wait_for_change" in what and re.fullmatch(r"[0-9a-zA-Z]{1,64}", tag := reply.headers.get("etag", "")):
-            self._seen = tag
-        return contents(reply, what).decode("latin-1").strip()
+        if "wait_for_change" in path and re.fullmatch(r"[0-9a-zA-Z]{1,64}", tag := reply.headers.get("etag", "")):
+            self._etag = tag
+        return contents(reply, path).decode("latin-1").strip()
 
     @staticmethod
     def _is_googles(reply: Reply) -> bool:
@@ -229,45 +228,44 @@ class Gcp(Cloud):
 
 
 class Azure(Cloud):
-    """Virtual machines. Events of all machines of a group are told to each of them."""
+    """Virtual machines. The service lists the events of all machines of a group on each of them."""
 
     name = "azure"
     pause_s = 1.0
     _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
     _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-    _ASKED = {"Metadata": "true"}  # noqa: RUF012 (nobody changes it)
-    _patience_s = 150.0
-    """Events are switched on by the first question, which takes up to two minutes."""
+    _HEADERS = {"Metadata": "true"}  # noqa: RUF012 (nobody changes it)
+    _timeout_s = 150.0
+    """The first request switches events on, which takes up to two minutes."""
 
     async def is_here(self, ask: Ask) -> bool:
         """Whether the service knows the name of this machine."""
         return bool(await self._machine(ask))
 
-    async def look(self, ask: Ask) -> list[Notice]:
+    async def read_notices(self, ask: Ask) -> list[Notice]:
         """Events of this machine."""
-        reply = await ask(Query(self._EVENTS, self._ASKED, answers_s=self._patience_s))
-        self._patience_s = 10.0
-        form = {"Events": list[Any]}
-        events = chosen(form, parse_object(contents(reply, "events")), "the answer")["Events"]
+        reply = await ask(Query(self._EVENTS, self._HEADERS, timeout_s=self._timeout_s))
+        self._timeout_s = 10.0
+        events = members_of(parse_object(contents(reply, "events")), {"Events": list[Any]}, "the reply")["Events"]
         if events and not (machine := await self._machine(ask)):
             raise Unreadable("it does not know this machine's name")
         return [notice for event in events if (notice := self._notice(event, machine)) is not None]
 
-    async def left(self, ask: Ask, notice: Notice) -> None:
-        """Azure need not wait until its time is over."""
+    async def approve(self, ask: Ask, notice: Notice) -> None:
+        """Approve the event, so that Azure need not wait for its time."""
         if notice.event:
             body = json.dumps({"StartRequests": [{"EventId": notice.event}]}).encode()
-            headers = {**self._ASKED, "Content-Type": "application/json"}
+            headers = {**self._HEADERS, "Content-Type": "application/json"}
             contents(await ask(Query(self._EVENTS, headers, method="POST", body=body)), "the approval")
 
     async def _machine(self, ask: Ask) -> str:
-        reply = await ask(Query(self._NAME, self._ASKED))
+        reply = await ask(Query(self._NAME, self._HEADERS))
         is_name = reply.status == 200 and re.fullmatch(rb"[A-Za-z0-9._-]{1,128}", reply.body)
         return reply.body.decode() if is_name else ""
 
     def _notice(self, event: Any, machine: str) -> Notice | None:
-        form = {"EventId": str, "EventType": str, "EventStatus": str, "NotBefore": str, "Resources": list[str]}
-        members = chosen(form, event, "an event")
+        types = {"EventId": str, "EventType": str, "EventStatus": str, "NotBefore": str, "Resources": list[str]}
+        members = members_of(event, types, "an event")
         kind, machines = members["EventType"], members["Resources"]
         if machine not in machines:
             return None
@@ -281,30 +279,30 @@ class Azure(Cloud):
 CLOUDS: Mapping[str, type[Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 
 
-def chosen(form: Mapping[str, Any], found: Any, what: str) -> dict[str, Any]:
-    """Those members of a JSON object that are asked for. A service may add others.
+def members_of(value: Any, types: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Those members of a JSON object that ``types`` names. A service may add others.
 
     Raises:
-        Unreadable: one is missing, or of another type.
+        Unreadable: a member is missing, or of another type; the value is called ``name``.
     """
-    if not isinstance(found, dict):
-        raise Unreadable(f"{what} is {short(found)}, and no object")
-    made: dict[str, Any] = value_of(form, {name: found[name] for name in form if name in found}, what)
-    return made
+    if not isinstance(value, dict):
+        raise Unreadable(f"{name} is {short(value)}, and no object")
+    members: dict[str, Any] = value_of(types, {member: value[member] for member in types if member in value}, name)
+    return members
 
 
-def contents(reply: Reply, what: str) -> bytes:
-    """The content of an answer.
+def contents(reply: Reply, path: str) -> bytes:
+    """The content of a reply.
 
     Raises:
         Unreadable: the service refuses.
     """
     if reply.status != 200:
-        raise Unreadable(f"{what.partition('?')[0]}: the service refuses ({reply.status})")
+        raise Unreadable(f"{path.partition('?')[0]}: the service refuses ({reply.status})")
     return reply.body
 
 
-# Listens for notices of a cloud, beside the workers of a host. Whatever becomes of it, training goes on.
+# Listens for notices of a cloud, beside the workers of a host. Training goes on whatever becomes of the listener.
 
 AGAIN_S = 5.0
 """Seconds until a service that has failed is asked again."""
@@ -312,44 +310,44 @@ AGAIN_S = 5.0
 
 @asynccontextmanager
 async def listening_to_cloud(
-    source: NoticeSource | None, say: Callable[[str], None], heard: Callable[[Notice], None], pace: float = 1.0
+    source: NoticeSource | None, say: Callable[[str], None], on_notice: Callable[[Notice], None], pace: float = 1.0
 ) -> AsyncIterator[None]:
-    """Until the context ends, a notice is said to the person at the terminal, and a function is called with it.
+    """Until the context ends, call ``on_notice`` with each notice, and show with ``say`` whether notices can be read.
 
-    ``pace`` is the factor of all pauses between two questions.
+    ``pace`` is the factor of all pauses between two requests.
     """
     if source is None:
         yield
         return
-    listener = NoticeListener(source, say, heard, pace)
-    task = asyncio.create_task(listener.keep())
+    listener = NoticeListener(source, say, on_notice, pace)
+    task = asyncio.create_task(listener.run())
     try:
         yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await listener.left()
+        await listener.approve()
 
 
 class NoticeListener:
     """Asks a metadata service again and again. Arguments as of :func:`listening_to_cloud`."""
 
     def __init__(
-        self, source: NoticeSource, say: Callable[[str], None], heard: Callable[[Notice], None], pace: float
+        self, source: NoticeSource, say: Callable[[str], None], on_notice: Callable[[Notice], None], pace: float
     ) -> None:
-        self._source, self._say, self._heard, self._pace = source, say, heard, pace
+        self._source, self._say, self._on_notice, self._pace = source, say, on_notice, pace
         self._cloud: Cloud | None = None
-        self._last: Notice | None = None
-        self._told: set[str] = set()
+        self._final: Notice | None = None
+        self._reported: set[str] = set()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Listen until the machine is taken away, or there is no cloud."""
-        self._cloud = await self._find()
+        self._cloud = await self._find_cloud()
         if self._cloud is None:
             return
         obstacle = ""
-        while self._last is None:
-            before, obstacle = obstacle, await self._look(self._cloud)
+        while self._final is None:
+            before, obstacle = obstacle, await self._poll(self._cloud)
             if obstacle and not before:
                 self._say(
                     f"no notices of {self._cloud.name} can be heard ({obstacle}); training goes on, and its metadata "
@@ -359,14 +357,14 @@ class NoticeListener:
                 self._say(f"notices of {self._cloud.name} can be heard again")
             await asyncio.sleep(self._pace * (AGAIN_S if obstacle else self._cloud.pause_s))
 
-    async def left(self) -> None:
-        """Nothing of the job runs here any more. It is no matter if the cloud does not hear of it."""
-        if self._cloud is not None and self._last is not None:
+    async def approve(self) -> None:
+        """Tell the cloud that nothing of the job runs here any more; a request that fails does no harm."""
+        if self._cloud is not None and self._final is not None:
             with suppress(OSError, Unreadable):
-                await self._cloud.left(self._ask(self._cloud), self._last)
+                await self._cloud.approve(self._ask(self._cloud), self._final)
 
-    async def _find(self) -> Cloud | None:
-        """The cloud of this machine: all are asked at the same time."""
+    async def _find_cloud(self) -> Cloud | None:
+        """The cloud of this machine. All clouds are asked at the same time: each may take ``TIMEOUT_S``."""
         clouds = [CLOUDS[name]() for name in self._source.endpoints]
         if self._source.cloud != AUTO:
             return clouds[0]
@@ -383,25 +381,25 @@ class NoticeListener:
             return await cloud.is_here(self._ask(cloud))
         return False
 
-    async def _look(self, cloud: Cloud) -> str:
-        """Ask once; what is in the way, if something is."""
+    async def _poll(self, cloud: Cloud) -> str:
+        """Ask once, and report what is new. Returns why the service could not be read; empty if it could."""
         try:
-            notices = await cloud.look(self._ask(cloud))
+            notices = await cloud.read_notices(self._ask(cloud))
         except TimeoutError:
             return "no answer in time"
         except (OSError, Unreadable) as error:
             return str(error)
         for notice in notices:
-            self._hear(notice)
+            self._report(notice)
         return ""
 
-    def _hear(self, notice: Notice) -> None:
-        if notice.words in self._told:
+    def _report(self, notice: Notice) -> None:
+        if notice.text in self._reported:
             return
-        self._told.add(notice.words)
+        self._reported.add(notice.text)
         if notice.takes_away:
-            self._last = self._last or notice
-        self._heard(notice)
+            self._final = self._final or notice
+        self._on_notice(notice)
 
     def _ask(self, cloud: Cloud) -> Ask:
         return partial(ask, self._source.endpoints[cloud.name])

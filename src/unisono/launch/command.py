@@ -29,12 +29,12 @@ class RendezvousSocket:
 
 @dataclass(frozen=True, slots=True)
 class ElasticSeat:
-    """The id of an elastic job's worker, and the way to its coordinator; of one of its devices, if it has several.
+    """The id of an elastic job's worker, and the way to its coordinator; one of these for each of its devices.
 
     Attributes:
         place: a number below the host's most workers that no other running worker of the host has.
         certificate: the certificate to trust; None for those that the system trusts, or without TLS.
-        rendezvous: the socket at which they meet; None for a worker of one device.
+        rendezvous: the socket at which the worker's devices meet; None for a worker of one device.
     """
 
     worker: str
@@ -48,27 +48,27 @@ class ElasticSeat:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables by which the worker knows."""
-        trusted = {} if self.certificate is None else {"UNISONO_CERTIFICATE": os.path.abspath(self.certificate)}  # noqa: PTH100
+        """The environment variables that tell the worker all of this."""
+        certificate = {} if self.certificate is None else {"UNISONO_CERTIFICATE": os.path.abspath(self.certificate)}  # noqa: PTH100
         return {
             "UNISONO_COORDINATOR": self.coordinator,
             "UNISONO_TOKEN_FILE": os.path.abspath(self.token_file),  # noqa: PTH100 (as for the run folder)
             "UNISONO_WORKER": self.worker,
             "UNISONO_LOCAL_RANK": str(self.place * self.devices + self.device),
-            **trusted,
-            **self._among_devices,
+            **certificate,
+            **self._device_variables,
         }
 
     @property
-    def _among_devices(self) -> dict[str, str]:
-        """The place among the devices of the worker, which meet as the workers of a fixed job do."""
+    def _device_variables(self) -> dict[str, str]:
+        """The variables of one of several devices: the devices of a worker meet as the workers of a fixed job do."""
         if self.devices == 1:
             return {}
         return {
             "UNISONO_RANK": str(self.device),
             "UNISONO_WORLD_SIZE": str(self.devices),
             "UNISONO_LOCAL_WORLD_SIZE": str((self.place + 1) * self.devices),
-            **_where(self.rendezvous, self.device),
+            **_store_variables(self.rendezvous, self.device),
         }
 
 
@@ -78,7 +78,7 @@ class WorkerCommand:
 
     Attributes:
         script: the script and its arguments, as ``unisono.launch.worker`` takes them.
-        variables: what it gets on top of the launcher's own environment.
+        variables: the variables that it gets on top of the launcher's own environment.
     """
 
     script: tuple[str, ...]
@@ -86,7 +86,7 @@ class WorkerCommand:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The command."""
+        """The words of the command."""
         # -P keeps the current folder off the path until the bootstrap has put there what the script expects.
         return (sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *self.script)
 
@@ -109,26 +109,26 @@ def worker_command(
         "UNISONO_LOCAL_RANK": str(rank),
         "UNISONO_LOCAL_WORLD_SIZE": str(settings.processes),
     }
-    where = _where(rendezvous, rank)
-    variables = own | _common(settings, run_dir) | where | settings.extra_environment
+    store = _store_variables(rendezvous, rank)
+    variables = own | _common_variables(settings, run_dir) | store | settings.extra_environment
     return WorkerCommand(tuple(settings.script.argv), variables)
 
 
 def elastic_command(settings: LaunchSettings, run_dir: Path, seat: ElasticSeat | None) -> WorkerCommand:
     """How to start a worker that joins through the coordinator; without a seat, what all of them have in common."""
     own = {} if seat is None else seat.variables
-    variables = own | _common(settings, run_dir) | settings.extra_environment
+    variables = own | _common_variables(settings, run_dir) | settings.extra_environment
     return WorkerCommand(tuple(settings.script.argv), variables)
 
 
-def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
+def _common_variables(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
     threads, options = str(settings.threads), variables_of(settings.options)
     return {
         "UNISONO_RUN_DIR": os.path.abspath(run_dir),  # noqa: PTH100 (resolve() would follow the user's links)
         "UNISONO_LAUNCHER_PID": str(os.getpid()),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        # Else each process, and each run that resumes, goes through sets of words in an order of its own.
+        # Without it each process, and each run that resumes, iterates sets of strings in an order of its own.
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
         **settings.tuning.variables,
         **numerics_variables(options.get(LEVEL) or os.environ.get(LEVEL)),
@@ -136,38 +136,38 @@ def _common(settings: LaunchSettings, run_dir: Path) -> dict[str, str]:
     }
 
 
-def _where(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
+def _store_variables(rendezvous: RendezvousSocket | None, rank: int) -> dict[str, str]:
     if rendezvous is None:
         return {}
     socket = {"UNISONO_STORE_FD": str(rendezvous.fd)} if rank == 0 else {}
     return {"UNISONO_STORE": f"127.0.0.1:{rendezvous.port}", **socket}
 
 
-def _shown(command: WorkerCommand) -> str:
-    """A command as it would be typed: who starts it says its process id."""
+def _as_typed(command: WorkerCommand) -> str:
+    """A command as a person would type it, without the launcher's process id, which is another in every launch."""
     variables = {name: value for name, value in command.variables.items() if name != "UNISONO_LAUNCHER_PID"}
     return str(WorkerCommand(command.script, variables))
 
 
 def dry_run(settings: LaunchSettings, run_dir: Path) -> str:
-    """What would be started, one worker below the other, for a person to read."""
+    """The command of each worker of a job, one below the other, for a person to read."""
     rendezvous = RendezvousSocket("PORT", "FD") if settings.processes > 1 else None
     lines = ["# PORT and FD are those of a socket on loopback that the launcher opens"] if rendezvous else []
     lines += [f"# {line}" for line in settings.tuning.lines]
     for rank in range(settings.processes):
-        lines += [f"# rank {rank}", _shown(worker_command(settings, run_dir, rank, rendezvous))]
+        lines += [f"# rank {rank}", _as_typed(worker_command(settings, run_dir, rank, rendezvous))]
     return "\n".join(lines)
 
 
 def elastic_dry_run(settings: LaunchSettings, run_dir: Path) -> str:
-    """What each worker of an elastic job would be started with, for a person to read."""
+    """The command with which each worker of an elastic job would be started, for a person to read."""
     lines = ["# PORT is the coordinator's, on loopback; workers are w1, w2 …, with a place of their own each"]
     lines += [f"# {line}" for line in settings.tuning.lines]
     devices = settings.devices
-    meeting = RendezvousSocket("MEETING", "FD") if devices > 1 else None
-    if meeting is not None:
+    rendezvous = RendezvousSocket("MEETING", "FD") if devices > 1 else None
+    if rendezvous is not None:
         lines.append("# MEETING and FD are those of a socket on loopback that is opened for the devices of each worker")
     for device in range(devices):
-        seat = ElasticSeat("w1", 0, "http://127.0.0.1:PORT", run_dir / "token", None, device, devices, meeting)
-        lines.append(_shown(elastic_command(settings, run_dir, seat)))
+        seat = ElasticSeat("w1", 0, "http://127.0.0.1:PORT", run_dir / "token", None, device, devices, rendezvous)
+        lines.append(_as_typed(elastic_command(settings, run_dir, seat)))
     return "\n".join(lines)

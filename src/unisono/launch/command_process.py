@@ -18,18 +18,18 @@ from unisono.launch.command import PER_WORKER
 
 
 class CommandProcess:
-    """The process. A guard kills it, and it takes its workers along, when the program that runs it is gone.
+    """A process that runs a command. A guard kills it, and with it its workers, when the program that started it ends.
 
     Args:
-        words: the words behind ``unisono``.
+        words: the words after ``unisono``.
         variables: environment variables besides the program's.
         folder: the working folder.
         output: the file for what it prints; None for where the program's own output goes.
-        module: the module that is run.
-        told: what it reads on its standard input, which is open until it is closed here.
+        module: the module to run.
+        standard_input: what it reads on its standard input, which stays open until ``close``.
 
     Raises:
-        OSError: it cannot be started: the folder is not there, say.
+        OSError: it cannot be started: the folder does not exist, say.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CommandProcess:
         output: IO[bytes] | None = None,
         *,
         module: str = "unisono",
-        told: bytes | None = None,
+        standard_input: bytes | None = None,
     ) -> None:
         inherited = {name: value for name, value in os.environ.items() if name not in PER_WORKER}
         self._guard = Guard()
@@ -49,7 +49,7 @@ class CommandProcess:
                 [sys.executable, "-P", "-m", module, *words],
                 cwd=folder,
                 env=inherited | dict(variables),
-                stdin=subprocess.DEVNULL if told is None else subprocess.PIPE,
+                stdin=subprocess.DEVNULL if standard_input is None else subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -59,24 +59,24 @@ class CommandProcess:
             raise
         self._guard.watch(self._process.pid)
         if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # its end tells more
-                self._process.stdin.write(told or b"")
+            with suppress(BrokenPipeError):  # it has ended already, and its exit code says more
+                self._process.stdin.write(standard_input or b"")
                 self._process.stdin.flush()
 
     @property
     def code(self) -> int | None:
-        """Its exit code, as a shell has it; None while it runs."""
+        """Its exit code, as a shell gives it; None while it runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else FIRST_SIGNAL - code
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Its exit code, once it has ended; None if it has not in that time."""
+        """Wait for its end; return its exit code, or None if it still runs after that time."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self.code
 
     def leave(self) -> None:
-        """Ask it to leave: by a first SIGTERM, or another one, which it takes more seriously."""
+        """Ask it to leave, by SIGTERM. At the second one it kills its workers."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
@@ -106,11 +106,11 @@ def page_beside(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            start_new_session=True,  # Ctrl-C is for the workers; the page tells what comes of it
+            start_new_session=True,  # Ctrl-C is for the workers; the page shows what comes of it
         )
     assert process.stdout is not None
-    reading = threading.Thread(target=_tell, args=(process, say, log), name="unisono-page", daemon=True)
-    reading.start()
+    reader = threading.Thread(target=_say_link, args=(process, say, log), name="unisono-page", daemon=True)
+    reader.start()
     try:
         yield
     finally:
@@ -120,11 +120,11 @@ def page_beside(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        reading.join()
+        reader.join()
         process.stdout.close()
 
 
-def _tell(process: subprocess.Popen[bytes], say: Callable[[str], None], log: Path) -> None:
+def _say_link(process: subprocess.Popen[bytes], say: Callable[[str], None], log: Path) -> None:
     assert process.stdout is not None
     link = process.stdout.readline(LONGEST_LINK).decode("ascii", errors="replace").strip()
     if link:

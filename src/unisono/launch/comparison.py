@@ -60,8 +60,8 @@ class Moment:
     Attributes:
         step: the number of its step, from 0.
         call: the number of its call within the step; None outside of calls.
-        values: digests or settings, by parameter, shard or setting.
-        sha256: the digest of all weights, where the moment shows them all.
+        values: the digests or settings, by parameter, shard or setting.
+        sha256: the digest of all weights, where the moment has them all.
     """
 
     stage: Stage
@@ -89,20 +89,20 @@ def read_moments(lines: Iterable[Line]) -> Moments:
                 moments.append(_weights(line, last))
                 last = line["step"]
             case "call":
-                moments += _call(line)
+                moments += _call_moments(line)
             case "update":
-                moments += _update(line)
+                moments += _update_moments(line)
     return tuple(moments)
 
 
 def _weights(line: Line, last: int | None) -> Moment:
-    # prepare shows the weights without a step in between; anything else is the end of a step.
+    # run.prepare records the weights without a step in between; all other such lines are the end of a step.
     if last is not None and line["step"] == last + 1:
         return Moment(Stage.WEIGHTS, last, None, line["tensors"], line.get("sha256", ""))
     return Moment(Stage.START, line["step"], None, line["tensors"], line.get("sha256", ""))
 
 
-def _call(line: Line) -> Iterator[Moment]:
+def _call_moments(line: Line) -> Iterator[Moment]:
     def moment(stage: Stage, values: Values) -> Moment:
         return Moment(stage, line["step"], line["call"], values)
 
@@ -114,7 +114,7 @@ def _call(line: Line) -> Iterator[Moment]:
     yield moment(Stage.CLIP, _texts(line["clip"]))
 
 
-def _update(line: Line) -> Iterator[Moment]:
+def _update_moments(line: Line) -> Iterator[Moment]:
     yield Moment(Stage.GRADIENTS, line["step"], line["call"], line["gradients"])
     yield Moment(Stage.OPTIONS, line["step"], line["call"], _texts(line["options"]))
     yield Moment(Stage.UPDATED, line["step"], line["call"], line["after"])
@@ -144,17 +144,17 @@ class RunTrace:
 
     @cached_property
     def whole(self) -> Moments:
-        """The moments of the run: rank 0's, with everybody's batches and tensors. As far as the shortest trace goes."""
-        return tuple(map(_joined, zip(*self.ranks, strict=False)))
+        """The moments of rank 0, with the batches and tensors of all ranks, as far as the shortest trace goes."""
+        return tuple(map(_merged, zip(*self.ranks, strict=False)))
 
     @property
     def steps(self) -> int:
-        """How many steps it took."""
+        """The number of steps that it took."""
         return sum(moment.stage is Stage.WEIGHTS for moment in self.whole)
 
     @property
     def tensors(self) -> int:
-        """How many parameters and buffers there are."""
+        """The number of parameters and buffers."""
         return max((len(moment.values) for moment in self.whole if moment.stage in WHOLE), default=0)
 
     @property
@@ -165,25 +165,25 @@ class RunTrace:
     @property
     def has_trained(self) -> bool:
         """Whether any step has changed a parameter that an optimizer holds."""
-        held = {name for moment in self.whole if moment.stage is Stage.BEFORE for name in moment.values}
-        shown = [moment for moment in self.whole if moment.stage in WHOLE]
+        optimized = {name for moment in self.whole if moment.stage is Stage.BEFORE for name in moment.values}
+        weights = [moment for moment in self.whole if moment.stage in WHOLE]
         return any(
             before.values.get(name) != after.values[name]
-            for before, after in pairwise(shown)
+            for before, after in pairwise(weights)
             if after.stage is Stage.WEIGHTS
-            for name in held & after.values.keys()
+            for name in optimized & after.values.keys()
         )
 
     @property
     def sha256(self) -> str:
-        """Of the last weights; empty if there are none."""
+        """The digest of the last weights; empty if there are none."""
         return next((moment.sha256 for moment in reversed(self.whole) if moment.stage in WHOLE), "")
 
     def owners(self, difference: Difference) -> frozenset[int]:
         """The ranks that computed the shards that a difference names."""
         place = (Stage.INPUTS, difference.step, difference.call)
-        shares = [{shard for m in moments if m.place == place for shard in m.values} for moments in self.ranks]
-        return frozenset(rank for rank, shards in enumerate(shares) if shards.intersection(difference.names))
+        shards_of = [{shard for m in moments if m.place == place for shard in m.values} for moments in self.ranks]
+        return frozenset(rank for rank, shards in enumerate(shards_of) if shards.intersection(difference.names))
 
     def until(self, step: int) -> RunTrace:
         """The run up to the end of a step."""
@@ -191,10 +191,13 @@ class RunTrace:
         return replace(self, ranks=cut)
 
 
-def _joined(same: Sequence[Moment]) -> Moment:
-    """Of what several have seen the first one's values; some hold other stages of the model than others."""
-    values = {name: value for moment in reversed(same) for name, value in moment.values.items()}
-    return replace(same[0], values=values)
+def _merged(moments: Sequence[Moment]) -> Moment:
+    """One moment, as all ranks recorded it. A value that several ranks have is the first one's.
+
+    Ranks may record different names, since each device may hold another stage of the model.
+    """
+    values = {name: value for moment in reversed(moments) for name, value in moment.values.items()}
+    return replace(moments[0], values=values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +206,9 @@ class Difference:
 
     Attributes:
         call: the number of the call in that step; None outside of calls.
-        ours: the first one's value in the run that is compared with.
-        theirs: its value in the other.
+        names: the names of the values that differ.
+        ours: the value of the first name in the reference run.
+        theirs: its value in the other run.
     """
 
     stage: Stage
@@ -216,7 +220,7 @@ class Difference:
 
     @property
     def absent(self) -> bool:
-        """Whether the first one exists on one side only."""
+        """Whether only one of the runs has the first value."""
         return MISSING in (self.ours, self.theirs)
 
 
@@ -225,8 +229,8 @@ class Parting:
     """The first differences between two sequences of moments.
 
     Attributes:
-        began: the first difference that led there.
-        counts: the first difference that breaks the promise.
+        began: the first difference, which led to the one that counts.
+        counts: the first difference that breaks the promise of equal bits.
         weights: the first moment whose weights differ; None if only losses or lengths do.
     """
 
@@ -236,12 +240,12 @@ class Parting:
 
 
 def find_parting(ours: Moments, theirs: Moments, *, whole: bool = True) -> Parting | None:
-    """Where two sequences part; None if they do not. If both are ``whole``, they must be equally long."""
+    """The first differences of two sequences; None if they are equal. If both are ``whole``, lengths must be equal."""
     differences = _differences(ours, theirs, whole=whole)
     before: list[Difference] = []
     for difference in differences:
         if difference.stage in COUNTS:
-            began = _began([*before, difference])
+            began = _origin([*before, difference])
             return Parting(began, difference, _first_weights([difference, *differences]))
         before.append(difference)
     return None
@@ -250,7 +254,7 @@ def find_parting(ours: Moments, theirs: Moments, *, whole: bool = True) -> Parti
 def _differences(ours: Moments, theirs: Moments, *, whole: bool) -> Iterator[Difference]:
     for first, second in zip(ours, theirs, strict=False):
         if first.place != second.place:
-            yield Difference(Stage.FLOW, min(first.step, second.step), None, (), _said(first), _said(second))
+            yield Difference(Stage.FLOW, min(first.step, second.step), None, (), _describe(first), _describe(second))
             return
         if first.values != second.values:
             yield _difference(first, second)
@@ -259,34 +263,31 @@ def _differences(ours: Moments, theirs: Moments, *, whole: bool) -> Iterator[Dif
         yield Difference(Stage.LENGTH, min(steps), None, (), str(steps[0]), str(steps[1]))
 
 
-def _difference(one: Moment, other: Moment) -> Difference:
-    order = dict.fromkeys([*one.values, *other.values])
-    if one.stage in PER_SHARD:
+def _difference(ours: Moment, theirs: Moment) -> Difference:
+    order = dict.fromkeys([*ours.values, *theirs.values])
+    if ours.stage in PER_SHARD:
         order = dict.fromkeys(sorted(order, key=int))
-    names = [name for name in order if one.values.get(name) != other.values.get(name)]
-    first = names[0]
-    ours, theirs = one.values.get(first, MISSING), other.values.get(first, MISSING)
-    return Difference(one.stage, one.step, one.call, tuple(names), ours, theirs)
+    names = [name for name in order if ours.values.get(name) != theirs.values.get(name)]
+    values = [moment.values.get(names[0], MISSING) for moment in (ours, theirs)]
+    return Difference(ours.stage, ours.step, ours.call, tuple(names), *values)
 
 
-def _said(moment: Moment) -> str:
+def _describe(moment: Moment) -> str:
     if moment.stage in WHOLE:
         return f"the end of step {moment.step}" if moment.stage is Stage.WEIGHTS else "run.prepare"
     what = "step.run" if moment.stage is Stage.BEFORE else "an update"
     return f"{what} in step {moment.step}, call {moment.call}"
 
 
-def _began(differences: Sequence[Difference]) -> Difference:
-    """What led to the last of these: the first of all, or the batches that went into it.
+def _origin(differences: Sequence[Difference]) -> Difference:
+    """The difference that led to the last one: the first of all, or that of the batches that went into it.
 
-    Batches may hold what nobody computes with, such as a time: they are to blame only for their own call.
+    A batch may hold values that no computation uses, such as a time: it is to blame only for its own call.
     """
-    batches = list(takewhile(lambda each: each.stage is Stage.INPUTS, differences))
+    batches = list(takewhile(lambda difference: difference.stage is Stage.INPUTS, differences))
     first = differences[len(batches)]
-    blamed = (
-        difference for difference in batches if difference.step == first.step and first.call in (None, difference.call)
-    )
-    return next(blamed, first)
+    to_blame = (batch for batch in batches if batch.step == first.step and first.call in (None, batch.call))
+    return next(to_blame, first)
 
 
 def _first_weights(differences: Iterable[Difference]) -> Difference | None:
@@ -298,7 +299,8 @@ class Finding:
     """The first differences between two runs, or between the ranks of one run.
 
     Attributes:
-        against: the size of the run that it is compared with; None if its own ranks differ.
+        size: the size of the run.
+        against: the size of the reference run; None if the run's own ranks differ.
         rank: the first rank that differs from rank 0, if its own ranks differ.
         ranks: the ranks that computed the differing shards, if shards differ.
         trained: the parameters that the optimizers update.
@@ -315,12 +317,12 @@ class Finding:
 
     @property
     def began(self) -> Difference:
-        """The difference that began it."""
+        """The first difference."""
         return self.parting.began
 
     @property
     def stage(self) -> Stage:
-        """What is to blame: the job before all that follows from it."""
+        """The stage to blame: the settings of the job before all that follows from them."""
         return Stage.JOB if self.job_differences else self.began.stage
 
     @property
@@ -332,18 +334,18 @@ class Finding:
 
     @property
     def needs_repetition(self) -> bool:
-        """Whether it helps to know if the run that is compared with repeats itself."""
-        known_anyway = {Stage.JOB, Stage.CLIP, Stage.OPTIONS, Stage.FLOW, Stage.LENGTH}
+        """Whether the cause depends on whether the reference run repeats itself."""
+        explained = {Stage.JOB, Stage.CLIP, Stage.OPTIONS, Stage.FLOW, Stage.LENGTH}
         native = self.stage is Stage.GRADIENTS and self.jobs[1].get("reduction") == "native"
-        return self.against is not None and self.against != self.size and self.stage not in known_anyway and not native
+        return self.against is not None and self.against != self.size and self.stage not in explained and not native
 
 
 def compare(reference: RunTrace, other: RunTrace) -> Finding | None:
-    """Where a run parts from the one it is compared with, or its ranks from each other, whichever comes first."""
-    inside, whole = compare_ranks(other), reference.complete and other.complete
+    """The first differences of a run from the reference, or between its own ranks, whichever come first."""
+    among_ranks, whole = compare_ranks(other), reference.complete and other.complete
     parting = find_parting(reference.whole, other.whole, whole=whole)
-    if parting is None or (inside is not None and inside.began.step <= parting.began.step):
-        return inside
+    if parting is None or (among_ranks is not None and among_ranks.began.step <= parting.began.step):
+        return among_ranks
     return Finding(
         parting,
         size=other.size,
@@ -355,18 +357,21 @@ def compare(reference: RunTrace, other: RunTrace) -> Finding | None:
 
 
 def compare_ranks(run: RunTrace) -> Finding | None:
-    """Where the ranks of one run part from rank 0; each has batches of its own, devices may have tensors."""
+    """The first differences of the ranks of one run from rank 0.
+
+    Batches are not compared, since each rank has its own; nor are tensors that only one of two devices holds.
+    """
     first, *others = (tuple(m for m in moments if m.stage is not Stage.INPUTS) for moments in run.ranks)
     for rank, moments in enumerate(others, start=1):
-        seen = first
+        expected = first
         if run.size.devices > 1:
-            seen = (*map(_seen_there, first, moments), *first[len(moments) :])
-        parting = find_parting(seen, moments, whole=run.complete)
+            expected = (*map(_common_to, first, moments), *first[len(moments) :])
+        parting = find_parting(expected, moments, whole=run.complete)
         if parting is not None:
             return Finding(parting, run.size, rank=rank, trained=run.trained, jobs=(run.job, run.job))
     return None
 
 
-def _seen_there(one: Moment, other: Moment) -> Moment:
-    """A moment as a device sees it that has other tensors: what only one of both knows is not compared."""
-    return replace(one, values={name: one.values.get(name, value) for name, value in other.values.items()})
+def _common_to(moment: Moment, other: Moment) -> Moment:
+    """A moment with the names of another one: a name that the first lacks gets the other's value, so it is equal."""
+    return replace(moment, values={name: moment.values.get(name, value) for name, value in other.values.items()})

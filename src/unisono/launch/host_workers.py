@@ -478,10 +478,10 @@ class HostJob:
             self._break_off()
 
     def _noticed(self, notice: Notice) -> None:
-        self._folder.journal("notice", words=notice.words, host=this_host())
-        self._group.say(notice.words)
+        self._folder.journal("notice", words=notice.text, host=this_host())
+        self._group.say(notice.text)
         if notice.takes_away and self._interrupted is None:
-            self._notice = notice.words
+            self._notice = notice.text
             self._signalled(signal.SIGTERM)
 
     def _signalled(self, number: int) -> None:

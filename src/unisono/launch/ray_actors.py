@@ -147,7 +147,7 @@ class AgentActor(CommandActor):
         )
         variables = self._request.variables
         with self._running(
-            CommandProcess((), variables, order.folder, module=PROGRAM, told=order.to_line())
+            CommandProcess((), variables, order.folder, module=PROGRAM, standard_input=order.to_line())
         ) as process:
             code = process.wait()
         assert code is not None
