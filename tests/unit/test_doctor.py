@@ -53,7 +53,7 @@ def test_a_healthy_machine_has_no_problems() -> None:
         (sick("environment", GLOO_SOCKET_IFNAME="ib0"), "GLOO_SOCKET_IFNAME=ib0, but .* no network interface ib0"),
         (sick("gpu driver", nvidia="NVRM version"), "built without CUDA"),
         (sick("environment", MALLOC_TRIM_THRESHOLD_="1"), "With MALLOC_TRIM_THRESHOLD_ alone, .*128 KiB"),
-        (sick("launcher", could_not_be_found_out="RANK=4"), "cannot be told: RANK=4"),
+        (sick("launcher", could_not_be_found_out="RANK=4"), "cannot be read: RANK=4"),
         (sick("workers", nccl="fails: rank 0 …"), "Workers cannot talk over nccl: it fails: rank 0"),
     ],
 )

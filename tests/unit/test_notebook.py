@@ -19,8 +19,8 @@ from unisono.launch.notebook import (
     Tail,
     figures_of,
     free_names,
-    in_a_line,
-    require_all_there,
+    line_of,
+    require_self_contained,
     script_of,
     source_in,
 )
@@ -84,7 +84,7 @@ def test_each_missing_name_comes_with_how_to_have_it() -> None:
     function = of_a_cell(source, m=math, rate=0.1, helper=train, json=json)
 
     with pytest.raises(JobError) as refused:
-        require_all_there(source, function)
+        require_self_contained(source, function)
 
     words = str(refused.value)
     assert "m (write import math as m inside of the function)" in words
@@ -95,7 +95,7 @@ def test_each_missing_name_comes_with_how_to_have_it() -> None:
 
 def test_lines_that_only_a_notebook_knows_are_refused() -> None:
     with pytest.raises(JobError, match="% or !"):
-        require_all_there("def train():\n    %time 1", train)
+        require_self_contained("def train():\n    %time 1", train)
 
 
 def test_a_function_of_a_module_is_imported() -> None:
@@ -155,13 +155,13 @@ def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> No
 
 def test_a_tail_gives_each_whole_line_once_and_begins_again_where_a_file_is_cut(tmp_path: Path) -> None:
     file, tail = tmp_path / "file", Tail(tmp_path / "file")
-    assert tail.new() == []
+    assert tail.read_lines() == []
     file.write_bytes(b"one\ntw")
-    assert tail.new() == [b"one"]
+    assert tail.read_lines() == [b"one"]
     file.write_bytes(b"one\ntwo\n")
-    assert tail.new() == [b"two"]
+    assert tail.read_lines() == [b"two"]
     file.write_bytes(b"new\n")
-    assert tail.new() == [b"new"]
+    assert tail.read_lines() == [b"new"]
 
 
 def test_the_newest_figures_are_shown_and_what_is_no_number_is_not() -> None:
@@ -171,8 +171,8 @@ def test_the_newest_figures_are_shown_and_what_is_no_number_is_not() -> None:
         b"{",
         b"[]",
     ]
-    assert in_a_line(figures_of(lines)) == "step 2, loss 1.25"
-    assert in_a_line(figures_of([b"{"])) == ""
+    assert line_of(figures_of(lines)) == "step 2, loss 1.25"
+    assert line_of(figures_of([b"{"])) == ""
 
 
 def test_what_workers_print_is_text_in_a_cell_and_only_its_end_is_kept() -> None:

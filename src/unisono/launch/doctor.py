@@ -38,10 +38,10 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that will get in the way.
+    """A problem that will get in the way of training.
 
     Attributes:
-        stops: nothing can be trained before it is mended.
+        stops: whether nothing can be trained before it is mended.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was found; the worst problem first."""
+    """The facts about this machine, and the problems that follow from them, the worst first."""
 
     sections: Mapping[str, Facts]
     problems: tuple[Problem, ...]
@@ -68,11 +68,11 @@ class Diagnosis:
         return any(problem.stops for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The diagnosis for programs."""
         return {"problems": [asdict(problem) for problem in self.problems], **self.sections}
 
     def as_text(self) -> str:
-        """For people, and for a bug report."""
+        """The diagnosis for people, and for a bug report."""
         lines = []
         for problem in self.problems:
             lines += [f"PROBLEM  {problem.what}", f"         {problem.todo}"]
@@ -80,11 +80,11 @@ class Diagnosis:
         for name, facts in self.sections.items():
             width = max((len(fact) for fact in facts), default=0)
             lines += ["", name]
-            lines += [f"  {fact.ljust(width)}  {_words(value, width + 4)}" for fact, value in facts.items()]
+            lines += [f"  {fact.ljust(width)}  {_text_of(value, width + 4)}" for fact, value in facts.items()]
         return "\n".join(lines)
 
 
-def _words(value: Any, indent: int) -> str:
+def _text_of(value: Any, indent: int) -> str:
     match value:
         case None:
             return "none"
@@ -113,12 +113,12 @@ def _backends(sections: Sections) -> Iterator[Problem]:
         "nccl": "Run with NCCL_DEBUG=INFO; in a container, give it more /dev/shm (--shm-size) and --ipc=host.",
     }
     for backend, advice in todo.items():
-        answer = sections.get("workers", {}).get(backend)
-        if isinstance(answer, str) and answer.startswith("fails"):
-            yield Problem(f"Workers cannot talk over {backend}: it {answer}", advice, stops=backend == "gloo")
+        result = sections.get("workers", {}).get(backend)
+        if isinstance(result, str) and result.startswith("fails"):
+            yield Problem(f"Workers cannot talk over {backend}: it {result}", advice, stops=backend == "gloo")
 
 
-def _graphics(sections: Sections) -> Iterator[Problem]:
+def _gpus(sections: Sections) -> Iterator[Problem]:
     torch, driver = sections.get("torch", {}), sections.get("gpu driver", {}).get("nvidia")
     if driver is None or FAILED in torch or torch.get("devices"):
         return
@@ -143,10 +143,10 @@ def _too_little(sections: Sections) -> Iterator[Problem]:
 
 def _processors(sections: Sections) -> Iterator[Problem]:
     cpu = sections.get("cpu", {})
-    allowed, seen = cpu.get("limit of the control group"), cpu.get("usable by this process")
-    if isinstance(allowed, float) and isinstance(seen, int) and allowed < seen:
+    allowed, visible = cpu.get("limit of the control group"), cpu.get("usable by this process")
+    if isinstance(allowed, float) and isinstance(visible, int) and allowed < visible:
         yield Problem(
-            f"{seen} CPUs are visible, but the container or job may use only {allowed:g} of them at a time.",
+            f"{visible} CPUs are visible, but the container or job may use only {allowed:g} of them at a time.",
             f"Let workers x threads be at most {max(1, int(allowed))}, or raise the limit.",
         )
 
@@ -156,8 +156,8 @@ def _interfaces(sections: Sections) -> Iterator[Problem]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = str(sections.get("environment", {}).get(name, ""))
         # NCCL takes prefixes ("eth"), exact names ("=eth0") and exclusions ("^docker").
-        wanted = [] if value.startswith("^") or FAILED in present else value.lstrip("=").split(",")
-        missing = [prefix for prefix in wanted if prefix and not any(real.startswith(prefix) for real in present)]
+        prefixes = [] if value.startswith("^") or FAILED in present else value.lstrip("=").split(",")
+        missing = [prefix for prefix in prefixes if prefix and not any(name.startswith(prefix) for name in present)]
         if missing:
             yield Problem(
                 f"{name}={value}, but this host has no network interface {', '.join(missing)}.",
@@ -177,14 +177,12 @@ def _allocator(sections: Sections) -> Iterator[Problem]:
 
 def _launcher(sections: Sections) -> Iterator[Problem]:
     if (why := sections.get("launcher", {}).get(FAILED)) is not None:
-        yield Problem(f"Where a worker stands cannot be told: {why}", "Set these variables rightly, or unset them.")
+        yield Problem(f"The rank of a worker cannot be read: {why}", "Correct these variables, or unset them.")
 
 
 Check = Callable[[Sections], Iterator[Problem]]
 
-CHECKS: tuple[Check, ...] = (
-    *(_torch, _backends, _graphics, _too_little, _processors, _interfaces, _allocator, _launcher),
-)
+CHECKS: tuple[Check, ...] = (*(_torch, _backends, _gpus, _too_little, _processors, _interfaces, _allocator, _launcher),)
 
 
 Probe = Callable[[], Facts]
@@ -203,7 +201,7 @@ LOADING_TORCH_S = 120.0
 
 
 def examine() -> Diagnosis:
-    """Look at everything. Main thread only; takes some seconds. Raises nothing."""
+    """Run all probes. Main thread only; takes some seconds. Raises nothing."""
     sections = {name: attempt(probe) for name, probe in PROBES.items()}
     devices = sections["torch"].get("devices", [])
     sections["workers"] = attempt(lambda: workers(len(devices)))
@@ -214,7 +212,7 @@ def attempt(probe: Probe) -> Facts:
     """The facts of a probe, or why it failed."""
     try:
         return probe()
-    except Exception as error:  # noqa: BLE001 (a doctor who falls ill helps nobody; the reason is the finding)
+    except Exception as error:  # noqa: BLE001 (the other probes go on, and the reason is a fact, too)
         return {FAILED: f"{type(error).__name__}: {error}"}
 
 
@@ -301,59 +299,58 @@ def network() -> Facts:
 
 
 def driver() -> Facts:
-    """The driver of graphics processors, if there is one."""
-    table = Path("/proc/driver/nvidia/version")
-    return {"nvidia": table.read_text().splitlines()[0] if table.exists() else None}
+    """The driver of NVIDIA GPUs, if there is one."""
+    version = Path("/proc/driver/nvidia/version")
+    return {"nvidia": version.read_text().splitlines()[0] if version.exists() else None}
 
 
 def torch() -> Facts:
-    """What PyTorch says, in a process of its own."""
+    """The facts about PyTorch, found out in a process of its own, since loading torch may crash."""
     command = [sys.executable, "-m", "unisono.launch.doctor_probe", "facts"]
     environ = {**os.environ, **numerics_variables(os.environ.get(LEVEL))}
     result = subprocess.run(command, capture_output=True, text=True, timeout=LOADING_TORCH_S, check=False, env=environ)
     if result.returncode == 0:
         return parse_object(result.stdout.splitlines()[-1])
     errors = result.stderr.strip().splitlines()
-    raise RuntimeError(f"{_ended(result.returncode)}: {errors[-1] if errors else 'it said nothing'}")
+    raise RuntimeError(f"{_end_text(result.returncode)}: {errors[-1] if errors else 'it said nothing'}")
 
 
-def _ended(code: int) -> str:
+def _end_text(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def environment(environ: Mapping[str, str] | None = None) -> Facts:
-    """The variables that change how workers run; what could be a secret is hidden."""
+    """The variables that change how workers run; a value that could be a secret is hidden."""
     variables = os.environ if environ is None else environ
-    return {name: _shown(name, variables[name]) for name in sorted(variables) if RELEVANT.match(name)}
+    return {name: _hide_secret(name, variables[name]) for name in sorted(variables) if RELEVANT.match(name)}
 
 
-def _shown(name: str, value: str) -> str:
+def _hide_secret(name: str, value: str) -> str:
     return HIDDEN if SECRET.search(name) or PASSWORD_IN_ADDRESS.search(value) else value
 
 
 def launcher() -> Facts:
-    """Where a worker that is started here would stand."""
+    """The rank and world size that a worker started here would read from its environment."""
     return {"recognised": recognise(os.environ).describe()}
 
 
 def allocator() -> Facts:
-    """How workers' memory should be handled, for those whom `unisono run` does not start."""
+    """The variables that tune the allocator of workers which `unisono run` does not start."""
     tuning = Tuning.of_this_process()
-    by_hand = f"export {assignments(tuning.variables)}" if tuning.variables else f"set nothing: {tuning.missing}"
-    return {"for torchrun, srun or python": by_hand, "kept as you set it": assignments(tuning.kept) or None}
+    advice = f"export {assignments(tuning.variables)}" if tuning.variables else f"set nothing: {tuning.missing}"
+    return {"for torchrun, srun or python": advice, "kept as you set it": assignments(tuning.kept) or None}
 
 
 def workers(devices: int) -> Facts:
-    """Whether workers really reach each other: they are started, and do one all-reduce."""
+    """Whether workers reach each other: two are started for each backend, and do one all-reduce."""
     facts = {"gloo": handshake("gloo", 2)}
     if devices:
-        # NCCL wants a GPU for each worker.
-        facts["nccl"] = handshake("nccl", min(2, devices))
+        facts["nccl"] = handshake("nccl", min(2, devices))  # NCCL needs a GPU for each worker
     return facts
 
 
 def handshake(backend: str, count: int) -> str:
-    """``works, with 2 workers``, or ``fails: why``."""
+    """The result of one all-reduce: ``works, with 2 workers``, or ``fails: why``."""
     script = Script("unisono.launch.doctor_probe", (backend,), is_module=True)
     with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as folder:
         outcome = Trial.run(LaunchSettings(script, workers=count), Path(folder)).outcome

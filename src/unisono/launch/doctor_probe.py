@@ -1,4 +1,4 @@
-"""What only a process that loads torch can find out: such processes may crash, and the doctor goes on.
+"""The doctor's probes that load torch, in a process of its own: that may crash, and the doctor goes on.
 
 ``python -m unisono.launch.doctor_probe facts`` prints PyTorch's version and devices as JSON. With the name of a backend
 it is a worker that does one all-reduce with the others, and checks the sum: whether that backend really works here.
@@ -25,7 +25,7 @@ LONGEST_S = 90.0
 
 
 def main() -> None:
-    """Do what the first argument names."""
+    """Print the facts, or do an all-reduce over the backend that the first argument names."""
     if sys.argv[1] == "facts":
         print(json.dumps(torch_facts()))  # noqa: T201
     else:
@@ -39,7 +39,7 @@ def all_reduce(backend: str) -> None:
         ValueError: an unknown backend.
         ArithmeticError: the sum is wrong.
     """
-    # A torch without its distributed part has facts all the same.
+    # Imported here, since a torch that is built without torch.distributed has facts all the same.
     from unisono.device import choose_device
     from unisono.membership.environment import recognise
     from unisono.membership.rendezvous import Generation, form_group, open_store
@@ -52,11 +52,11 @@ def all_reduce(backend: str) -> None:
     device = choose_device("cpu" if backend == "gloo" else None, environment.local_rank)
     store: Any = open_store(environment, TIMEOUT_S) if environment.world_size > 1 else dist.HashStore()
     generation = Generation(1, environment.rank, Split.even(environment.world_size, environment.world_size))
-    _sum_up(form_group(store, generation, backend, TIMEOUT_S), environment.rank, environment.world_size, device)
+    _check_sum(form_group(store, generation, backend, TIMEOUT_S), environment.rank, environment.world_size, device)
     faulthandler.cancel_dump_traceback_later()
 
 
-def _sum_up(group: Any, rank: int, workers: int, device: torch.device) -> None:
+def _check_sum(group: Any, rank: int, workers: int, device: torch.device) -> None:
     tensor = torch.full((1024,), float(rank + 1), device=device)
     group.allreduce([tensor]).wait()
     expected = sum(range(1, workers + 1))
@@ -84,7 +84,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def _bits(level: str) -> dict[str, str]:
-    """By device, one digest of the bits that it computes: hosts of one kind have the same."""
+    """The digest of the bits that each device computes: it is the same on hosts of one kind."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     KERNELS.put(level == "portable")
@@ -100,7 +100,7 @@ def _digest(device: torch.device) -> str:
 
 
 def _level() -> str:
-    """The level of numerics that this environment asks for, as far as this process has it."""
+    """The level of numerics that the environment asks for; ``native``, and why, if this process cannot have it."""
     if os.environ.get(LEVEL) != "portable":
         return "native"
     try:

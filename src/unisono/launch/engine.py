@@ -22,12 +22,12 @@ PROGRAM = "unisono.cli.over_ssh"
 
 CONNECT_S = 20
 FAILED = 255
-"""The exit code of ssh where not the command on the host has failed, but ssh itself."""
+"""The exit code of ssh when ssh itself has failed, and not the command on the host."""
 
 NOT_FOUND = 127
 
 MEANINGS = Path(__file__).with_name("ssh_errors.toml")
-"""What ssh writes, and Python there, and what it means."""
+"""Patterns of the errors of ssh, and of Python on the host, and what each means."""
 
 
 class Engine:
@@ -49,8 +49,8 @@ class Engine:
     def command(self, host: str, silence_s: float) -> list[str]:
         """The command that runs :attr:`agent` on a host, and connects its standard streams with the agent's.
 
-        The agent gets the job, with its token, from its standard input, and ends when that ends. Everybody on this
-        host can read the command: nothing of the job stands in it.
+        The agent reads the job, with its token, from its standard input, and ends when that ends. The command has
+        nothing of the job in it, since every user of this host can read it.
 
         Args:
             host: the name of the host.
@@ -79,10 +79,10 @@ class Engine:
 
 
 class Ssh(Engine):
-    """Starts agents over ssh; the person's own options in ``command`` go before ours.
+    """Starts agents over ssh. The person's own options in ``command`` come before ours: ssh takes the first value.
 
     Raises:
-        JobError: one of them is empty, or the command cannot be read.
+        JobError: the command or the interpreter is empty, or the command cannot be split into words.
     """
 
     def __init__(self, command: str = SSH, python: str = sys.executable) -> None:
@@ -97,18 +97,18 @@ class Ssh(Engine):
     def command(self, host: str, silence_s: float) -> list[str]:
         """The command that runs the agent on a host, over ssh."""
         options = {
-            "BatchMode": "yes",  # nobody is there to be asked, or all would ask at once
+            "BatchMode": "yes",  # no question for a password: all hosts would ask at once
             "ConnectTimeout": str(CONNECT_S),
             "ServerAliveInterval": str(max(1, round(silence_s / 3))),
             "ServerAliveCountMax": "3",
-            "ControlPath": "none",  # a connection that outlives this command would keep the host's agent alive
+            "ControlPath": "none",  # a shared connection would outlive this command and keep the host's agent alive
             "ClearAllForwardings": "yes",
         }
         option_words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         return [*self._ssh, *option_words, "-T", host, f"exec {shlex.join(self.agent)}"]
 
     def address(self, host: str) -> str:
-        """The name or address that ssh calls for a host, by its configuration; the name itself if it does not say."""
+        """The name or address to which ssh connects for a host, by its configuration; by default the host's name."""
         with suppress(OSError, subprocess.SubprocessError):
             result = subprocess.run(
                 [*self._ssh, "-G", host], capture_output=True, text=True, timeout=CONNECT_S, check=True
@@ -118,7 +118,7 @@ class Ssh(Engine):
         return host
 
     def explain(self, host: str, code: int, lines: Sequence[str]) -> str:
-        """Why a host has no agent: what ssh says, or what Python says there."""
+        """Why a host has no agent, by the errors of ssh or of Python on the host."""
         if code != FAILED:
             return super().explain(host, code, lines)
         names = {"ssh": shlex.join(self._ssh), "host": host, "bare": host.rpartition("@")[2], "python": self.python}
@@ -138,10 +138,10 @@ def _quoted(lines: Sequence[str]) -> str:
 
 
 def reach(engine: Engine, host: str, silence_s: float) -> list[str]:
-    """The command that has a host run its agent.
+    """The command that starts the agent of a host.
 
     Raises:
-        JobError: the engine, which may be anybody's, fails, or returns no command.
+        JobError: the engine, which may come from another package, fails, or returns no command.
     """
     command = _call(engine.command, host, silence_s)
     if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
@@ -155,13 +155,13 @@ def address_of_host(engine: Engine, host: str) -> str:
     """The address at which this host reaches another one.
 
     Raises:
-        JobError: the engine, which may be anybody's, fails.
+        JobError: the engine, which may come from another package, fails.
     """
     return str(_call(engine.address, host))
 
 
 def explanation(engine: Engine, host: str, code: int, lines: Sequence[str]) -> str:
-    """Why a host has no agent; if the engine fails to say that, how it fails."""
+    """Why a host has no agent; if the engine fails to explain it, that error."""
     try:
         return str(_call(engine.explain, host, code, lines))
     except JobError as error:

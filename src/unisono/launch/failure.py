@@ -15,13 +15,13 @@ from unisono.host.tracebacks import OURS, for_people
 from unisono.launch.terminal import WorkerName, called
 from unisono.received import open_file, read_object, value_of
 
-# How a worker's script has ended, noted before its process is taken apart.
+# The exit code of a worker's script, noted before its process exits.
 #
-# With torch loaded that takes a while, and whoever kills a process meanwhile takes nothing from anybody.
+# With torch loaded the exit takes a while. If the process is killed meanwhile, the code of its script counts.
 
 
 def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
-    """Note with which code a script ends, and that it does so now.
+    """Note the exit code of a script, and that it ends now.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -32,21 +32,21 @@ def note_end(folder: RunFolder, worker: WorkerName, code: int) -> None:
 def noted_end(folder: RunFolder, worker: WorkerName) -> tuple[int, float] | None:
     """The exit code of a worker's script, and the time of its end, in seconds since 1970; None if none was noted."""
     with suppress(OSError, ValueError), open_file(folder.ended_of(worker)) as file:
-        noted, at = file.read(64).split()
-        return int(noted), float(at)
+        code, at = file.read(64).split()
+        return int(code), float(at)
     return None
 
 
 def end_of(folder: RunFolder, worker: WorkerName, code: int) -> tuple[int, float]:
-    """The exit code of a worker, and the time of its end, in seconds since 1970: its script's, if that was noted.
+    """The exit code of a worker, and the time of its end, in seconds since 1970: that of its script, if it was noted.
 
-    The code of the process stands, unless a signal has ended that.
+    The code is that of the process, unless a signal has ended the process: then it is that of the script.
     """
-    noted, at = noted_end(folder, worker) or (code, time.time())
-    return (noted if code < 0 else code), at
+    script_code, at = noted_end(folder, worker) or (code, time.time())
+    return (script_code if code < 0 else code), at
 
 
-# What a worker leaves behind when its script ends with an exception.
+# The record that a worker writes when its script ends with an exception.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Failure:
     Attributes:
         rank: the worker's rank; its id where ranks change.
         type: the exception's type, as a traceback names it.
-        traceback: the whole traceback, frames of the user's script first; of an error that says all, the script's line
-            and the message.
+        traceback: the whole traceback, frames of the user's script first; for an error that says all, the script's
+            line and the message alone.
         consequence: whether it only follows from the loss of another worker.
         time: the time of the exception, in seconds since 1970.
     """
@@ -85,12 +85,12 @@ class Failure:
             traceback=_report(error, described),
             consequence=any(isinstance(link, WorkerLost) for link in _chain(error)),
             time=time.time(),
-            # What others mean by that name may be 0, 75 or no number.
+            # An attribute of this name of another library's exception may be 0, 75 or no number.
             exit_code=error.exit_code if isinstance(error, UnisonoError) else 1,
         )
 
     def write(self, folder: RunFolder) -> None:
-        """Write it into the run folder, whole or not at all.
+        """Write the record into the run folder, whole or not at all.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -131,7 +131,7 @@ def _report(error: BaseException, described: traceback.TracebackException) -> st
 
 
 def says_all(error: BaseException) -> bool:
-    """Whether its message says all that helps whoever wrote the script, or started it."""
+    """Whether the message alone helps the script's author, or the person who started it, without a traceback."""
     return isinstance(error, UnisonoError) and error.says_all
 
 

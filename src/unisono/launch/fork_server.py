@@ -1,15 +1,16 @@
 """A process that has torch and unisono loaded, and forks workers, which therefore begin at once. Linux only.
 
 ``python -P -u -m unisono.launch.fork_server FD``, started by the launcher in its workers' environment, so that
-what libraries read when they are loaded (``OMP_NUM_THREADS``, the allocator's variables) is what each worker would have
-found. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
+libraries read the same variables when they are loaded (``OMP_NUM_THREADS``, the allocator's) as in a worker of its
+own. ``FD`` is an end of a socket pair (AF_UNIX, SEQPACKET) on which every message is one JSON object:
 
 * from the launcher: a :class:`~unisono.launch.worker_start.WorkerRequest`, with the descriptors of its output
   and errors, and maybe one more;
-* to the launcher: ``{"ready": why}`` once, where ``why`` says why not, or nothing; for each request, in their order,
-  ``{"started": pid}`` or ``{"refused": why}``; and ``{"ended": pid, "code": code}``, the code negative for a signal.
+* to the launcher: ``{"ready": why}`` once, where ``why`` is empty, or says why it cannot fork; for each request, in
+  their order, ``{"started": pid}`` or ``{"refused": why}``; and ``{"ended": pid, "code": code}``, with a negative code
+  for a signal.
 
-The end of the connection is the launcher's end and the fork server's; the kernel ends the workers with it.
+When the launcher closes the connection, or ends, the fork server ends; the kernel ends the workers with it.
 """
 
 import gc
@@ -28,7 +29,7 @@ from typing import Any
 
 from unisono.device import in_use
 
-from unisono.launch import worker  # isort: skip  (first: what it does at exit comes after all that libraries do)
+from unisono.launch import worker  # isort: skip  (first, so that its exit handler runs after those of all libraries)
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from unisono.host.process import NOTICES
 from unisono.launch.worker_start import FIRST_KEPT, WorkerRequest
 
 LARGEST = 2**20
-"""Bytes of a request. The system's limit on one message is mostly lower; whoever needs more is not started here."""
+"""The most bytes of a request. The system's limit is mostly lower: the launcher starts such a worker without it."""
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
@@ -65,43 +66,43 @@ class ForkServer:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._wakes, self._woken = os.pipe()
-        for end in (self._wakes, self._woken):
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        for end in (self._wakeup_read, self._wakeup_write):
             os.set_blocking(end, False)
-        signal.signal(signal.SIGCHLD, _noted)  # without a handler nothing is written
-        # A batch system sends these to every process of a job. This one ends when its launcher hangs up.
-        self._before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, *NOTICES)}
-        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _do_nothing)  # only with a handler is the wake-up descriptor written to
+        # A batch system sends these to every process of a job. This one ends when its launcher closes the connection.
+        self._handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, *NOTICES)}
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
 
     def serve(self) -> Fork | None:
-        """Fork as often as asked, until the launcher hangs up: then None. In each fork, what it is to become."""
-        self._tell(ready=self._obstacle())
+        """Fork for each request. Returns None once the launcher has closed the connection; in a fork, its data."""
+        self._send(ready=self._obstacle())
         gc.collect()
         gc.freeze()  # a collection in a fork would write to, and so copy, every page of what was loaded here
         events = select.poll()
         events.register(self._channel, select.POLLIN)
-        events.register(self._wakes, select.POLLIN)
+        events.register(self._wakeup_read, select.POLLIN)
         while True:
-            heard = {descriptor for descriptor, _ in events.poll()}
-            if self._wakes in heard:
+            readable = {descriptor for descriptor, _ in events.poll()}
+            if self._wakeup_read in readable:
                 self._reap()
-            if self._channel.fileno() in heard:
+            if self._channel.fileno() in readable:
                 data, descriptors = self._receive()
                 if not data:
                     return None
-                if (fork := self._answer(data, descriptors)) is not None:
+                if (fork := self._fork(data, descriptors)) is not None:
                     return fork
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        """The next request, and the descriptors that came with it; nothing once the launcher has hung up."""
+        """The next request, and the descriptors that came with it; empty once the launcher has closed its end."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, LARGEST, 3)
         except ConnectionError:
             return b"", []
         return data, descriptors
 
-    def _answer(self, data: bytes, descriptors: list[int]) -> Fork | None:
-        """Fork. In the fork, what it is to become; here None."""
+    def _fork(self, data: bytes, descriptors: list[int]) -> Fork | None:
+        """Fork, and reply to the launcher. Returns what the fork is to become in the fork, and None here."""
         fork = Fork(WorkerRequest.from_json(data), os.getpid(), *descriptors)
         why, child = self._obstacle(descriptors), None
         if not why:
@@ -110,11 +111,11 @@ class ForkServer:
             except OSError as error:
                 why = f"the system would not fork: {error}"
         if child == 0:
-            self._leave()
+            self._release()
             return fork
         for descriptor in descriptors:
             os.close(descriptor)
-        self._tell(**({"refused": why} if why else {"started": child}))
+        self._send(**({"refused": why} if why else {"started": child}))
         return None
 
     def _obstacle(self, received: Sequence[int] = ()) -> str:
@@ -129,27 +130,28 @@ class ForkServer:
         return ""
 
     def _reap(self) -> None:
-        """Say which workers have ended."""
+        """Report the workers that have ended to the launcher."""
         with suppress(BlockingIOError):
-            while os.read(self._wakes, 4096):
+            while os.read(self._wakeup_read, 4096):
                 pass
         with suppress(ChildProcessError):  # none is left
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                self._tell(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
+                self._send(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
 
-    def _leave(self) -> None:
-        """In a fork: what is the fork server's alone."""
+    def _release(self) -> None:
+        """Give up, in a fork, the signal handlers and descriptors of the fork server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        self._channel.close()  # and its object, or that would close whatever has its number later
-        os.close(self._wakes)
-        os.close(self._woken)
+        # By its object: that would else close, when it is collected, whichever descriptor has its number by then.
+        self._channel.close()
+        os.close(self._wakeup_read)
+        os.close(self._wakeup_write)
 
-    def _tell(self, **message: Any) -> None:
-        with suppress(ConnectionError):  # the launcher is gone, as the next look at the connection tells
+    def _send(self, **message: Any) -> None:
+        with suppress(ConnectionError):  # the launcher is gone: the next read from the connection shows it, too
             self._channel.send(json.dumps(message).encode())
 
 
@@ -158,24 +160,24 @@ def _fork_leader() -> int:
 
     The launcher kills workers by their groups, so the group must be there before the launcher hears of the worker.
     """
-    waiting, made = os.pipe()
+    read_end, write_end = os.pipe()
     try:
         child = os.fork()
         if child == 0:
             os.setsid()
     except OSError:
-        os.close(waiting)
+        os.close(read_end)
         raise
     finally:
-        os.close(made)
+        os.close(write_end)
     if child:
-        os.read(waiting, 1)  # nothing, once the child has closed its end, or has ended
-    os.close(waiting)
+        os.read(read_end, 1)  # returns once the child, which leads its session now, has closed its end, or has ended
+    os.close(read_end)
     return child
 
 
 def become(fork: Fork) -> None:
-    """Turn this fork into what a fresh ``python -P -u -m unisono.launch.worker`` is before its first line."""
+    """Put this fork into the state of a fresh ``python -P -u -m unisono.launch.worker`` before its first line."""
     os.dup2(fork.out, STANDARD_OUTPUT)
     os.dup2(fork.err, STANDARD_ERROR)
     if fork.kept is not None:
@@ -187,7 +189,7 @@ def become(fork: Fork) -> None:
     os.chdir(request.cwd)
     sys.argv = [worker.__file__, *request.argv]
     sys.orig_argv = [sys.executable, "-P", "-u", "-m", worker.__name__, *request.argv]
-    # A fresh process has generators that nobody has drawn from, each with a seed from the system.
+    # In a fresh process each generator has a seed from the system; all forks would have the fork server's.
     random.seed()
     np.random.seed()
     torch.default_generator.seed()
@@ -199,20 +201,15 @@ def main() -> None:
     load()
     fork = ForkServer(socket.socket(fileno=int(sys.argv[1]))).serve()
     if fork is None:
-        os._exit(0)  # nothing here is worth the time that taking torch apart needs
+        os._exit(0)  # the exit handlers of torch take time, and nothing needs them here
     become(fork)
     worker.main()  # the interpreter then ends as after any script: exit handlers, threads, streams
 
 
 def load() -> None:
-    """Load what importing this module has not."""
-    _load_the_rest()
+    """Load the modules that are not loaded by importing this one, and end the threads that would prevent forks."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # the first optimizer has torch load 800 more modules
     _end_threads_that_end_before_forks()
-
-
-def _load_the_rest() -> None:
-    # The first optimizer of a process has torch load 800 modules more.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 def _threads() -> int:
@@ -220,7 +217,7 @@ def _threads() -> int:
 
 
 def _end_threads_that_end_before_forks() -> None:
-    """Fork nothing, once: OpenBLAS ends its threads before any fork, and has new ones where it needs them."""
+    """Fork a process that ends at once: OpenBLAS ends its threads before a fork, and starts new ones when needed."""
     if _threads() > 1:
         child = os.fork()
         if child == 0:
@@ -229,7 +226,7 @@ def _end_threads_that_end_before_forks() -> None:
 
 
 def _descriptors() -> set[int]:
-    """Those that are open; that of the listing itself may be among them, and is closed."""
+    """The open descriptors; that of the listing itself may be among them, and is closed by now."""
     return {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208 (numbers, not paths)
 
 
@@ -249,8 +246,8 @@ def _close_all_after(last: int) -> None:
                 os.close(descriptor)
 
 
-def _noted(number: int, frame: Any) -> None:
-    """A handler that does nothing: the wake-up descriptor tells."""
+def _do_nothing(number: int, frame: Any) -> None:
+    """Handle a signal by doing nothing: the wake-up descriptor becomes readable."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Places in a script that could make its runs differ: found by reading its syntax, never by running it.
+"""Places in a script that could make its runs differ: found in its syntax tree, without running it.
 
-A hint is no proof. Most of these places are harmless; which of them to show depends on what was measured.
+A hint is no proof. Most of these places are harmless; which of them are shown depends on what was measured.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CALLS: Mapping[str, Topic] = {
 """Calls by full name; an entry stands for everything below it too, and the longest one decides."""
 
 HARMLESS = {"random.seed", "numpy.random.seed", "time.sleep"}
-"""What the entries above would cover, and says nothing."""
+"""Calls that the entries above cover, and that make no run differ."""
 
 LISTING_METHODS = {"iterdir", "glob", "rglob"}
 
@@ -82,7 +82,7 @@ SETTINGS: Mapping[tuple[object, object], Topic] = {
 }
 
 BUILDERS = ("torch.nn", "torchvision.models", "transformers")
-"""What draws a model's first weights."""
+"""Packages whose classes and functions draw a model's first weights."""
 
 NO_BUILDERS = ("torch.nn.functional", "torch.nn.utils")
 
@@ -97,28 +97,28 @@ def find_hints(source: str, path: str) -> list[Hint]:
         return []
     lines = source.splitlines()
     aliases = _aliases(tree)
-    places = {*_everywhere(tree, aliases), *_before_init(tree, aliases)}
+    places = {*_places(tree, aliases), *_before_init(tree, aliases)}
     early = {line for line, topic in places if topic is Topic.EARLY}
     return [
         Hint(path, line, topic, lines[line - 1].strip())
-        for line, topic in sorted(places, key=lambda each: (each[0], list(Topic).index(each[1])))
+        for line, topic in sorted(places, key=lambda place: (place[0], list(Topic).index(place[1])))
         if not (line in early and topic is Topic.RANDOM)
     ]
 
 
 def read_hints(script: Path) -> list[Hint]:
-    """The hints of a script, and of the modules beside it that it imports. What cannot be read has none."""
+    """The hints of a script, and of the modules beside it that it imports. A file that cannot be read has none."""
     hints: list[Hint] = []
-    waiting, seen = [script], {script.resolve()}
-    while waiting and len(seen) <= MOST_FILES:
-        path = waiting.pop(0)
+    queue, seen = [script], {script.resolve()}
+    while queue and len(seen) <= MOST_FILES:
+        path = queue.pop(0)
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, ValueError):
             continue
         hints += find_hints(source, str(path))
         new = [beside for beside in imported_beside(source, script.parent) if beside.resolve() not in seen]
-        waiting += new
+        queue += new
         seen |= {beside.resolve() for beside in new}
     return hints
 
@@ -131,8 +131,8 @@ def imported_beside(source: str, folder: Path) -> list[Path]:
         return []
     names = dict.fromkeys(_imported(tree))
     files = [folder.joinpath(*name.split(".")) for name in names]
-    places = [place for file in files for place in (file.with_suffix(".py"), file / "__init__.py")]
-    return [place for place in places if place.is_file()]
+    paths = [path for file in files for path in (file.with_suffix(".py"), file / "__init__.py")]
+    return [path for path in paths if path.is_file()]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _aliases(tree: ast.Module) -> Aliases:
-    """What each imported name stands for: ``np`` for ``numpy``, ``nn`` for ``torch.nn``."""
+    """The full name of each imported name: ``numpy`` for ``np``, ``torch.nn`` for ``nn``."""
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         match node:
@@ -160,7 +160,7 @@ def _aliases(tree: ast.Module) -> Aliases:
 
 
 def _full_name(node: ast.expr, aliases: Aliases) -> str:
-    """The full name of what was imported; empty for everything else."""
+    """The full name of an imported object; empty for every other expression."""
     match node:
         case ast.Name(id=name):
             return aliases.get(name, "")
@@ -170,15 +170,15 @@ def _full_name(node: ast.expr, aliases: Aliases) -> str:
     return ""
 
 
-def _everywhere(tree: ast.Module, aliases: Aliases) -> Iterator[tuple[int, Topic]]:
-    ordered = _inside_sorted(tree)
+def _places(tree: ast.Module, aliases: Aliases) -> Iterator[tuple[int, Topic]]:
+    order_free = _inside_sorted(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             topic = _topic_of_call(node, aliases)
-            if topic is not None and not (topic is Topic.ORDER and node in ordered):
+            if topic is not None and not (topic is Topic.ORDER and node in order_free):
                 yield node.lineno, topic
             yield from _settings({keyword.arg: keyword.value for keyword in node.keywords})
-        elif isinstance(node, ast.Dict):  # of a group
+        elif isinstance(node, ast.Dict):  # a group of settings
             keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
             yield from _settings(dict(zip(keys, node.values, strict=True)))
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
@@ -203,8 +203,8 @@ def _topic_of_call(call: ast.Call, aliases: Aliases) -> Topic | None:
     return None
 
 
-def _settings(said: Mapping[object, ast.expr]) -> Iterator[tuple[int, Topic]]:
-    for name, value in said.items():
+def _settings(values: Mapping[object, ast.expr]) -> Iterator[tuple[int, Topic]]:
+    for name, value in values.items():
         if isinstance(value, ast.Constant) and (topic := SETTINGS.get((name, value.value))):
             yield value.lineno, topic
 
@@ -217,9 +217,10 @@ def _is_set(node: ast.expr) -> bool:
 
 
 def _inside_sorted(tree: ast.Module) -> set[ast.AST]:
+    """All that is inside a call whose result does not depend on the order of its argument."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    kept = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in {"sorted", "len", "set"}]
-    return {inner for call in kept for inner in ast.walk(call)}
+    outer = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in {"sorted", "len", "set"}]
+    return {inner for call in outer for inner in ast.walk(call)}
 
 
 def _before_init(tree: ast.Module, aliases: Aliases) -> Iterator[tuple[int, Topic]]:
@@ -227,12 +228,12 @@ def _before_init(tree: ast.Module, aliases: Aliases) -> Iterator[tuple[int, Topi
     scope, line = _init(tree, aliases)
     if scope is None:
         return
-    own = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_model(node, aliases)}
+    models = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_model(node, aliases)}
     bodies = [tree.body] if scope is tree else [tree.body, scope.body]
     for body in bodies:
         for call in _running_calls(body):
             outside = body is tree.body and scope is not tree
-            if (outside or call.lineno < line) and _draws(call, aliases, own):
+            if (outside or call.lineno < line) and _draws(call, aliases, models):
                 yield call.lineno, Topic.EARLY
 
 
@@ -247,23 +248,23 @@ def _init(tree: ast.Module, aliases: Aliases) -> tuple[ast.Module | ast.Function
 
 
 def _running_calls(body: list[ast.stmt]) -> Iterator[ast.Call]:
-    """The calls that running a body makes itself: not those inside functions and classes that it defines."""
-    waiting: list[ast.AST] = list(body)
-    while waiting:
-        node = waiting.pop(0)
+    """The calls that a body makes when it runs: not those inside functions and classes that it defines."""
+    queue: list[ast.AST] = list(body)
+    while queue:
+        node = queue.pop(0)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
         if isinstance(node, ast.Call):
             yield node
-        waiting += ast.iter_child_nodes(node)
+        queue += ast.iter_child_nodes(node)
 
 
 def _is_model(node: ast.ClassDef, aliases: Aliases) -> bool:
     return any(_full_name(base, aliases).startswith("torch.nn.") for base in node.bases)
 
 
-def _draws(call: ast.Call, aliases: Aliases, own: set[str]) -> bool:
-    if isinstance(call.func, ast.Name) and call.func.id in own:
+def _draws(call: ast.Call, aliases: Aliases, models: set[str]) -> bool:
+    if isinstance(call.func, ast.Name) and call.func.id in models:
         return True
     if _topic_of_call(call, aliases) in {Topic.RANDOM, Topic.UNSEEDED}:
         return True

@@ -1,4 +1,4 @@
-"""The workers that a launcher has on its host: started, listened to, ended and seen off, in jobs of every kind."""
+"""The workers that a launcher has on its host, in jobs of every kind: how they are started, watched and ended."""
 
 import asyncio
 import os
@@ -28,11 +28,11 @@ from unisono.launch.worker_output import WorkerOutput
 from unisono.launch.worker_start import WarmStart, WorkerProcess, WorkerStart, listening
 from unisono.membership.environment import device_name
 
-NOBODY = Pinning()
+NOT_PINNED = Pinning()
 
 SECOND_TERM_S = 0.2
 KILL_S = 0.7
-"""A worker leaves at a step's end on the first SIGTERM, at once on the second. Those that do neither are killed."""
+"""A worker leaves at a step's end on the first SIGTERM, at once on the second. One that does neither is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Ended:
         code: its exit code; negative for a signal.
         at: the time of its end, or that of its script if it is known, in seconds since 1970.
         failure: the exception that ended its script; None if it recorded none.
-        is_scripts: whether the script chose the code itself, with ``sys.exit``.
+        is_scripts: whether the code is the one with which the script ended, as with ``sys.exit``.
     """
 
     code: int
@@ -55,26 +55,22 @@ class Ended:
 class WorkerGroup:
     """The workers of one launcher, of a fixed or of an elastic job. Runs inside of an event loop."""
 
-    def __init__(self, folder: RunFolder, terminal: Terminal, pinning: Pinning = NOBODY) -> None:
+    def __init__(self, folder: RunFolder, terminal: Terminal, pinning: Pinning = NOT_PINNED) -> None:
         self._folder, self._terminal = folder, terminal
         self._pins = Pins(pinning, self.say)
-        self._said: set[asyncio.Task[None]] = set()
+        self._unsaid: set[asyncio.Task[None]] = set()
         self.guard: Guard
 
     @contextmanager
-    def opened(self, signalled: Callable[[int], None]) -> Iterator[None]:
-        """Until the context ends, a guard stands by, and signals to the launcher call a function with their number.
-
-        Raises:
-            LaunchError: the guard cannot be started.
-        """
-        with _hearing_signals(signalled), _guarding() as self.guard, self._pins.opened():
+    def opened(self, on_signal: Callable[[int], None]) -> Iterator[None]:
+        """Until the context ends, a guard runs, and a signal to the launcher calls ``on_signal`` with its number."""
+        with _handling_signals(on_signal), _guarding() as self.guard, self._pins.opened():
             yield
 
     async def begin(
         self, name: WorkerName, start: WorkerStart, command: WorkerCommand, worker: str
     ) -> tuple[WorkerProcess, WorkerOutput]:
-        """Start a worker, or one of its devices, which have the name ``worker`` in common, and show what it writes.
+        """Start a worker, or one of its devices, and show what it writes. All devices of a worker share ``worker``.
 
         Raises:
             OSError: it cannot be started.
@@ -91,7 +87,7 @@ class WorkerGroup:
         return process, output
 
     async def end(self, name: WorkerName, process: WorkerProcess) -> Ended:
-        """Wait for a worker's end, and end what it has started."""
+        """Wait for a worker's end, and kill the processes that it has started."""
         code, at = end_of(self._folder, name, await process.wait())
         kill_group(process.pid)
         self.guard.forget(process.pid)
@@ -102,12 +98,12 @@ class WorkerGroup:
     def say(self, words: str) -> None:
         """Show a line to the person at the terminal. Never waits."""
         task = asyncio.create_task(asyncio.to_thread(self._terminal.say, words))
-        self._said.add(task)
-        task.add_done_callback(self._said.discard)
+        self._unsaid.add(task)
+        task.add_done_callback(self._unsaid.discard)
 
     async def all_said(self) -> None:
         """Wait until every line is shown."""
-        await asyncio.gather(*self._said)
+        await asyncio.gather(*self._unsaid)
 
     def _failure_of(self, name: WorkerName) -> Failure | None:
         try:
@@ -118,15 +114,15 @@ class WorkerGroup:
 
 
 @contextmanager
-def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
-    """Until the context ends, signals that ask for an end call a function with their number. In an event loop."""
+def _handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Until the context ends, a signal that asks for an end calls ``on_signal`` with its number. In an event loop."""
     numbers = [signal.SIGINT, signal.SIGTERM]
-    # What is ignored stays so: nohup ignores SIGHUP.
+    # A signal that is ignored stays ignored: nohup ignores SIGHUP.
     numbers += [number for number in (signal.SIGHUP, *NOTICES) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.getsignal(number) for number in numbers}
     loop = asyncio.get_running_loop()
     for number in numbers:
-        loop.add_signal_handler(number, heard, number)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:
@@ -137,11 +133,6 @@ def _hearing_signals(heard: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def _guarding() -> Iterator[Guard]:
-    """A guard until the context ends.
-
-    Raises:
-        LaunchError: it cannot be started.
-    """
     try:
         guard = Guard()
     except OSError as error:
@@ -154,15 +145,25 @@ def _guarding() -> Iterator[Guard]:
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """A worker: one process, or one for each of its devices. Each leads a process group with its id for number."""
+    """A worker: one process, or one for each of its devices. Each leads a process group that has its process id.
+
+    Attributes:
+        processes: the processes that run.
+        pid: the id of the first process; 0 before it has one.
+        told_at: the time at which it was first told to end; None if it was not.
+        how: the way in which it was told to end; empty if it was not.
+        pending_signal: the signal to pass on as soon as the worker has begun; 0 for none.
+        unwanted: set when the worker need not be started any more.
+        begun: set when it has been started, or never will be.
+    """
 
     name: WorkerName
     place: int
-    processes: list[WorkerProcess] = field(default_factory=list)  # those that run
-    pid: int = 0  # of the first
+    processes: list[WorkerProcess] = field(default_factory=list)
+    pid: int = 0
     told_at: float | None = None
     how: str = ""
-    passed: int = 0  # the signal that is handed on as soon as it has begun
+    pending_signal: int = 0
     unwanted: asyncio.Event = field(default_factory=asyncio.Event)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     peak_mib: float | None = None
@@ -170,14 +171,14 @@ class _Worker:
 
 
 CommandOf = Callable[[WorkerName, int, int, RendezvousSocket | None], WorkerCommand]
-"""Gives the command of a worker's device: of the worker's name and place, the device, and where they meet."""
+"""Gives the command of a worker's device, from the worker's name, its place, the device, and the socket to meet at."""
 
 
 class HostWorkers:
-    """The workers of a host: starts them, ends them, and tells of their ends. Who decides about them is the caller.
+    """The workers of a host: starts them, ends them, and reports their ends. The caller decides about them.
 
-    ``ended`` is called at the end of each worker, ``gone`` when nothing is left to do for one: with an error, if that
-    is a bug.
+    ``on_end`` is called at the end of each worker, ``on_gone`` when nothing is left to do for one: with an exception if
+    there is a bug.
     """
 
     def __init__(
@@ -185,54 +186,58 @@ class HostWorkers:
         group: WorkerGroup,
         start: WorkerStart,
         command_of: CommandOf,
-        ended: Callable[[WorkerExit, Ended], None],
-        gone: Callable[[BaseException | None], None],
+        on_end: Callable[[WorkerExit, Ended], None],
+        on_gone: Callable[[BaseException | None], None],
         devices: int = 1,
     ) -> None:
         self._group, self._start, self._command_of = group, start, command_of
-        self._ended, self._gone, self._devices = ended, gone, devices
+        self._on_end, self._on_gone, self._devices = on_end, on_gone, devices
         self.exits: list[WorkerExit] = []
         self._workers: dict[WorkerName, _Worker] = {}
-        self._lives: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def names(self) -> tuple[WorkerName, ...]:
-        """The names of workers whose ends were not told yet."""
+        """The names of the workers whose ends were not reported yet."""
         return tuple(self._workers)
 
     @property
     def are_gone(self) -> bool:
-        """Whether there is nothing left to do for any of them."""
-        return not self._lives
+        """Whether nothing is left to do for any worker."""
+        return not self._tasks
 
     async def until_begun(self) -> None:
-        """Wait until each has been started, or is not going to be."""
+        """Wait until each worker has been started, or never will be."""
         await asyncio.gather(*(worker.begun.wait() for worker in self._workers.values()))
 
     async def until_gone(self) -> None:
-        """Wait until nothing is left to do for any of them."""
-        while self._lives:
-            await asyncio.wait(set(self._lives))
+        """Wait until nothing is left to do for any worker."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
 
     async def close(self) -> None:
-        """Kill those that are left, and wait for their ends."""
+        """Kill the workers that still run, and wait for their ends."""
         self.kill()
         await self._start.close()
         await self.until_gone()
 
     def begin(
-        self, name: WorkerName, delay_s: float = 0.0, place: int | None = None, meeting: RendezvousSocket | None = None
+        self,
+        name: WorkerName,
+        delay_s: float = 0.0,
+        place: int | None = None,
+        rendezvous: RendezvousSocket | None = None,
     ) -> None:
-        """Start a worker, in a while, at this place on the host; by default at one that no other has.
+        """Start a worker after a delay, at this place on the host; by default at one that no other worker has.
 
-        At ``meeting`` it meets other workers; its devices have a socket of their own.
+        It meets other workers at ``rendezvous``; the devices of one worker have a socket of their own.
         """
         taken = {worker.place for worker in self._workers.values()}
         free = next(number for number in range(len(taken) + 1) if number not in taken)
         worker = self._workers[name] = _Worker(name, free if place is None else place)
-        life = asyncio.create_task(self._live(worker, delay_s, meeting))
-        self._lives.add(life)
-        life.add_done_callback(partial(self._life_ended, worker))
+        task = asyncio.create_task(self._run(worker, delay_s, rendezvous))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._task_ended, worker))
 
     def end(self, names: Sequence[WorkerName], how: str) -> None:
         """End workers, in one of the ways that :class:`~unisono.membership.messages.End` knows."""
@@ -241,33 +246,33 @@ class HostWorkers:
                 self._end(worker, how)
 
     def end_unstarted(self) -> None:
-        """Start no worker that has no process yet."""
+        """End the workers that have no process yet, so that none is started."""
         self.end([worker.name for worker in self._workers.values() if not worker.pid], "leave")
 
     def end_quickly(self, delay_s: float = 0.0) -> None:
-        """The job has failed: on the second SIGTERM workers leave at once, and whoever does not is killed."""
+        """End all workers of a failed job: by SIGTERM, a second one, on which they leave at once, and SIGKILL."""
         loop = asyncio.get_running_loop()
         loop.call_later(delay_s, self._end_all)
         loop.call_later(delay_s + SECOND_TERM_S, self._end_all)
         loop.call_later(delay_s + KILL_S, self.kill)
 
     def pass_on(self, number: int) -> None:
-        """Hand a signal on that somebody has sent to the launcher. No more workers are started."""
+        """Pass on a signal that was sent to the launcher. No more workers are started."""
         for worker in self._workers.values():
             if not worker.pid:
-                worker.passed = number
+                worker.pending_signal = number
                 worker.unwanted.set()
-            self._send(worker, number)
+            self._send_signal(worker, number)
 
     def kill(self) -> None:
-        """Kill all of them now."""
+        """Kill all workers now."""
         for worker in list(self._workers.values()):
             worker.told_at, worker.how = worker.told_at or time.time(), "kill"
             worker.unwanted.set()
             self._kill(worker)
 
-    async def mind_memory(self, limit_mib: float) -> None:
-        """End workers that need more than they may, as long as there are any."""
+    async def limit_memory(self, limit_mib: float) -> None:
+        """Kill each worker that needs more memory than the limit. Runs until it is cancelled."""
         while True:
             for worker in self._workers.values():
                 if not worker.processes:
@@ -275,19 +280,19 @@ class HostWorkers:
                 if worker.peak_mib is None:
                     for process in worker.processes:
                         offer(process.pid)
-                worker.peak_mib = max(worker.peak_mib or 0.0, *(peak_mib(each.pid) for each in worker.processes))
+                worker.peak_mib = max(worker.peak_mib or 0.0, *(peak_mib(process.pid) for process in worker.processes))
                 if worker.peak_mib > limit_mib and worker.told_at is None and worker.over_mib is None:
                     worker.over_mib = limit_mib
                     self._kill(worker)
             await asyncio.sleep(LOOK_S)
 
-    def _life_ended(self, worker: _Worker, life: asyncio.Task[None]) -> None:
-        self._lives.discard(life)
-        worker.begun.set()  # or nobody is going to begin it
-        self._gone(None if life.cancelled() else life.exception())
+    def _task_ended(self, worker: _Worker, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        worker.begun.set()  # a worker that was not started never will be
+        self._on_gone(None if task.cancelled() else task.exception())
 
-    async def _live(self, worker: _Worker, delay_s: float, meeting: RendezvousSocket | None) -> None:
-        """A worker's life, from now, or a while later, to its end."""
+    async def _run(self, worker: _Worker, delay_s: float, rendezvous: RendezvousSocket | None) -> None:
+        """Start a worker after a delay, and see to it until its end."""
         with suppress(TimeoutError):
             async with asyncio.timeout(delay_s):
                 await worker.unwanted.wait()
@@ -297,38 +302,38 @@ class HostWorkers:
             self._note(worker, Ended(-signal.SIGTERM, time.time(), None))
             return
         devices = []
-        with listening(self._devices) as own_meeting:
+        with listening(self._devices) as own_rendezvous:
             for device in range(self._devices):
                 try:
-                    devices.append(await self._begin_device(worker, device, own_meeting or meeting))
+                    devices.append(await self._begin_device(worker, device, own_rendezvous or rendezvous))
                 except OSError as error:
                     self._kill(worker)  # the devices before it
                     self._note(worker, Ended(NOT_STARTED, time.time(), _not_started(worker.name, error)))
                     break
         worker.begun.set()
-        ends = [asyncio.create_task(self._see_off(worker, *each)) for each in devices]
-        end = cause_of([await each for each in asyncio.as_completed(ends)])
+        ends = [asyncio.create_task(self._until_ended(worker, *device)) for device in devices]
+        end = cause_of([await end for end in asyncio.as_completed(ends)])
         if end is not None and self._is_ours(worker):
             self._note(worker, end)
         for _, _, output in devices:
             await output.drain()
 
     async def _begin_device(
-        self, worker: _Worker, device: int, meeting: RendezvousSocket | None
+        self, worker: _Worker, device: int, rendezvous: RendezvousSocket | None
     ) -> tuple[WorkerName, WorkerProcess, WorkerOutput]:
         name = device_name(str(worker.name), device) if device else worker.name
-        command = self._command_of(worker.name, worker.place, device, meeting)
+        command = self._command_of(worker.name, worker.place, device, rendezvous)
         process, output = await self._group.begin(name, self._start, command, str(worker.place))
         worker.processes.append(process)
         worker.pid = worker.pid or process.pid
         if worker.how:
             self._end(worker, worker.how)
-        elif worker.passed:
-            self._send(worker, worker.passed)
+        elif worker.pending_signal:
+            self._send_signal(worker, worker.pending_signal)
         return name, process, output
 
-    async def _see_off(self, worker: _Worker, name: WorkerName, process: WorkerProcess, _: WorkerOutput) -> Ended:
-        """Wait for the end of a device. One that is lost takes the others of its worker with it, at once."""
+    async def _until_ended(self, worker: _Worker, name: WorkerName, process: WorkerProcess, _: WorkerOutput) -> Ended:
+        """Wait for the end of a device. If it is lost, the other devices of its worker are killed at once."""
         end = await self._group.end(name, process)
         worker.processes.remove(process)
         if end.code not in (0, PREEMPTED):
@@ -341,7 +346,7 @@ class HostWorkers:
         self.exits.append(
             WorkerExit(worker.name, end.code, end.at, end.failure, worker.told_at, *memory, pid=worker.pid)
         )
-        self._ended(self.exits[-1], end)
+        self._on_end(self.exits[-1], end)
 
     def _end_all(self) -> None:
         self.end(self.names, "leave")
@@ -350,49 +355,49 @@ class HostWorkers:
         worker.told_at, worker.how = worker.told_at or time.time(), how
         worker.unwanted.set()
         if not worker.processes:
-            return  # it is seen to when it has begun, or does not begin at all
+            return  # it is ended as soon as it has begun, or does not begin at all
         if how == "leave":
-            self._send(worker, signal.SIGTERM)
+            self._send_signal(worker, signal.SIGTERM)
         elif how == "drop":
             self._kill(worker)
         else:
             self._start.wake()
-            self._kill_later(worker, _asking(worker))
+            self._kill_later(worker, _request_stacks(worker))
 
-    def _kill_later(self, worker: _Worker, asking: Iterator[float]) -> None:
+    def _kill_later(self, worker: _Worker, pauses: Iterator[float]) -> None:
         """Kill a worker once its threads have been asked for their stacks, one after the other."""
         if not self._is_ours(worker):
             return
-        if (pause_s := next(asking, None)) is None:
+        if (pause_s := next(pauses, None)) is None:
             self._kill(worker)
         else:
-            asyncio.get_running_loop().call_later(pause_s, self._kill_later, worker, asking)
+            asyncio.get_running_loop().call_later(pause_s, self._kill_later, worker, pauses)
 
     def _kill(self, worker: _Worker) -> None:
         if worker.processes and self._is_ours(worker):
             self._start.wake()
-            for process in worker.processes:  # of another one that has ended the id may be another's by now
+            for process in worker.processes:  # only those that run: the system may have given away the others' ids
                 kill_group(process.pid)
 
     def _is_ours(self, worker: _Worker) -> bool:
-        """Whether it was not seen off yet: after that, its process id may be another's."""
+        """Whether its end was not reported yet: after that, the system may have given its process id away."""
         return self._workers.get(worker.name) is worker
 
-    def _send(self, worker: _Worker, number: int) -> None:
-        """Signal a worker alone: what it has started is the worker's to end, as long as it lives."""
+    def _send_signal(self, worker: _Worker, number: int) -> None:
+        """Signal a worker's own processes: as long as it lives, it ends those that it has started itself."""
         if worker.processes:
             self._start.wake()
         for process in worker.processes:
-            for signal_number in (number, signal.SIGCONT):  # one that is stopped wakes
+            for signal_number in (number, signal.SIGCONT):  # a stopped process has to continue to handle the signal
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal_number)
 
 
 def cause_of(ends: Sequence[Ended]) -> Ended | None:
-    """Of the ends of a worker's devices, in their order, the one that tells why it ended; None if there is none.
+    """The end, of those of a worker's devices in their order, that says why the worker ended; None if there is none.
 
-    An error of the script says most, and what only follows from the end of another one least; else the first one tells,
-    after which the others were killed.
+    An error of the script says most, then an exit code, then an error that only follows from the end of another device.
+    Of several alike it is the first, after which the other devices were killed.
     """
 
     def rank(end: Ended) -> int:
@@ -403,7 +408,7 @@ def cause_of(ends: Sequence[Ended]) -> Ended | None:
     return min(ends, key=rank, default=None)
 
 
-def _asking(worker: _Worker) -> Iterator[float]:
+def _request_stacks(worker: _Worker) -> Iterator[float]:
     """Ask the threads of a worker's devices for their stacks; yields seconds to wait, and stops at a device's end."""
     devices = list(worker.processes)
     for process in devices:
@@ -424,19 +429,18 @@ def this_host() -> str:
 
 
 class HostJob:
-    """What a launcher does in every job: it hears signals and notices, has its workers leave, and sees them off.
-
-    Every worker gets the variables ``told``.
-    """
+    """A job on this host: handles signals and notices, and has the workers leave. Every worker gets ``variables``."""
 
     LEAVING: ClassVar[str]
-    """What a person is told of a first signal, with the seconds that workers have."""
+    """What the launcher says after a first signal, with a place for the seconds that workers have."""
 
     _workers: HostWorkers
 
-    def __init__(self, launch: LaunchSettings, folder: RunFolder, terminal: Terminal, told: Mapping[str, str]) -> None:
+    def __init__(
+        self, launch: LaunchSettings, folder: RunFolder, terminal: Terminal, variables: Mapping[str, str]
+    ) -> None:
         pinning = launch.pinning
-        self._launch = launch.told({**pinning.variables, "UNISONO_TERM": str(folder.term or ""), **told})
+        self._launch = launch.with_variables({**pinning.variables, "UNISONO_TERM": str(folder.term or ""), **variables})
         self._folder, self._terminal = folder, terminal
         self._group = WorkerGroup(folder, terminal, pinning)
         self._interrupted: int | None = None
@@ -448,26 +452,26 @@ class HostJob:
         return WorkerStart(elastic_command(self._launch, self._folder.path, None), log, self._group.say, shared)
 
     async def run(self) -> Outcome:
-        """From the first start to the last end."""
+        """Run all workers, from the first start to the last end."""
         started = time.monotonic()
         with self._group.opened(self._signalled):
             try:
-                async with AsyncExitStack() as opened:
-                    await self._serve(opened)
+                async with AsyncExitStack() as stack:
+                    await self._serve(stack)
             finally:
                 await self._group.all_said()
         if self._bug is not None:
             raise self._bug
         return self._outcome(time.monotonic() - started)
 
-    async def _serve(self, opened: AsyncExitStack) -> None:
+    async def _serve(self, stack: AsyncExitStack) -> None:
         raise NotImplementedError
 
     def _outcome(self, seconds: float) -> Outcome:
         raise NotImplementedError
 
     def _leave(self, number: int) -> None:
-        """Have the workers leave, for a first signal, or a notice."""
+        """Have the workers leave, after a first signal or a notice."""
         raise NotImplementedError
 
     def _break_off(self) -> None:
@@ -501,7 +505,7 @@ def concluded(run: Callable[[], Outcome], workers: int, folder: RunFolder, termi
     """Run a job to its end, and write how it ended into the run folder.
 
     Raises:
-        LaunchError: by ``run``; it is written down, too.
+        LaunchError: raised by ``run``; it is written into the run folder, too.
     """
     started = time.monotonic()
     try:

@@ -14,7 +14,7 @@ from unisono.launch.settings import MOST_WORKERS
 from unisono.received import open_file, short, whole_number
 
 HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])")
-"""A name or an address, maybe with a user; an address with colons stands in brackets. ssh takes none for an option."""
+"""A name or an address, maybe with a user; an address with colons stands in brackets. It is never an option of ssh."""
 
 LARGEST_FILE = 2**20
 SLOTS = ("slots", "max_slots", "max-slots")
@@ -22,10 +22,10 @@ SLOTS = ("slots", "max_slots", "max-slots")
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """A host, and its room.
+    """A host, and the number of workers for which it has room.
 
     Attributes:
-        name: the name or address that ssh is given, maybe with a user.
+        name: the name or address that ssh gets, maybe with a user.
     """
 
     name: str
@@ -46,13 +46,13 @@ def read_hosts(text: str) -> tuple[HostSlots, ...]:
                 f"--hosts {short(text)}: "
                 + ("that is no file; write the hosts into one" if is_there else "there is no such hostfile")
             )
-        return _added_up((_host(word.strip(), f"--hosts {short(text)}") for word in text.split(",")), "--hosts")
+        return _merged((_host(word.strip(), f"--hosts {short(text)}") for word in text.split(",")), "--hosts")
     try:
         with open_file(path) as file:
-            lines = file.read(LARGEST_FILE + 1)
-        if len(lines) > LARGEST_FILE:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
             raise JobError(f"the hostfile {path} has more than {LARGEST_FILE} bytes")
-        return parse_hostfile(lines.decode("utf-8-sig"), str(path))
+        return parse_hostfile(data.decode("utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"the hostfile {path} cannot be read: {error}") from error
 
@@ -65,12 +65,12 @@ def _is_file(path: Path) -> bool:
 
 
 def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
-    """The hosts of a hostfile: lines of ``host``, ``host:4`` or ``host slots=4``; what follows a ``#`` is left out.
+    """The hosts of a hostfile: lines of ``host``, ``host:4`` or ``host slots=4``; a ``#`` begins a comment.
 
     Raises:
         JobError: a line is none of these, or there is no host; names the line.
     """
-    return _added_up(_lines(text, name), f"the hostfile {name}")
+    return _merged(_lines(text, name), f"the hostfile {name}")
 
 
 def _lines(text: str, name: str) -> Iterator[HostSlots]:
@@ -110,11 +110,11 @@ def _slots(text: str, where: str) -> int:
     return count
 
 
-def _added_up(hosts: Iterable[HostSlots], where: str) -> tuple[HostSlots, ...]:
-    """A host that is named several times has the slots of all.
+def _merged(hosts: Iterable[HostSlots], where: str) -> tuple[HostSlots, ...]:
+    """Each host once, with the sum of its slots.
 
     Raises:
-        JobError: one has too many of them, or there is none.
+        JobError: a host has too many slots, or there is no host.
     """
     slots_of: dict[str, int] = {}
     for host in hosts:
@@ -124,9 +124,6 @@ def _added_up(hosts: Iterable[HostSlots], where: str) -> tuple[HostSlots, ...]:
     if not slots_of:
         raise JobError(f"{where}: there is no host in it")
     return tuple(HostSlots(name, slots) for name, slots in slots_of.items())
-
-
-# Where the workers run.
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +140,10 @@ class HostPlan:
 
     @classmethod
     def of(cls, hosts: Iterable[HostSlots], is_here: Callable[[str], bool], engine: Engine) -> "HostPlan":
-        """Where these hosts are."""
-        there = [(host, is_here(host.name)) for host in hosts]
-        elsewhere = tuple(host for host, here in there if not here)
-        return cls(sum(host.slots for host, here in there if here), elsewhere, engine)
+        """The plan for these hosts, of which ``is_here`` says whether a name is that of the launcher's host."""
+        located = [(host, is_here(host.name)) for host in hosts]
+        elsewhere = tuple(host for host, here in located if not here)
+        return cls(sum(host.slots for host, here in located if here), elsewhere, engine)
 
     @property
     def towards(self) -> str:
@@ -155,7 +152,7 @@ class HostPlan:
 
     @property
     def room(self) -> int:
-        """The number of workers for which all of them have room."""
+        """The number of workers for which all hosts together have room."""
         return self.here + sum(host.slots for host in self.elsewhere)
 
     def first(self, workers: int) -> "HostPlan":
@@ -169,14 +166,14 @@ class HostPlan:
 
 
 def is_here(name: str) -> bool:
-    """Whether a name or address, without a user, is that of this host: then no ssh is needed."""
+    """Whether a name or address is that of this host, which needs no ssh. One with a user never is."""
     if "@" in name:
         return False
     if name in ("localhost", socket.gethostname()):
         return True
     with suppress(OSError, UnicodeError):
-        family, _, _, _, where = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as asked:
-            asked.bind(where)  # what is no address of this host cannot be bound
+        family, _, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)  # fails for an address of another host
             return True
     return False

@@ -1,4 +1,4 @@
-"""A job for Kubernetes, in the words that people write on the command line."""
+"""A job for Kubernetes, from the options of the command line."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from unisono.launch.settings import MOST_WORKERS
 from unisono.received import short
 
 LONGEST_NAME = 40
-"""Of a JobSet: its pods are called ``NAME-coordinator-0-0-abcde``, and a host name has 63 characters at most."""
+"""The length of a JobSet's name: its pods are ``NAME-coordinator-0-0-abcde``, and a host name has 63 characters."""
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -28,10 +28,10 @@ _PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
 IMAGE = re.compile(
     rf"({_HOST}/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@[A-Za-z][\w.+-]*:[0-9A-Fa-f]{{32,}})?", re.ASCII
 )
-"""Registry, path, tag and digest, as kubelets read them: for any other text no pod ever starts."""
+"""Registry, path, tag and digest, as kubelets read them: with any other text no pod ever starts."""
 
 LARGEST_COUNT = 2**31 - 1
-"""Of restarts: the APIs count in 32 bits."""
+"""The largest number of restarts: the APIs count in 32 bits."""
 
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 UNITS = {"": Decimal(1), "m": Decimal("0.001")}
@@ -49,18 +49,18 @@ NAMES = {
     "--secret": OBJECT_NAME,
     "--claim": OBJECT_NAME,
 }
-"""What a name looks like, the largest number of its characters, and what to write, by the option that says it."""
+"""The pattern of a name, the largest number of its characters, and the advice for a wrong one, by option."""
 
 
 def require_name(option: str, text: str) -> None:
-    """Refuse what nothing of its kind can be called.
+    """Refuse a name that Kubernetes would refuse.
 
     Raises:
-        JobError: says what a name is made of.
+        JobError: the name is wrong; says what a name is made of.
     """
-    pattern, longest, cure = NAMES[option]
+    pattern, longest, advice = NAMES[option]
     if not pattern.fullmatch(text) or len(text) > longest:
-        raise JobError(f"{option} {short(text)}: {cure}")
+        raise JobError(f"{option} {short(text)}: {advice}")
 
 
 def label_of(text: str) -> str:
@@ -88,7 +88,7 @@ def read_quantity(option: str, text: str) -> Decimal:
 
 
 def require_cores(option: str, text: str) -> None:
-    """Refuse what is no number of cores: ``4``, ``500m``.
+    """Refuse a text that is no number of cores, such as ``4`` or ``500m``.
 
     Raises:
         JobError: it is none, or a number of bytes.
@@ -99,7 +99,7 @@ def require_cores(option: str, text: str) -> None:
 
 
 def require_memory(option: str, text: str) -> None:
-    """Refuse what is no size of a memory: ``16Gi``.
+    """Refuse a text that is no size of a memory, such as ``16Gi``.
 
     Raises:
         JobError: it is none, or so small that the unit must be missing or wrong.
@@ -109,7 +109,7 @@ def require_memory(option: str, text: str) -> None:
 
 
 def read_selector(text: str) -> tuple[str, str]:
-    """``KEY=VALUE``, a label of nodes.
+    """The key and value of a label of nodes, ``KEY=VALUE``.
 
     Raises:
         JobError: it is none.
@@ -121,11 +121,11 @@ def read_selector(text: str) -> tuple[str, str]:
 
 
 Toleration = Mapping[str, str]
-"""A taint of nodes that a pod does not mind, as its manifest has it."""
+"""A taint of nodes that a pod tolerates, in the form of its manifest."""
 
 
 def read_toleration(text: str) -> Toleration:
-    """``KEY``, ``KEY=VALUE``, either with ``:EFFECT`` behind it, as ``kubectl taint`` writes taints.
+    """The toleration of a taint, ``KEY`` or ``KEY=VALUE``, maybe followed by ``:EFFECT``, as in ``kubectl taint``.
 
     Raises:
         JobError: it is none.
@@ -136,15 +136,15 @@ def read_toleration(text: str) -> Toleration:
         raise JobError(
             f"--toleration {short(text)}: write KEY, KEY=VALUE or KEY=VALUE:EFFECT; effects: {', '.join(EFFECTS)}"
         )
-    which = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
-    return {"key": key, **which, **({"effect": effect} if effect else {})}
+    values = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **values, **({"effect": effect} if effect else {})}
 
 
 def read_variables(texts: Sequence[str]) -> dict[str, str]:
-    """``NAME=VALUE``, environment variables.
+    """Environment variables, each ``NAME=VALUE``.
 
     Raises:
-        JobError: one is none; names it, and never its value.
+        JobError: one is none; names it, and never its value, which may be a secret.
     """
     variables = {}
     for text in texts:
@@ -164,7 +164,7 @@ GRACE_S = 120.0
 LARGEST_USER = 2**31 - 1
 
 MOST_PODS = 100_000
-"""Of an Indexed Job."""
+"""The largest number of pods of an Indexed Job."""
 
 Spot = Literal["aks", "eks", "gke", "karpenter"]
 
@@ -185,7 +185,7 @@ class Pods:
         gpus: the number of GPUs of each pod; 0 for workers on CPUs.
         workers: the number of workers of each pod on CPUs; None with GPUs.
         cores: the cores of each pod, as a quantity of Kubernetes; None for one for each thread of its workers.
-        memory: the memory of each pod, likewise; None for no request.
+        memory: the memory of each pod, as a quantity of Kubernetes; None for no request.
         shared_memory: the largest size of /dev/shm; None for as much as the pod may use.
     """
 
@@ -207,7 +207,7 @@ class Pods:
         )
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Refuse options that contradict each other, or are out of range.
 
         Raises:
             JobError: says which option, and why.
@@ -272,15 +272,15 @@ class ClusterJob:
         return self.pods.cores or str(self.workers_per_pod * self.devices * self.settings.launch.threads)
 
     def check(self) -> None:
-        """Refuse what cannot work on any cluster.
+        """Refuse a job that can work on no cluster.
 
         Raises:
             JobError: says which option, and why.
         """
         self.settings.check(is_here=False)
         self.pods.check()
-        named = {"--image": self.image, "--name": self.name, "--secret": self.secret}
-        for option, text in (named | {"--claim": self.claim, "--namespace": self.namespace}).items():
+        names = {"--image": self.image, "--name": self.name, "--secret": self.secret}
+        for option, text in (names | {"--claim": self.claim, "--namespace": self.namespace}).items():
             if text is not None:
                 require_name(option, text)
         if not 0 <= self.restarts <= LARGEST_COUNT:

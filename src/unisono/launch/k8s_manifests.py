@@ -1,4 +1,4 @@
-"""The manifests of a job for Kubernetes, and their files. How they look is in ``k8s_manifests.yaml``."""
+"""The manifests of a job for Kubernetes, and their files. Their template is ``k8s_manifests.yaml``."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from unisono.membership.token import fresh_token
 MARK = "# written by unisono k8s"
 
 PLAIN = re.compile(r"[A-Za-z][A-Za-z/.-]+")
-"""Text that stays text for every reader of YAML. The Go of Kubernetes takes 1e-3 for a number, which others do not."""
+"""Text that needs no quotes for any reader of YAML: Kubernetes takes 1e-3 for a number, which PyYAML does not."""
 
 Manifest = dict[str, Any]
 
@@ -25,18 +25,18 @@ TEMPLATE = Path(__file__).with_suffix(".yaml")
 
 
 def filled(kind: str, values: Mapping[str, Any]) -> Manifest:
-    """A manifest of the template with these values, by name; None leaves something out, with its key.
+    """A manifest of the template, with these values by name; a value of None is left out with its key.
 
     Raises:
         JobError: there is no PyYAML.
     """
     yaml = _yaml()
 
-    class TemplateLoader(yaml.SafeLoader):  # type: ignore[misc,name-defined]  # whether it is there is found out above
-        """Has values where the template names them."""
+    class TemplateLoader(yaml.SafeLoader):  # type: ignore[misc,name-defined]  # _yaml has made sure that it is there
+        """Puts a value where the template has ``!of NAME``."""
 
     TemplateLoader.add_constructor("!of", lambda _, node: values[node.value])
-    manifest: Manifest = _kept(yaml.load(TEMPLATE.read_text("utf-8"), TemplateLoader)[kind])
+    manifest: Manifest = _without_none(yaml.load(TEMPLATE.read_text("utf-8"), TemplateLoader)[kind])
     return manifest
 
 
@@ -46,30 +46,30 @@ def _yaml() -> Any:
     return import_module("yaml")
 
 
-def _kept(value: Any) -> Any:
+def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _kept(item) for key, item in value.items() if item is not None}
-    return list(_laid_out(value)) if isinstance(value, list) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return list(_flat(value)) if isinstance(value, list) else value
 
 
-def _laid_out(values: list[Any]) -> Iterator[Any]:
+def _flat(values: list[Any]) -> Iterator[Any]:
     for item in values:
         if isinstance(item, list):
-            yield from _laid_out(item)
+            yield from _flat(item)
         elif item is not None:
-            yield _kept(item)
+            yield _without_none(item)
 
 
-def text_of(manifests: Sequence[Any], words: str) -> str:
-    """Manifests as one file of YAML, with a comment for the first line: the command that wrote them.
+def text_of(manifests: Sequence[Any], command: str) -> str:
+    """Manifests as one file of YAML, whose first line is a comment with the command that wrote them.
 
     Raises:
         JobError: there is no PyYAML, or a text has characters that YAML cannot hold.
     """
     yaml = _yaml()
 
-    class ManifestDumper(yaml.SafeDumper):  # type: ignore[misc,name-defined]  # whether it is there is found out above
-        """Quotes all text that anybody could take for something else."""
+    class ManifestDumper(yaml.SafeDumper):  # type: ignore[misc,name-defined]  # _yaml has made sure that it is there
+        """Quotes all text that a reader of YAML could take for something else."""
 
         def ignore_aliases(self, data: Any) -> bool:
             return True
@@ -82,7 +82,7 @@ def text_of(manifests: Sequence[Any], words: str) -> str:
     for manifest in manifests:
         _require_text(manifest)
     body = yaml.dump_all(manifests, Dumper=ManifestDumper, sort_keys=False, width=10**6, allow_unicode=True)
-    comment = "".join(letter if letter.isprintable() else "?" for letter in words)
+    comment = "".join(letter if letter.isprintable() else "?" for letter in command)
     return f"{MARK}: {comment}\n{body}"
 
 
@@ -102,12 +102,12 @@ def _require_text(value: Any) -> None:
 
 
 def write(text: str, path: Path, *, secret: bool = False) -> None:
-    """Write manifests into a file: a new one, or one that was written so before.
+    """Write manifests into a file: a new one, or one that an earlier call has written.
 
-    A secret must be a new one, which only this user may read.
+    A secret is always written into a new file, which only this user may read.
 
     Raises:
-        JobError: the file is another's, holds keys already, or cannot be written.
+        JobError: another program wrote the file, it holds keys already, or it cannot be written.
     """
     try:
         if secret:
@@ -129,15 +129,15 @@ def _write_new(text: str, path: Path) -> None:
 
 
 def new_secret(name: str, namespace: str | None) -> Manifest:
-    """A Secret with keys that nobody has had, made before any pod runs.
+    """A Secret with a new token, a new key and its certificate, made before any pod runs.
 
     Raises:
-        JobError: there is nothing here that makes a certificate.
+        JobError: this host has no program that makes a certificate.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix="unisono-") as folder:  # nobody else looks into it
-            made = make(Path(folder), "unisono coordinator", ["extendedKeyUsage = serverAuth"])
-            chain, key = made.chain.read_text(encoding="ascii"), made.key.read_text(encoding="ascii")
+        with tempfile.TemporaryDirectory(prefix="unisono-") as folder:  # only this user may read it
+            certificate = make(Path(folder), "unisono coordinator", ["extendedKeyUsage = serverAuth"])
+            chain, key = certificate.chain.read_text(encoding="ascii"), certificate.key.read_text(encoding="ascii")
     except (OSError, NoCertificate) as error:
         raise JobError(f"a coordinator on Kubernetes needs a certificate, and {error}: install openssl") from error
     return {
@@ -151,16 +151,15 @@ def new_secret(name: str, namespace: str | None) -> Manifest:
 
 
 SIGNALS = (6, 7, 8, 9, 11, 15)
-"""With which a coordinator may end for no fault of the script's: its memory ran out, say."""
+"""The signals that may end a coordinator without a fault of the script: its memory ran out, say."""
 
 GPU = "nvidia.com/gpu"
 
 LEFT_OVER_S = 15
-"""For the end of a pod's processes, after the workers' own time."""
-
+"""The time for a pod's other processes to end, after that of the workers."""
 
 NAME = "JOB_SET"
-"""The variable with the name of a TrainJob, which its JobSet has, too: a runtime does not know it."""
+"""The variable that holds the name of a TrainJob and of its JobSet, which a TrainingRuntime does not know."""
 
 FROM_LABEL = {
     "name": NAME,
@@ -170,7 +169,7 @@ TRAINER = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
 
 
 def job_set(job: ClusterJob) -> Manifest:
-    """The JobSet: a coordinator, nodes that run workers, and what becomes of the job when their pods end."""
+    """The JobSet: a coordinator, nodes that run workers, and the rules for when their pods end."""
     return filled("JobSet", values_of(job, job.name))
 
 
@@ -182,21 +181,20 @@ def for_kubeflow(job: ClusterJob) -> tuple[Manifest, Manifest]:
 
 
 def escaped(words: Sequence[str]) -> list[str]:
-    """Words as Kubernetes leaves them alone: it takes ``$(NAME)`` for a variable, and ``$$`` for ``$``."""
+    """Words that Kubernetes does not expand: it takes ``$(NAME)`` for a variable, and ``$$`` for ``$``."""
     return [word.replace("$", "$$") for word in words]
 
 
 def values_of(job: ClusterJob, name: str) -> dict[str, Any]:
-    """What the manifests of a job need; None for what they leave out.
+    """The values of a job for the template; None for those that it leaves out.
 
     The name may be a reference to a variable of the pods.
     """
     settings, pods = job.settings, job.pods
     memory = {} if pods.memory is None else {"memory": pods.memory}
     gpus = {GPU: str(pods.gpus)} if pods.gpus else {}
-    for_gpus = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if gpus else []
-    # The name under which name servers know the coordinator's pod, whatever its address.
-    host = f"{name}-coordinator-0-0.{name}"
+    gpu_tolerations = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}] if gpus else []
+    host = f"{name}-coordinator-0-0.{name}"  # the DNS name of the coordinator's pod
     has_user = None if job.user is None else True
     return {
         "name": job.name,
@@ -229,5 +227,5 @@ def values_of(job: ClusterJob, name: str) -> dict[str, Any]:
         "limits": {**memory, **gpus} or None,
         "shared_memory": pods.shared_memory,
         "node_selector": dict(pods.selector) or None,
-        "tolerations": [*pods.tolerations, *for_gpus] or None,
+        "tolerations": [*pods.tolerations, *gpu_tolerations] or None,
     }

@@ -20,7 +20,7 @@ from unisono.launch.worker_start import ColdStart, WarmStart, listening
 from unisono.settings.reading import settings_by_path
 
 SETTLE_S = 0.3
-"""After an exit that is only a consequence: how long its cause may take to end by itself, with its own words."""
+"""How long after an exit that is only a consequence its cause may take to end by itself, with its own error."""
 
 
 def launch(settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
@@ -39,8 +39,8 @@ class Launcher:
     """Launches jobs one after the other. A context. Main thread only.
 
     Args:
-        share: a fork server for all of them, so that torch is loaded once. The settings may then differ in what each
-            worker is told, but in neither threads, numerics nor tuning.
+        share: whether all jobs share a fork server, so that torch is loaded once. Their settings may then differ in the
+            variables of workers, but in neither threads, numerics nor tuning.
     """
 
     def __init__(self, *, share: bool = False) -> None:
@@ -68,23 +68,23 @@ class Launcher:
     async def _run(self, settings: LaunchSettings, folder: RunFolder, terminal: Terminal) -> Outcome:
         is_warm = settings.options.launch.warm_start and sys.platform == "linux"
         if self._share and is_warm and self._shared is None:
-            self._shared = await _template_for_all(settings, folder)
+            self._shared = await _shared_fork_server(settings, folder)
         return await FixedJob(settings, folder, terminal, self._shared, is_warm=is_warm).run()
 
 
-async def _template_for_all(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
-    """A fork server that knows of a launch only what others after it have in common with it."""
+async def _shared_fork_server(settings: LaunchSettings, folder: RunFolder) -> WarmStart | None:
+    """A fork server that has only those settings of a launch that all later launches share."""
     arithmetic = settings.options.arithmetic.values
     same = {f"arithmetic.{name}": arithmetic[name] for name in ("threads", "numerics") if name in arithmetic}
     common = LaunchSettings(settings.script, options=settings_by_path(same), tuning=settings.tuning)
     environment = elastic_command(common, folder.path, None).environment(os.environ)
-    with suppress(ColdStart):  # then each tries for itself, and says why not
+    with suppress(ColdStart):  # then each job tries to start a fork server of its own, and says why it cannot
         return await WarmStart.open(environment, folder.log_of("template"))
     return None
 
 
 class FixedJob(HostJob):
-    """All workers of one launch, which know their ranks from the start: nobody else decides anything.
+    """All workers of one launch, which know their ranks from the start: there is no coordinator.
 
     Each device of a worker is one of them, with a rank of its own.
     """
@@ -101,27 +101,27 @@ class FixedJob(HostJob):
         is_warm: bool,
     ) -> None:
         super().__init__(settings, folder, terminal, {})
-        gains = is_warm and settings.processes > 1  # one worker alone would only begin later
-        self._start = self._new_start(has_fork_server=gains, shared=shared if is_warm else None)
+        is_worth_it = is_warm and settings.processes > 1  # one worker alone would only begin later
+        self._start = self._new_start(has_fork_server=is_worth_it, shared=shared if is_warm else None)
         self._workers = HostWorkers(self._group, self._start, self._command, self._worker_ended, self._worker_gone)
         self._ending = False
 
-    async def _serve(self, opened: AsyncExitStack) -> None:
+    async def _serve(self, stack: AsyncExitStack) -> None:
         launch = self._launch
-        opened.push_async_callback(self._workers.close)
+        stack.push_async_callback(self._workers.close)
         await self._start.open()
         async with listening_to_cloud(launch.notice_source, self._group.say, self._noticed):
             if launch.memory_limit_mib is not None:
-                opened.callback(asyncio.create_task(self._workers.mind_memory(launch.memory_limit_mib)).cancel)
-            with listening(launch.processes) as meeting:
-                # A signal that came while the fork server was opened found no worker to hand it on to.
+                stack.callback(asyncio.create_task(self._workers.limit_memory(launch.memory_limit_mib)).cancel)
+            with listening(launch.processes) as rendezvous:
+                # A signal that came while the fork server was opened found no worker that it could be passed on to.
                 for rank in range(launch.processes if self._interrupted is None else 0):
-                    self._workers.begin(rank, place=rank // launch.devices, meeting=meeting)
+                    self._workers.begin(rank, place=rank // launch.devices, rendezvous=rendezvous)
                 await self._workers.until_begun()
             await self._workers.until_gone()
 
-    def _command(self, rank: WorkerName, place: int, device: int, meeting: RendezvousSocket | None) -> WorkerCommand:
-        return worker_command(self._launch, self._folder.path, int(rank), meeting)
+    def _command(self, rank: WorkerName, place: int, device: int, rendezvous: RendezvousSocket | None) -> WorkerCommand:
+        return worker_command(self._launch, self._folder.path, int(rank), rendezvous)
 
     def _worker_ended(self, worker_exit: WorkerExit, end: Ended) -> None:
         if not worker_exit.pid:

@@ -34,12 +34,12 @@ from unisono.settings.reading import settings_by_path
 __all__ = ["NotebookEnd", "run"]
 
 
-# The script that trains what a function of a notebook says: its source, or an import of it, and a call.
+# The script that a notebook's function becomes: its source, or an import of it, and a call.
 
-ALREADY_THERE = frozenset(dir(builtins)) | {"__name__", "__file__", "__builtins__"}
+BUILTINS = frozenset(dir(builtins)) | {"__name__", "__file__", "__builtins__"}
 
 LATER = "from __future__ import annotations\n"
-"""Annotations are then not looked up, so what they name need not be there."""
+"""With it annotations are not evaluated, so the names in them need not be defined in the script."""
 
 TEMPLATE = '''"""Written by unisono.notebook.run, which trains with it."""
 
@@ -60,12 +60,12 @@ if __name__ == "__main__":
 def script_of(function: Callable[..., Any], arguments: Mapping[str, Any], folder: Path) -> str:
     """The text of a script that calls a function.
 
-    A function of a module is imported. One that a notebook defines is there by its source alone: nothing of the
-    notebook's memory reaches the workers, but for the arguments, as JSON. They look for modules in ``folder``, besides
-    those that are installed.
+    A function of a module is imported. Of one that a notebook defines, the script has the source: nothing of the
+    notebook's memory reaches the workers except the arguments, as JSON. Modules are imported from ``folder``, and from
+    the installed packages.
 
     Raises:
-        JobError: it is none that could be written down, needs what only the notebook has, or an argument is no JSON;
+        JobError: the source of the function is not known or uses what only the notebook has, or an argument is no JSON;
             says which, and what to do.
     """
     name = _name_of(function)
@@ -76,7 +76,7 @@ def script_of(function: Callable[..., Any], arguments: Mapping[str, Any], folder
         body = f"from {module} import {name}"
     else:
         body = source_of(function)
-        require_all_there(body, function)
+        require_self_contained(body, function)
     return TEMPLATE.format(later=LATER, folder=str(folder), body=body, name=name, arguments=text)
 
 
@@ -95,18 +95,13 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 MAGIC = re.compile(r"\A(?:\s*%%[^\n]*(?:\n|\Z))+")
-"""What stands above the code of a cell: ``%%time``, say."""
+"""The magic commands above the code of a cell: ``%%time``, say."""
 
 
 def source_in(cells: Sequence[str], function: Callable[..., Any]) -> str | None:
-    """The source of a function that was defined below ``%%time`` or the like, which leaves no trace of where it stands.
+    """The source of a function, found in the cells that were executed, the newest last; None if no cell has it.
 
-    Args:
-        cells: what was executed so far, the newest last, without what stands above the code.
-        function: the function.
-
-    Returns:
-        the definition in the newest cell whose code is the function's; None if there is none.
+    A function that is defined below a magic command such as ``%%time`` has no source that ``inspect`` could find.
     """
     for cell in reversed(cells):
         try:
@@ -114,53 +109,53 @@ def source_in(cells: Sequence[str], function: Callable[..., Any]) -> str | None:
         except (SyntaxError, ValueError):
             continue
         if function.__code__ in code.co_consts:
-            defined = [node for node in tree.body if getattr(node, "name", "") == function.__name__]
-            first = min(node.lineno for node in (defined[-1], *getattr(defined[-1], "decorator_list", ())))
-            return "\n".join(cell.splitlines()[first - 1 : defined[-1].end_lineno])
+            definition = [node for node in tree.body if getattr(node, "name", "") == function.__name__][-1]
+            first = min(node.lineno for node in (definition, *getattr(definition, "decorator_list", ())))
+            return "\n".join(cell.splitlines()[first - 1 : definition.end_lineno])
     return None
 
 
 def _cells() -> list[str]:
-    """The cells of the notebook that this is, as plain Python; none elsewhere."""
+    """The executed cells of the notebook that this process runs, as plain Python; none outside of a notebook."""
     shell = None if "IPython" not in sys.modules else sys.modules["IPython"].get_ipython()
     if shell is None:
         return []
     return [shell.transform_cell(MAGIC.sub("", cell)) for cell in shell.history_manager.input_hist_raw]
 
 
-def require_all_there(source: str, function: Callable[..., Any]) -> None:
-    """Refuse a function that uses what only the notebook has.
+def require_self_contained(source: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that uses names which only the notebook defines.
 
     Raises:
-        JobError: names it, and says how each can be had.
+        JobError: lists the names, and says what to do about each.
     """
     name = _name_of(function)
     try:
         free = free_names(source)
     except SyntaxError as error:
         raise JobError(f"{name} is no plain Python ({error}): leave lines that begin with % or ! out of it") from None
-    known: Mapping[str, Any] = getattr(function, "__globals__", {})
+    values: Mapping[str, Any] = getattr(function, "__globals__", {})
     if free:
-        listed = "; ".join(_cure(missing, known.get(missing)) for missing in sorted(free))
+        listed = "; ".join(_advice(missing, values.get(missing)) for missing in sorted(free))
         raise JobError(
             f"{name} uses what the notebook has and its workers have not, since they run its source alone: {listed}"
         )
 
 
 def free_names(source: str) -> set[str]:
-    """The names that a piece of source looks up and nobody has defined: neither it nor Python.
+    """The names that a source uses, and that neither the source nor Python defines.
 
     Raises:
         SyntaxError: it is no Python.
     """
     top = symtable.symtable(LATER + source, "cell", "exec")
-    own = {
+    defined = {
         symbol.get_name()
         for symbol in top.get_symbols()
         if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
     }
-    own |= {name for table in _tables(top) for name in _declared(table)}
-    return {name for table in _tables(top) for name in _looked_up(table)} - own - ALREADY_THERE
+    defined |= {name for table in _tables(top) for name in _assigned_globals(table)}
+    return {name for table in _tables(top) for name in _used_globals(table)} - defined - BUILTINS
 
 
 def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
@@ -169,18 +164,18 @@ def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
         yield from _tables(child)
 
 
-def _looked_up(table: symtable.SymbolTable) -> Iterator[str]:
+def _used_globals(table: symtable.SymbolTable) -> Iterator[str]:
     for symbol in table.get_symbols():
         if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module"):
             yield symbol.get_name()
 
 
-def _declared(table: symtable.SymbolTable) -> Iterator[str]:
-    """What a function says ``global`` of, and sets."""
+def _assigned_globals(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that a function declares ``global`` and assigns."""
     return (symbol.get_name() for symbol in table.get_symbols() if symbol.is_declared_global() and symbol.is_assigned())
 
 
-def _cure(name: str, value: Any) -> str:
+def _advice(name: str, value: Any) -> str:
     if isinstance(value, ModuleType):
         as_name = "" if value.__name__ == name else f" as {name}"
         return f"{name} (write import {value.__name__}{as_name} inside of the function)"
@@ -190,7 +185,7 @@ def _cure(name: str, value: Any) -> str:
 
 
 def require_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the function does not take, before anything is started.
+    """Refuse arguments that do not fit the function's parameters, before anything is started.
 
     Raises:
         JobError: says which.
@@ -206,10 +201,10 @@ def require_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 def _json_of(arguments: Mapping[str, Any]) -> str:
     for name, value in arguments.items():
         try:
-            same = parse_json(json.dumps(value)) == value
+            is_json = parse_json(json.dumps(value)) == value
         except (TypeError, ValueError, Unreadable):
-            same = False
-        if not same:
+            is_json = False
+        if not is_json:
             raise JobError(
                 f"the argument {name}={short(value)} cannot reach the workers as it is: arguments are JSON, which has "
                 f"numbers, text, True, False, None, lists, and dicts with text for keys. Nothing is pickled"
@@ -229,10 +224,10 @@ def _name_of(function: Callable[..., Any]) -> str:
 # A job that a cell of a notebook starts, shows, and waits for.
 
 LINES = 12
-"""Of the workers' output, the last ones, that a cell shows."""
+"""The number of last lines of the workers' output that a cell shows."""
 
 LONGEST = 2**20
-"""Bytes of a file that are read at a time."""
+"""The most bytes of a file that are read at a time."""
 
 FIGURES: Mapping[str, str] = {
     "step": "step {}",
@@ -246,28 +241,28 @@ FIGURES: Mapping[str, str] = {
 
 
 class Tail:
-    """The lines that are appended to a file, which need not be there yet."""
+    """Reads the lines that are appended to a file, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at, self._rest = path, 0, b""
+        self._path, self._offset, self._rest = path, 0, b""
 
-    def new(self) -> list[bytes]:
-        """The whole lines since the last time. A file that has become shorter is read from its beginning."""
+    def read_lines(self) -> list[bytes]:
+        """The complete lines since the last call. A file that has become shorter is read from its beginning."""
         try:
             with open_file(self._path) as file:
-                if os.fstat(file.fileno()).st_size < self._at:
-                    self._at, self._rest = 0, b""
-                file.seek(self._at)
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
                 data = file.read(LONGEST)
         except (OSError, Unreadable):
             return []
-        self._at += len(data)
+        self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
 
 
 def figures_of(lines: Sequence[bytes]) -> Mapping[str, Any]:
-    """The newest line of a step among lines of ``metrics.jsonl``; nothing if there is none."""
+    """The newest line of a step among lines of ``metrics.jsonl``; empty if there is none."""
     for line in reversed(lines):
         with suppress(Unreadable):
             figures = parse_json(line)
@@ -276,27 +271,27 @@ def figures_of(lines: Sequence[bytes]) -> Mapping[str, Any]:
     return {}
 
 
-def in_a_line(figures: Mapping[str, Any]) -> str:
-    """Figures of a step for people: ``step 12, epoch 0, loss 0.51``. What is no number is left out."""
-    shown = []
+def line_of(figures: Mapping[str, Any]) -> str:
+    """Figures of a step for people: ``step 12, epoch 0, loss 0.51``. Values that are no numbers are left out."""
+    parts = []
     for name, form in FIGURES.items():
         value = figures.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            shown.append(form.format(value))
-    return ", ".join(shown)
+            parts.append(form.format(value))
+    return ", ".join(parts)
 
 
 class PlainDisplay:
-    """Prints lines as they come: on a terminal, or where nothing can be shown twice."""
+    """Prints lines as they come: on a terminal, or where shown text cannot be replaced."""
 
     def show(self, figures: str, lines: Sequence[str]) -> None:
-        """Show lines that were printed since the last time; the newest figures are in what the script prints."""
+        """Print new lines. It leaves out the figures, since the script's own lines have them."""
         for line in lines:
             sys.stdout.write(f"{line}\n")
 
 
 class Board:
-    """Text for a cell: the last lines, and the figures below them."""
+    """The text that a cell shows: the last lines, and the figures below them."""
 
     def __init__(self) -> None:
         self.lines: deque[str] = deque(maxlen=LINES)
@@ -308,21 +303,21 @@ class Board:
 
 
 class CellDisplay(PlainDisplay):
-    """Shows them in one place of the cell's output, with IPython's ``display``, and replaces them there."""
+    """Shows lines and figures in one place of the cell's output, with IPython's ``display``, and replaces them there."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._board = Board()
         self._handle = display(self._board, display_id=True)
 
     def show(self, figures: str, lines: Sequence[str]) -> None:
-        """Replace what is there."""
+        """Add lines, and replace the text that the cell shows."""
         self._board.lines.extend(lines)
         self._board.figures = figures or self._board.figures
         self._handle.update(self._board)
 
 
-def cell_here() -> PlainDisplay:
-    """The cell that runs now; plain lines where there is no notebook."""
+def display_here() -> PlainDisplay:
+    """The display of the cell that runs now; a plain one outside of a notebook."""
     with suppress(ImportError):
         from IPython import get_ipython
         from IPython.display import display
@@ -333,13 +328,13 @@ def cell_here() -> PlainDisplay:
 
 
 SCRIPT, OUTPUT, RETURNED = "cell.py", "cell.log", "returned.json"
-"""In the run folder: what the workers run, what they print, and what the function returned."""
+"""Files in the run folder: the workers' script, what they print, and what the function returned."""
 
 LOOK_S = 0.2
-"""Between two looks at the job."""
+"""Seconds between two looks at the job."""
 
 CHECKPOINT_EVERY = 100
-"""Steps, unless somebody says otherwise: the weights of a cell's job are in its last checkpoint."""
+"""Steps between checkpoints by default: the weights of a cell's job are in its last checkpoint."""
 
 ENDS_S = 15.0
 """Seconds besides ``grace_s`` after which a job that was interrupted is killed."""
@@ -435,7 +430,7 @@ def run(
     _prepare(folder, text)
     settings = ElasticSettings(launch, sizes)
     settings.check()
-    return _Job(settings, folder, cell_here()).run()
+    return _Job(settings, folder, display_here()).run()
 
 
 def _prepare(folder: Path, text: str) -> None:
@@ -448,14 +443,13 @@ def _prepare(folder: Path, text: str) -> None:
 
 
 class _Job:
-    """The job of one call."""
+    """The job of one call of :func:`run`."""
 
-    def __init__(self, settings: ElasticSettings, folder: Path, cell: PlainDisplay) -> None:
-        self._settings, self._folder, self._cell = settings, folder, cell
-        self._printed, self._metrics = Tail(folder / OUTPUT), Tail(folder / "metrics.jsonl")
+    def __init__(self, settings: ElasticSettings, folder: Path, display: PlainDisplay) -> None:
+        self._settings, self._folder, self._display = settings, folder, display
+        self._output, self._metrics = Tail(folder / OUTPUT), Tail(folder / "metrics.jsonl")
 
     def run(self) -> NotebookEnd:
-        """From its start to its end."""
         launch = self._settings.launch
         words = ["run", "-n", str(self._settings.workers), "--run-dir", str(self._folder), *self._settings.words()]
         with (self._folder / OUTPUT).open("wb") as output:
@@ -470,33 +464,33 @@ class _Job:
         try:
             return self._follow(process)
         except KeyboardInterrupt:
-            self._cell.show("interrupted: the workers leave with a checkpoint (once more kills them)", [])
+            self._display.show("interrupted: the workers leave with a checkpoint (once more kills them)", [])
             process.leave()
             self._follow(process, time.monotonic() + self._settings.launch.options.launch.grace_s + ENDS_S)
-            self._cell.show(f"left; run_dir={str(self._folder)!r} goes on from the checkpoint", [])
+            self._display.show(f"left; run_dir={str(self._folder)!r} goes on from the checkpoint", [])
             raise
 
-    def _follow(self, process: CommandProcess, until: float = float("inf")) -> int:
-        """Show what happens until the job has ended, or the time is over; its exit code, or 1 if it has not ended."""
-        while (code := process.wait(LOOK_S)) is None and time.monotonic() < until:
+    def _follow(self, process: CommandProcess, deadline: float = float("inf")) -> int:
+        """Show the job's output until it has ended, or the deadline; its exit code, or 1 if it has not ended."""
+        while (code := process.wait(LOOK_S)) is None and time.monotonic() < deadline:
             self._show()
         self._show()
         return 1 if code is None else code
 
     def _show(self) -> None:
-        lines = [line.decode(errors="replace") for line in self._printed.new()]
-        figures = in_a_line(figures_of(self._metrics.new()))
+        lines = [line.decode(errors="replace") for line in self._output.read_lines()]
+        figures = line_of(figures_of(self._metrics.read_lines()))
         if lines or figures:
-            self._cell.show(figures, lines)
+            self._display.show(figures, lines)
 
     def _end(self, code: int) -> NotebookEnd:
         result = RunFolder(self._folder).read_result() or {}
         if code not in (0, PREEMPTED):
-            last_words = "\n".join(last_lines(self._folder / OUTPUT))
-            raise LaunchError(f"the job has failed (exit code {code}, run folder {self._folder}):\n{last_words}")
-        return NotebookEnd(code, self._folder, result, self._returned())
+            tail = "\n".join(last_lines(self._folder / OUTPUT))
+            raise LaunchError(f"the job has failed (exit code {code}, run folder {self._folder}):\n{tail}")
+        return NotebookEnd(code, self._folder, result, self._returned_value())
 
-    def _returned(self) -> Any:
+    def _returned_value(self) -> Any:
         try:
             return read_object(self._folder / RETURNED).get("value")
         except FileNotFoundError:
@@ -505,14 +499,11 @@ class _Job:
             raise LaunchError(f"{self._folder / RETURNED} cannot be read: {error}") from error
 
 
-# What a function of a notebook returns, on its way back to the cell.
-
-
 def call(function: Callable[..., Any], arguments: str) -> None:
-    """Call the function in a worker, with arguments as JSON; what it returns on the main worker is kept.
+    """Call the function in a worker, with arguments as JSON; the value that the main worker's call returns is kept.
 
     Raises:
-        JobError: it returned what is no JSON.
+        JobError: that value is no JSON.
     """
     from unisono.train.start import HOST_PROCESS  # loads torch, which the notebook does without
 

@@ -35,12 +35,12 @@ LINES = (
 
 
 def after_training(digest: str) -> str:
-    """What people are told of a failure after training; nothing without the digest of its weights."""
+    """What a message says of a failure after training; empty without the digest of the weights."""
     return f"; {COMPLETE}: weights sha256 {digest}. {LINES}" if digest else ""
 
 
 class Blame(IntEnum):
-    """The role of an exit in the job's end, the likeliest cause first."""
+    """The part of an exit in the job's end, the likeliest cause first."""
 
     CAUSE = 0
     CONSEQUENCE = 1
@@ -58,7 +58,7 @@ class WorkerExit:
         code: its exit code; minus the signal's number if a signal ended it.
         time: the time of its end, or that of its script if it is known, in seconds since 1970.
         told_at: the time at which the launcher, ending the job, told it to end; None if it did not.
-        peak_mib: the most memory that it was seen to need, in MiB; None if nobody looked.
+        peak_mib: the most memory that it was seen to need, in MiB; None if its memory was not watched.
         over_mib: the memory limit, in MiB, for which the launcher ended it; None if it did not.
         pid: its process id; 0 if it had no process.
         fault: the injected fault that has ended it, in words; empty if none has.
@@ -76,7 +76,7 @@ class WorkerExit:
 
     @property
     def began(self) -> float:
-        """When the trouble began: the exception comes before the exit."""
+        """The time of its exception, or of its end without one: the earliest sign of what went wrong."""
         return min(self.time, self.failure.time) if self.failure else self.time
 
     @property
@@ -86,14 +86,14 @@ class WorkerExit:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell gives it; its own, if the launcher ended it while it was on its way out."""
+        """The exit code as a shell gives it; that of its script, if the launcher ended it while it was on its way out."""
         if self.had_ended and self.failure is not None:
             return self.failure.exit_code
         return self.code if self.code >= 0 else FIRST_SIGNAL - self.code
 
     @property
     def signal_name(self) -> str:
-        """The signal that ended it, or nothing."""
+        """The signal that ended it; empty if none did."""
         if self.code >= 0:
             return ""
         try:
@@ -102,7 +102,7 @@ class WorkerExit:
             return f"signal {-self.code}"
 
     def blame(self, interrupted: int | None = None) -> Blame:
-        """How likely this exit began it all, in a job that was or was not interrupted by a signal."""
+        """How likely this exit is the cause of the job's end; ``interrupted`` is the signal that the launcher got."""
         if self.code in (0, PREEMPTED):
             return Blame.NONE
         if self.told_at is not None and not self.had_ended:
@@ -116,7 +116,7 @@ class WorkerExit:
 
 @dataclass(frozen=True, slots=True)
 class JobConclusion:
-    """The end of a job, where no worker of this host is to blame."""
+    """The exit code of a job and the reason for it, where no worker of this host is to blame."""
 
     exit_code: int
     reason: str
@@ -129,8 +129,8 @@ class Outcome:
     Attributes:
         workers: the number of workers that the job was to have.
         interrupted: the first signal that the launcher got, if any.
-        conclusion: the end of the job where the workers' exits do not decide it, such as the coordinator's word for an
-            elastic job; else None.
+        conclusion: the end of the job where the workers' exits do not decide it, as the coordinator of an elastic job
+            says it; otherwise None.
         digest: the digest of the weights, if training is complete, whatever came after it.
         has_main: whether the main worker of the end was one of these, so that it writes ``result.json`` here.
     """
@@ -146,7 +146,7 @@ class Outcome:
 
     @property
     def cause(self) -> WorkerExit | None:
-        """The exit that began it all; None if no worker failed by itself."""
+        """The exit that caused the job's end; None if no worker failed by itself."""
         return find_cause(self.exits, self.interrupted)
 
     @property
@@ -197,12 +197,12 @@ class Outcome:
 
     @property
     def trained(self) -> str:
-        """That training was complete when the job failed, for people; else nothing."""
+        """The words that training was complete when the job failed; empty if it was not."""
         return "" if self.exit_code == 0 else after_training(self.digest)
 
     @property
     def reason(self) -> str:
-        """What went wrong, without who it was: the same for jobs that fail in the same way."""
+        """What went wrong, without the rank or host: the same for jobs that fail in the same way."""
         cause = self.cause
         failure = None if cause is None else cause.failure
         if failure is not None:
@@ -211,19 +211,18 @@ class Outcome:
 
     @property
     def note(self) -> str:
-        """Whom to look at when a worker was missed, but none says why: those that ended without a word."""
+        """If all errors only follow from the loss of a worker, the workers that ended without an error; else empty."""
         cause = self.cause
         if cause is None or cause.failure is None or not cause.failure.consequence:
             return ""
-        silent = [f"{called(end.rank)} {self._left(end)}" for end in self.exits if end.failure is None]
+        silent = [f"{called(end.rank)} {self._how_it_left(end)}" for end in self.exits if end.failure is None]
         return f" (no error came from the worker that was missed: {', '.join(silent)})" if silent else ""
 
     def _is_to_blame(self, cause: WorkerExit) -> bool:
         """In an interrupted job only a failure of a worker's own counts."""
         return self.interrupted is None or cause.blame(self.interrupted) is Blame.CAUSE
 
-    def _left(self, end: WorkerExit) -> str:
-        """How a worker without a failure left, in words."""
+    def _how_it_left(self, end: WorkerExit) -> str:
         if end.told_at is not None and not end.had_ended:
             return "was ended by the launcher"
         # A worker of an elastic job, which has no rank, may have been asked to leave.
@@ -232,7 +231,7 @@ class Outcome:
 
 
 def find_cause(exits: Sequence[WorkerExit], interrupted: int | None = None) -> WorkerExit | None:
-    """The exit that began it all: by blame, then the earliest; None if every worker ended well."""
+    """The exit that caused the job's end: by blame, then the earliest; None if every worker ended well."""
     failed = [end for end in exits if end.blame(interrupted) is not Blame.NONE]
     return min(failed, key=lambda end: (end.blame(interrupted), end.began, number(end.rank)), default=None)
 
@@ -252,32 +251,32 @@ def describe(worker: WorkerExit, host: str) -> str:
     return f"{who} ended with exit code {worker.code}"
 
 
-# The last words of a launcher: what went wrong, and where to look.
+# What a launcher prints at the end: what went wrong, and where to look.
 
 TAIL_LINES = 15
 TAIL_BYTES = 16 * 1024
 
 
 def report(outcome: Outcome, folder: RunFolder) -> str:
-    """What to print when a job has ended: what was mended, and after a failure the cause's traceback last."""
+    """The text to print when a job has ended: what was mended, and after a failure the cause's traceback last."""
     return mended(folder) + _failure(outcome, folder)
 
 
 def mended(folder: RunFolder) -> str:
-    """Lines about what was mended in the life of a run folder; nothing if nothing was."""
-    found = folder.mended()
-    healed, back = len(found["healed"]), len(found["rolled_back"])
-    proven = sum(one["proven"] is True for one in found["rolled_back"])
-    wrong = {f"rank {one['rank']} on host {one['host']}": None for one in found["wrong_results"]}
-    said = [f"{', '.join(wrong)} computed wrongly, as an audit found"] if wrong else []
-    lists = f"{folder.path / 'result.json'} lists them"
+    """Lines about the faults that were mended in all runs of a run folder; empty if there were none."""
+    faults = folder.mended()
+    healed, rolled_back = len(faults["healed"]), len(faults["rolled_back"])
+    proven = sum(fault["proven"] is True for fault in faults["rolled_back"])
+    wrong = {f"rank {fault['rank']} on host {fault['host']}": None for fault in faults["wrong_results"]}
+    lines = [f"{', '.join(wrong)} computed wrongly, as an audit found"] if wrong else []
+    where = f"{folder.path / 'result.json'} lists them"
     if proven:
-        said.append(f"faults of memory or processors were found and mended: {proven} rolled back; {lists}")
-    if healed + back > proven:
-        said.append(
-            f"the states of workers differed, {UNPROVEN}: {healed} healed, {back - proven} rolled back; {lists}"
+        lines.append(f"faults of memory or processors were found and mended: {proven} rolled back; {where}")
+    if healed + rolled_back > proven:
+        lines.append(
+            f"the states of workers differed, {UNPROVEN}: {healed} healed, {rolled_back - proven} rolled back; {where}"
         )
-    return "".join(f"unisono: {one}\n" for one in said)
+    return "".join(f"unisono: {line}\n" for line in lines)
 
 
 def _failure(outcome: Outcome, folder: RunFolder) -> str:
@@ -289,15 +288,15 @@ def _failure(outcome: Outcome, folder: RunFolder) -> str:
     log = folder.log_of(cause.rank)
     if cause.failure is not None:
         who = f"{called(cause.rank)} on host {outcome.host} failed"
-        words = f"{who} (exit code {outcome.exit_code}, log {log}){outcome.note}{outcome.trained}"
-        return f"unisono: {words}\n{cause.failure.traceback}"
+        message = f"{who} (exit code {outcome.exit_code}, log {log}){outcome.note}{outcome.trained}"
+        return f"unisono: {message}\n{cause.failure.traceback}"
     tail = "".join(f"  | {line}\n" for line in last_lines(log))
     quoted = f"unisono: the last lines of {called(cause.rank)} (log {log}):\n{tail}" if tail else ""
     return f"{quoted}unisono: {describe(cause, outcome.host)}{outcome.trained} (exit code {outcome.exit_code})\n"
 
 
 def last_lines(log: Path, lines: int = TAIL_LINES) -> list[str]:
-    """The end of a log; nothing if it cannot be read."""
+    """The last lines of a log; none if it cannot be read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -308,7 +307,7 @@ def last_lines(log: Path, lines: int = TAIL_LINES) -> list[str]:
     return text.splitlines()[-lines:]
 
 
-# Which injected faults have ended workers: a kill that somebody ordered is no memory that ran out.
+# Workers that an injected fault has ended: its kill must not be taken for memory that ran out.
 
 KINDS = {-signal.SIGKILL: "kill", -signal.SIGTERM: "leave"}
 """Faults that end a worker, by the exit code that it has then."""
@@ -334,29 +333,29 @@ def _journal(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 RUNS = Path("runs")
-"""Where run folders are made for those who name none."""
+"""The folder in which run folders are made for jobs that name none."""
 
 UNKNOWN: Mapping[str, Any] = {"weights_sha256": None, "steps": None, "samples": None}
-"""What only the main worker can tell."""
+"""The fields that only the main worker can fill in."""
 
 
-def open_folder(wanted: Path | None, stem: str) -> RunFolder:
-    """The run folder that the person named, or a new one; without what an earlier start said about its end.
+def open_folder(path: Path | None, stem: str) -> RunFolder:
+    """The run folder that the person named, or a new one; the files about the end of an earlier run are removed.
 
-    It is held until it is closed: nobody else can start a job in it.
+    It is held until it is closed: no other job can start in it.
 
     Raises:
         JobError: another start has the folder, or it cannot be made or written to; says which, and what to do.
     """
     try:
-        folder = RunFolder(wanted or new_run_folder(RUNS, stem))
+        folder = RunFolder(path or new_run_folder(RUNS, stem))
         folder.hold()
         folder.logs.mkdir(parents=True, exist_ok=True)
         ends = (*folder.logs.glob("*.error.json"), *folder.logs.glob("*.ended"))
         for stale in (folder.path / "result.json", *ends):
             stale.unlink(missing_ok=True)
     except OSError as error:
-        where = wanted or RUNS.absolute()
+        where = path or RUNS.absolute()
         raise JobError(f"the run folder {where} cannot be used: {error}; name another with --run-dir") from error
     return folder
 
@@ -380,13 +379,13 @@ class JobEnd:
 
     @classmethod
     def of(cls, outcome: Outcome) -> "JobEnd":
-        """The end of a job that was started."""
+        """The end of a job whose workers were started."""
         return cls(outcome.exit_code, outcome.error, outcome.workers, outcome.seconds, outcome.digest)
 
     def write(self, folder: RunFolder) -> None:
-        """Write ``result.json``. What the main worker has written there is kept, save exit code and error.
+        """Write ``result.json``. The fields that the main worker has written there are kept, save exit code and error.
 
-        A main worker that finished well, in a job that ended well, has the last word on everything.
+        If main worker and job both ended well, the file stays as the main worker wrote it.
 
         Raises:
             OSError: the file cannot be written.
@@ -394,13 +393,19 @@ class JobEnd:
         written = _read(folder)
         if written.get("exit_code") == self.exit_code and self.error is None:
             return
-        whole = {**UNKNOWN, "world_size": self.workers, "seconds": round(self.seconds, 3), **folder.mended(), **written}
-        whole["weights_sha256"] = whole["weights_sha256"] or self.digest or None
-        folder.write_result({**whole, "exit_code": self.exit_code, "error": self.error})
+        result = {
+            **UNKNOWN,
+            "world_size": self.workers,
+            "seconds": round(self.seconds, 3),
+            **folder.mended(),
+            **written,
+        }
+        result["weights_sha256"] = result["weights_sha256"] or self.digest or None
+        folder.write_result({**result, "exit_code": self.exit_code, "error": self.error})
 
 
 def digest_in(folder: RunFolder) -> str:
-    """That of the weights, if the main worker has written that training is complete; else nothing."""
+    """The digest of the weights, if the main worker has written that training is complete; otherwise empty."""
     digest = _read(folder).get("weights_sha256")
     return digest if isinstance(digest, str) else ""
 
@@ -409,16 +414,16 @@ def conclude(folder: RunFolder, outcome: Outcome, terminal: Terminal) -> Outcome
     """Write a job's end into its run folder.
 
     Returns:
-        the outcome; a job that ended well and cannot say so has failed, since a reader of ``result.json`` cannot know.
+        the outcome; a job that ended well, but whose ``result.json`` could not be written, counts as failed.
     """
     if outcome.exit_code == 0 and outcome.has_main and _lacks_steps(folder):
         path = folder.path / "result.json"
-        outcome = _unable_to_say(outcome, f"the main worker could not write {path}, which lacks what it alone knows")
-    unwritten = write_end(folder, JobEnd.of(outcome), terminal)
-    return _unable_to_say(outcome, unwritten) if unwritten and outcome.exit_code == 0 else outcome
+        outcome = _without_result(outcome, f"the main worker could not write {path}, which lacks what it alone knows")
+    why = write_end(folder, JobEnd.of(outcome), terminal)
+    return _without_result(outcome, why) if why and outcome.exit_code == 0 else outcome
 
 
-def _unable_to_say(outcome: Outcome, why: str) -> Outcome:
+def _without_result(outcome: Outcome, why: str) -> Outcome:
     weights = f": weights sha256 {outcome.digest}" if outcome.digest else ""
     return replace(outcome, conclusion=JobConclusion(1, f"{COMPLETE}{weights}; but {why}"))
 
@@ -426,7 +431,7 @@ def _unable_to_say(outcome: Outcome, why: str) -> Outcome:
 def _lacks_steps(folder: RunFolder) -> bool:
     try:
         return _read(folder).get("steps") is None
-    except OSError:  # nor can it be written, as is found out next
+    except OSError:  # then it cannot be written either, and write_end reports that
         return False
 
 
@@ -448,6 +453,6 @@ def write_end(folder: RunFolder, end: JobEnd, terminal: Terminal) -> str:
 def _read(folder: RunFolder) -> dict[str, Any]:
     try:
         result = folder.read_result()
-    except ValueError:  # not the project's: it is replaced
+    except ValueError:  # another program wrote it: it is replaced
         return {}
     return result if isinstance(result, dict) else {}

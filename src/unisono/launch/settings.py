@@ -163,7 +163,7 @@ class LaunchSettings:
         cloud = self.options.launch.notices
         return None if cloud is None else NoticeSource.of_environment(cloud, os.environ)
 
-    def told(self, variables: Mapping[str, str]) -> LaunchSettings:
+    def with_variables(self, variables: Mapping[str, str]) -> LaunchSettings:
         """These settings with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
 
