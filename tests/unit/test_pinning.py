@@ -78,7 +78,7 @@ def machine(**changed: object) -> Machine:
     ("changed", "words"),
     [
         ({"topology": None}, "does not say"),
-        ({"allowed": frozenset({0, 4})}, "somebody has chosen"),
+        ({"allowed": frozenset({0, 4})}, "may not run on all cores"),
         ({"cores": 3}, "3 of 8 cores"),
         ({"variables": {"OMP_PROC_BIND": "true"}}, "OMP_PROC_BIND"),
         ({"has_gpus": True}, "GPU"),

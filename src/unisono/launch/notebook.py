@@ -303,7 +303,7 @@ class Board:
 
 
 class CellDisplay(PlainDisplay):
-    """Shows lines and figures in one place of the cell's output, with IPython's ``display``, and replaces them there."""
+    """Shows lines and figures in one place of the cell's output, which it replaces with IPython's ``display``."""
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self._board = Board()

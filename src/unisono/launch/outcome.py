@@ -86,7 +86,7 @@ class WorkerExit:
 
     @property
     def shell_code(self) -> int:
-        """The exit code as a shell gives it; that of its script, if the launcher ended it while it was on its way out."""
+        """The exit code as a shell gives it; that of its script, if the launcher ended it on its way out."""
         if self.had_ended and self.failure is not None:
             return self.failure.exit_code
         return self.code if self.code >= 0 else FIRST_SIGNAL - self.code

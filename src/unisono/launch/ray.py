@@ -1,6 +1,6 @@
-"""Jobs on the nodes of a Ray cluster: an actor keeps the coordinator, and one on each bundle runs an agent.
+"""The driver of a job on a Ray cluster: it gives the job to the cluster, and waits for its end.
 
-This is the driver: it gives a job to the cluster, and waits for its end.
+On the cluster, one actor runs the coordinator, and an actor on each bundle runs an agent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.settings.reading import settings_by_path
 __all__ = ["run"]
 
 WAIT_S = 0.5
-"""Between two looks: a signal is heard in between."""
+"""Seconds for which the driver waits at a time: Python handles signals in between."""
 
 
 def run(
@@ -73,12 +73,12 @@ def run(
         extra_environment=dict(variables or {}),
     )
     settings = ElasticSettings(launch, sizes, max_restarts=max_restarts, failure_timeout_s=failure_timeout_s)
-    ended = train(RayRequest.of_this_process(settings, resources_per_worker))
-    if ended.exit_code not in (0, PREEMPTED):
-        error = ended.result.get("error")
-        words = ended.words or (error.get("message") if isinstance(error, dict) else "") or "see Ray's logs"
-        raise LaunchError(f"the job has failed (exit code {ended.exit_code}, {ended.run_dir} on {ended.host}): {words}")
-    return ended
+    end = train(RayRequest.of_this_process(settings, resources_per_worker))
+    if end.exit_code not in (0, PREEMPTED):
+        error = end.result.get("error")
+        reason = end.words or (error.get("message") if isinstance(error, dict) else "") or "see Ray's logs"
+        raise LaunchError(f"the job has failed (exit code {end.exit_code}, {end.run_dir} on {end.host}): {reason}")
+    return end
 
 
 def train(request: RayRequest) -> RayEnd:
@@ -89,7 +89,7 @@ def train(request: RayRequest) -> RayEnd:
         LaunchError: Ray has lost the coordinator's actor, or cannot be reached.
     """
     request.check()
-    heard: list[int] = []
+    signals: list[int] = []
     with connection():
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -98,12 +98,12 @@ def train(request: RayRequest) -> RayEnd:
 
         coordinator = beside_driver(CoordinatorActor, request)
         try:
-            with _signals(heard, coordinator.leave.remote):
-                end = coordinator.run.remote()
+            with _noting_signals(signals, coordinator.leave.remote):
+                reference = coordinator.run.remote()
                 while True:
                     with suppress(GetTimeoutError):
-                        ended: RayEnd = ray.get(end, timeout=WAIT_S)
-                        return replace(ended, interrupted=heard[0] if heard else None)
+                        end: RayEnd = ray.get(reference, timeout=WAIT_S)
+                        return replace(end, interrupted=signals[0] if signals else None)
         except RayTaskError as error:
             cause = error.cause
             raise (cause if isinstance(cause, UnisonoError | OSError) else LaunchError(str(error))) from error
@@ -115,7 +115,7 @@ def train(request: RayRequest) -> RayEnd:
 
 @contextmanager
 def connection(*, shows_output: bool = True) -> Iterator[None]:
-    """Within it there is a connection to the cluster: the one that is there already, or a new one.
+    """Within the context there is a connection to the cluster: that of the program, or a new one.
 
     Raises:
         JobError: Ray is not installed.
@@ -139,17 +139,17 @@ def connection(*, shows_output: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def _signals(heard: list[int], leave: Callable[[], object]) -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM are noted, and have the workers leave. Only the main thread hears them."""
+def _noting_signals(signals: list[int], leave: Callable[[], object]) -> Iterator[None]:
+    """Until the context ends, SIGINT and SIGTERM are noted and call ``leave``; in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def asked(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+    def handle(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
         leave()
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

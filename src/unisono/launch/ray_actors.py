@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster: the actor that keeps the coordinator, and agents on bundles.
+"""The actors of a job on a Ray cluster: one runs the coordinator, and one on each bundle an agent.
 
 Needs a connection to a cluster.
 """
@@ -33,68 +33,68 @@ from unisono.membership.messages import JobOver
 from unisono.membership.token import token_file
 
 OWN_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""Resources for which an actor has an option of their own."""
+"""Resources that have an option of their own in an actor's options."""
 
 
 def draining_nodes() -> frozenset[str]:
     """The ids of nodes that are about to go: drained by a person or the autoscaler, or taken away by a spot market.
 
-    Ray has no public way to ask. This is the one that Ray Train's own watcher takes.
+    Ray has no public function for it. This is the one that Ray Train uses.
     """
     return frozenset(ray._private.state.state.get_draining_nodes())
 
 
 class Bundles:
-    """The bundles of a job: those that it cannot begin without are placed together, all others one by one.
+    """The bundles of a job: as many as it needs at least are placed together, all others one by one.
 
-    Ray's autoscaler adds nodes for groups that wait. Ray removes them when the job has ended, also if it was killed.
+    Ray's autoscaler adds nodes for groups that wait. Ray removes the groups when the job has ended, or was killed.
     """
 
     def __init__(self, bundle: Mapping[str, float], smallest: int, largest: int) -> None:
         self._bundle = dict(bundle)
         sizes = [smallest, *[1] * (largest - smallest)]
         self._groups = [placement_group([self._bundle] * size, strategy="PACK") for size in sizes]
-        self._where = [(group, index) for group, size in zip(self._groups, sizes, strict=True) for index in range(size)]
+        self._slots = [(group, index) for group, size in zip(self._groups, sizes, strict=True) for index in range(size)]
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._slots)
 
     def nodes(self) -> Sequence[str]:
-        """The id of each bundle's node; empty while it has none: Ray looks for one, again if a node has died."""
+        """The id of each bundle's node; empty while Ray has placed it on none, as after the death of its node."""
         table = placement_group_table()
-        nodes_of = [table.get(group.id.hex(), {}).get("bundles_to_node_id", {}) for group, _ in self._where]
-        return [nodes.get(index, "") for nodes, (_, index) in zip(nodes_of, self._where, strict=True)]
+        nodes_of = [table.get(group.id.hex(), {}).get("bundles_to_node_id", {}) for group, _ in self._slots]
+        return [nodes.get(index, "") for nodes, (_, index) in zip(nodes_of, self._slots, strict=True)]
 
     def actor(self, place: int, kind: type, *args: Any) -> Any:
         """Have an actor started on a bundle, as soon as that is placed."""
-        group, index = self._where[place]
+        group, index = self._slots[place]
         amounts = {OWN_OPTIONS[name]: self._bundle.get(name, 0) for name in OWN_OPTIONS}
-        more = {name: amount for name, amount in self._bundle.items() if name not in OWN_OPTIONS}
+        others = {name: amount for name, amount in self._bundle.items() if name not in OWN_OPTIONS}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        options = {**amounts, "resources": more, "scheduling_strategy": strategy, "max_concurrency": 2}
+        options = {**amounts, "resources": others, "scheduling_strategy": strategy, "max_concurrency": 2}
         return ray.remote(kind).options(**options).remote(*args)
 
     def close(self) -> None:
-        """Give all of them back."""
+        """Give all bundles back."""
         for group in self._groups:
             remove_placement_group(group)
 
 
 def beside_driver(kind: type, *args: Any) -> Any:
     """An actor that takes no resources, on the driver's node."""
-    near = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=near, max_concurrency=2).remote(*args)
+    strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=2).remote(*args)
 
 
-# The agents of a job on Ray: one on each bundle, started again with its bundle, asked to leave a node in time.
+# The agents of a job on Ray: one on each bundle, started again wherever its bundle is placed again.
 
 PROGRAM = "unisono.cli.by_order"
-"""What an agent is started as. It hears all on its standard input, and its own guard removes its copy of the token: Ray
-kills children of an actor with it, but not their children."""
+"""The module of an agent. It reads its order from its standard input, and a guard of its own removes its copy of the
+token: Ray kills the children of an actor with it, but not their children."""
 
 
 def shared_folder(run_dir: str, token: str) -> Path | None:
-    """The run folder, if this node sees it: then the token of this very start lies in it."""
+    """The run folder, if this node sees it: then it holds the token of this start; otherwise None."""
     path = Path(run_dir)
     with suppress(OSError, UnicodeDecodeError):
         if token_file(path).read_text(encoding="ascii").strip() == token:
@@ -111,7 +111,7 @@ class CommandActor:
         self._leaves = False
 
     def leave(self) -> None:
-        """Have the workers leave after the step that is under way; called again, as the second Ctrl-C."""
+        """Have the workers leave after the current step; a second call does what a second Ctrl-C does."""
         self._leaves = True
         if self._process is not None:
             self._process.leave()
@@ -131,10 +131,10 @@ class AgentActor(CommandActor):
     """Runs an agent."""
 
     def run(self, access: HostOrder, agent: str) -> int:
-        """Join the job; the agent's exit code.
+        """Join the job, and return the agent's exit code.
 
-        The order has the job's run folder on the coordinator's node. It travels as an object of Ray, never on a command
-        line.
+        The order names the run folder on the coordinator's node. It travels as an object of Ray, never on a command
+        line, since it holds the token.
 
         Raises:
             OSError: the working folder is not on this node.
@@ -155,7 +155,7 @@ class AgentActor(CommandActor):
 
 
 def working_folder(request: RayRequest) -> str:
-    """The folder that Ray has unpacked for the job and made the actor's own; else the folder of the driver."""
+    """The actor's working folder, if Ray has unpacked one for the job; otherwise the driver's."""
     import ray
 
     unpacked = ray.get_runtime_context().runtime_env.get("working_dir")
@@ -163,9 +163,10 @@ def working_folder(request: RayRequest) -> str:
 
 
 MOST_FAILURES = 6
-"""Actors on one bundle that may die one after the other, each soon after its start."""
+"""The number of actors in a row, each of which died soon after its start, after which a bundle is given up."""
 
 SETTLED_S = 10.0
+"""An actor that dies within this time has died soon."""
 
 KILLED = FIRST_SIGNAL + signal.SIGKILL
 """The exit code of an agent that was killed, or whose main worker was when training was complete."""
@@ -173,11 +174,12 @@ KILLED = FIRST_SIGNAL + signal.SIGKILL
 
 @dataclass(slots=True)
 class _Place:
-    """A bundle, and the agent there.
+    """A bundle, and the agent on it.
 
     Attributes:
-        node: the id of the node on which it runs, or did.
-        left: the node that the agent was asked to leave: no other one is started before the bundle is elsewhere.
+        node: the id of the node on which the agent runs, or last ran.
+        exit_code: the reference to the agent's exit code.
+        left: the node that the agent was asked to leave: the next one starts only when the bundle is on another node.
         failures: the number of actors in a row that have died soon.
         is_over: whether no agent is started here any more.
     """
@@ -185,7 +187,7 @@ class _Place:
     actor: Any = None
     agent: str = ""
     node: str = ""
-    ended: Any = None
+    exit_code: Any = None
     left: str = ""
     began: float = 0.0
     failures: int = 0
@@ -193,10 +195,10 @@ class _Place:
 
 
 class Agents:
-    """All agents of a job, on bundles that are given back at the end; ``draining`` gives ids of nodes about to go.
+    """All agents of a job, on bundles that are given back at the end; ``draining`` gives the ids of nodes about to go.
 
     Attributes:
-        last_words: the end of the last agent that is not started again.
+        last_end: how the last agent ended that is not started again, for people.
         ends: the ends of agents so far.
     """
 
@@ -211,8 +213,8 @@ class Agents:
         self._request, self._bundles, self._say, self._draining = request, bundles, say, draining
         self._access = ray.put(access)
         self._places = [_Place() for _ in range(len(bundles))]
-        self._told = ""
-        self.last_words = ""
+        self._said = ""
+        self.last_end = ""
         self.ends: list[AgentEnd] = []
 
     @property
@@ -221,12 +223,12 @@ class Agents:
         return all(place.is_over for place in self._places)
 
     def look(self) -> None:
-        """See which have ended, start those that can be, and ask those to leave whose nodes are about to go."""
+        """Note which agents have ended, start those that can be, and have those leave whose nodes are about to go."""
         draining, nodes = self._draining(), self._bundles.nodes()
         for number, (place, node) in enumerate(zip(self._places, nodes, strict=True)):
             place.node = node or place.node
             if place.actor is not None:
-                self._hear(place)
+                self._check(place)
             if place.actor is not None and node in draining and place.left != node:
                 self._say(f"node {node[:12]} is about to go: its worker leaves after this step")
                 place.left = node
@@ -234,19 +236,19 @@ class Agents:
             is_elsewhere = bool(node) and node not in draining and node != place.left
             if place.actor is None and not place.is_over and (not place.left or is_elsewhere):
                 self._start(place, number)
-        self._tell(nodes)
+        self._say_waiting(nodes)
 
     def close(self) -> None:
-        """End them, and give their bundles back."""
+        """Kill the agents, and give their bundles back."""
         for place in self._places:
             if place.actor is not None:
                 ray.kill(place.actor)
         self._bundles.close()
 
     def until_ended(self, timeout_s: float) -> None:
-        """The job is over. Wait until all on placed bundles have ended; say so if not in time, and those are lost."""
+        """Wait, after the end of the job, for all agents on placed bundles; say how many have not ended in time."""
         placed = [place for place, node in zip(self._places, self._bundles.nodes(), strict=True) if node]
-        running = [place.ended for place in placed if place.actor is not None]
+        running = [place.exit_code for place in placed if place.actor is not None]
         if running and (left := ray.wait(running, num_returns=len(running), timeout=timeout_s)[1]):
             self._say(
                 f"agents that have not ended {timeout_s:g} s after the job are killed ({len(left)} of them): what "
@@ -256,56 +258,56 @@ class Agents:
             if place.actor is not None:
                 code = None
                 with suppress(RayError):
-                    code = ray.get(place.ended, timeout=0)
+                    code = ray.get(place.exit_code, timeout=0)
                 self._note(place, code)
 
     def _start(self, place: _Place, number: int) -> None:
         place.actor, place.agent = self._bundles.actor(number, AgentActor, self._request), new_agent()
-        place.ended = place.actor.run.remote(self._access, place.agent)
+        place.exit_code = place.actor.run.remote(self._access, place.agent)
         place.began, place.left = time.monotonic(), ""
 
-    def _hear(self, place: _Place) -> None:
-        done, _ = ray.wait([place.ended], timeout=0)
+    def _check(self, place: _Place) -> None:
+        done, _ = ray.wait([place.exit_code], timeout=0)
         if not done:
             return
         place.actor, code = None, None
         try:
-            code = ray.get(place.ended)
+            code = ray.get(place.exit_code)
         except RayActorError as error:
-            self._lost(place, _line(error))
+            self._agent_lost(place, _line(error))
         except RayTaskError as error:
-            place.is_over, self.last_words = True, f"it could not be started on {_where(place)}: {_line(error.cause)}"
-            self._say(f"an agent has ended: {self.last_words}")
+            place.is_over, self.last_end = True, f"it could not be started on {_where(place)}: {_line(error.cause)}"
+            self._say(f"an agent has ended: {self.last_end}")
         else:
-            self._ended(place, code)
+            self._agent_ended(place, code)
         self._note(place, code)
 
-    def _ended(self, place: _Place, code: int) -> None:
+    def _agent_ended(self, place: _Place, code: int) -> None:
         if code == KILLED:
-            self._lost(place, f"it was killed on {_where(place)}")
+            self._agent_lost(place, f"it was killed on {_where(place)}")
             return
-        if code == PREEMPTED:  # with a drained node, or on a cloud's notice: Ray finds another one for the bundle
+        if code == PREEMPTED:  # its node is drained, or a cloud's notice came: Ray places the bundle on another node
             place.left = place.left or place.node
         place.is_over = code != PREEMPTED
-        self.last_words = f"exit code {code}, on {_where(place)}"
+        self.last_end = f"exit code {code}, on {_where(place)}"
 
     def _note(self, place: _Place, code: int | None) -> None:
         self.ends.append(AgentEnd(place.agent, _where(place), None if code == KILLED else code))
 
-    def _lost(self, place: _Place, why: str) -> None:
+    def _agent_lost(self, place: _Place, why: str) -> None:
         self._say(f"an agent is lost with its node or its process, and its bundle is asked for again: {why}")
-        soon = time.monotonic() - place.began < SETTLED_S
-        place.failures = place.failures + 1 if soon else 0
-        place.is_over, self.last_words = place.failures >= MOST_FAILURES, why
+        is_soon = time.monotonic() - place.began < SETTLED_S
+        place.failures = place.failures + 1 if is_soon else 0
+        place.is_over, self.last_end = place.failures >= MOST_FAILURES, why
 
-    def _tell(self, nodes: Any) -> None:
+    def _say_waiting(self, nodes: Sequence[str]) -> None:
         placed, least = sum(map(bool, nodes)), self._request.settings.workers.smallest
-        words = (
+        message = (
             f"waiting for Ray: {placed} of {len(nodes)} bundles {self._request.bundle} are placed, {least} are needed"
         )
-        if placed < least and words != self._told:
-            self._say(words)
-        self._told = words
+        if placed < least and message != self._said:
+            self._say(message)
+        self._said = message
 
 
 def _where(place: _Place) -> str:
@@ -313,30 +315,27 @@ def _where(place: _Place) -> str:
 
 
 def _line(error: object) -> str:
-    """The first line of what Ray says."""
+    """The first line of an error of Ray."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:400]
 
 
-# The actor that keeps the coordinator, takes no resources, and has an agent run on each bundle.
+# The actor that runs the coordinator, takes no resources, and starts an agent on each bundle.
 
 RUN = "run"
-"""The tag that tells jobs apart; ``job`` is Prometheus' own."""
+"""The tag whose value is the name of the run folder; Prometheus sets the tag ``job`` itself."""
 
 
 class RayMetrics:
-    """Passes on what the coordinator tells. Ray puts ``ray_`` before each name, and tags of its own beside ours.
-
-    The value of ours is the name of the run folder.
-    """
+    """Passes the coordinator's metrics on to Ray, which puts ``ray_`` before each name and adds tags of its own."""
 
     def __init__(self, run: str, say: Callable[[str], None]) -> None:
         self._run, self._say = run, say
-        self._made: dict[str, Any] = {}
-        self._counted: dict[str, float] = {}
+        self._metrics: dict[str, Any] = {}
+        self._counts: dict[str, float] = {}
         self._obstacle = ""
 
-    def show(self, control: Control) -> None:
-        """Ask the coordinator, and pass it on; a coordinator that does not answer just now is asked again later."""
+    def pass_on(self, control: Control) -> None:
+        """Read the coordinator's metrics, and pass them on; if it does not answer now, a later call does."""
         try:
             text = control.metrics()
         except LaunchError:
@@ -354,26 +353,26 @@ class RayMetrics:
 
     def _pass_on(self, family: Any, sample: Any) -> None:
         kind = Counter if family.type == "counter" else Gauge
-        if family.name not in self._made:
-            self._made[family.name] = kind(family.name, family.documentation, tag_keys=(RUN, *sample.labels))
-        made, tags = self._made[family.name], {RUN: self._run, **sample.labels}
+        if family.name not in self._metrics:
+            self._metrics[family.name] = kind(family.name, family.documentation, tag_keys=(RUN, *sample.labels))
+        metric, tags = self._metrics[family.name], {RUN: self._run, **sample.labels}
         if kind is Gauge:
-            made.set(sample.value, tags)
+            metric.set(sample.value, tags)
             return
-        more = sample.value - self._counted.get(family.name, 0)  # our counters have no labels
-        self._counted[family.name] = sample.value
-        if more > 0:
-            made.inc(more, tags)
+        increment = sample.value - self._counts.get(family.name, 0)  # our counters have no labels
+        self._counts[family.name] = sample.value
+        if increment > 0:
+            metric.inc(increment, tags)
 
 
 def after_the_coordinator(
     run_dir: Path, code: int, why: str, agents: Sequence[AgentEnd], terminal: Terminal
 ) -> tuple[int, str]:
-    """The exit code of a job, and why it ended so, when its agents have ended, too; ``result.json`` says the same then.
+    """The exit code of a job and the reason for it, when its agents have ended, too; ``result.json`` gets both.
 
-    The code is the coordinator's; ``why`` is the reason for it if the coordinator has not said it.
+    ``code`` is the coordinator's; ``why`` is the reason for it if the coordinator has given none.
     """
-    over = _word_in(run_dir)
+    over = _job_over_in(run_dir)
     if code or over is None:
         return code, why
     for line in lines_about(over, agents):
@@ -386,11 +385,11 @@ def after_the_coordinator(
     return code, why
 
 
-def _word_in(run_dir: Path) -> JobOver | None:
-    """The coordinator's last word, if training is complete and its journal can be read."""
+def _job_over_in(run_dir: Path) -> JobOver | None:
+    """The coordinator's last message, from its journal, if training is complete; None if it cannot be read."""
     with suppress(OSError, Unreadable, KeyError, ValueError):
-        last = [line for line in read_lines(run_dir / "journal.jsonl") if line.get("event") == "over"][-1:]
-        for line in last:
+        lines = [line for line in read_lines(run_dir / "journal.jsonl") if line.get("event") == "over"]
+        for line in lines[-1:]:
             over = JobOver(digest=line["digest"], main_agent=line["main_agent"], agents=tuple(line["agents"]))
             return over if over.is_done else None
     return None
@@ -405,10 +404,10 @@ FAREWELL_S = 20.0
 
 
 class CoordinatorActor(CommandActor):
-    """Keeps a job's coordinator to its end."""
+    """Runs a job's coordinator to its end."""
 
     def run(self) -> RayEnd:
-        """From the first bundle to the last end.
+        """Run the whole job, from the first bundle to the last end.
 
         Raises:
             JobError: the run folder cannot be used.
@@ -420,15 +419,15 @@ class CoordinatorActor(CommandActor):
         (run_dir / "coordinator.json").unlink(missing_ok=True)  # of a start before this one
         words = self._request.coordinator(get_node_ip_address(), run_dir)
         with self._running(CommandProcess(words, self._request.variables, folder)) as process:
-            why, agents = self._attend(process, run_dir)
+            why, agents = self._run_agents(process, run_dir)
         code = process.code
         assert code is not None
-        by_then = 1 if why and not code else code
-        code, why = after_the_coordinator(run_dir, by_then, why, agents, Terminal.of_this_process())
+        code = 1 if why and not code else code
+        code, why = after_the_coordinator(run_dir, code, why, agents, Terminal.of_this_process())
         return RayEnd(code, str(run_dir), socket.gethostname(), _result(run_dir), why)
 
-    def _attend(self, process: CommandProcess, run_dir: Path) -> tuple[str, list[AgentEnd]]:
-        """Have agents run as long as there is a coordinator; why it was ended, if it was, and how they have ended."""
+    def _run_agents(self, process: CommandProcess, run_dir: Path) -> tuple[str, list[AgentEnd]]:
+        """Run agents until the coordinator ends; return why it was ended here, if it was, and the agents' ends."""
         address = _address(process, run_dir)
         if address is None:
             return "", []
@@ -441,9 +440,9 @@ class CoordinatorActor(CommandActor):
         try:
             while process.wait(LOOK_S) is None:
                 agents.look()
-                metrics.show(Control(address))
+                metrics.pass_on(Control(address))
                 if agents.are_over and not why and process.wait(FAREWELL_S) is None:
-                    why = f"no agent is left; the last one: {agents.last_words}"
+                    why = f"no agent is left; the last one: {agents.last_end}"
                     process.leave()
             agents.until_ended(self._request.settings.launch.options.launch.grace_s)
         finally:
@@ -452,16 +451,16 @@ class CoordinatorActor(CommandActor):
 
 
 def _address(process: CommandProcess, run_dir: Path) -> Address | None:
-    """Where the coordinator listens; None if it ends first.
+    """The address of the coordinator, once it listens; None if it ends first.
 
     Raises:
         LaunchError: it does not listen in time.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     while process.wait(0.05) is None:
         if (run_dir / "coordinator.json").exists():
             return address_of(run_dir)
-        if time.monotonic() - begun > LISTENS_S:
+        if time.monotonic() - started > LISTENS_S:
             raise LaunchError(f"the coordinator does not listen after {LISTENS_S:g} s (logs in {run_dir / 'logs'})")
     return None
 

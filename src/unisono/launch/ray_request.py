@@ -1,4 +1,4 @@
-"""A job for a Ray cluster: what a person asks for, and the commands that its actors run."""
+"""A job for a Ray cluster: the request of a person, and the commands that its actors run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RESOURCE = re.compile(r"([A-Za-z_][\w.:/-]{0,127})=([0-9.]{1,16})", re.ASCII)
 
 
 def read_resources(text: str) -> dict[str, float]:
-    """``CPU=4,GPU=1``, the resources of one worker as Ray names them.
+    """The resources of one worker by Ray's names, from a text such as ``CPU=4,GPU=1``.
 
     Raises:
-        JobError: it is nothing of this kind; quotes it.
+        JobError: the text has another form; quotes it.
     """
     words = [word.strip() for word in text.split(",")]
     parts = [RESOURCE.fullmatch(word) for word in words]
@@ -39,9 +39,9 @@ class RayRequest:
     """A job for a Ray cluster.
 
     Attributes:
-        settings: the settings of the job; of the workers on this host it has none.
+        settings: the settings of the job, with no worker on this host.
         resources: the resources of each worker, by Ray's names.
-        folder: the working folder of scripts, where Ray has unpacked none for the job.
+        folder: the working folder of scripts, unless Ray has unpacked one for the job.
     """
 
     settings: ElasticSettings
@@ -53,11 +53,11 @@ class RayRequest:
     def of_this_process(
         cls, settings: ElasticSettings, resources: Mapping[str, float] | None, environ: Mapping[str, str] = os.environ
     ) -> RayRequest:
-        """The request of a person in this working folder, whose variables of Unisono hold for the job's processes.
+        """A request from this process, whose working folder and variables of Unisono the job's processes get, too.
 
         By default each worker gets a core for each of its threads.
         """
-        ours = {
+        inherited = {
             name: value for name, value in environ.items() if name.startswith("UNISONO_") and name not in PER_WORKER
         }
         launch = settings.launch
@@ -65,12 +65,12 @@ class RayRequest:
         return cls(
             settings,
             dict(resources) if resources is not None else {"CPU": cores},
-            ours | launch.extra_environment,
+            inherited | launch.extra_environment,
             str(Path.cwd()),
         )
 
     def check(self) -> None:
-        """Refuse what cannot work, before anything is asked of Ray.
+        """Refuse a job that cannot work, before Ray is asked for anything.
 
         Raises:
             JobError: a number is out of range, or a resource is none.
@@ -88,7 +88,7 @@ class RayRequest:
         return {name: amount for name, amount in self.resources.items() if amount}
 
     def coordinator(self, address: str, run_dir: Path) -> list[str]:
-        """The words of the command that keeps the coordinator."""
+        """The words of the command that runs the coordinator."""
         settings = self.settings
         host = f"[{address}]" if ":" in address else address
         return [
@@ -99,9 +99,9 @@ class RayRequest:
         ]
 
     def agent(self, run_dir: Path | None) -> list[str]:
-        """What ``unisono join`` gets for a worker, but for the URL and what is trusted.
+        """The options of ``unisono join`` for a worker, except the URL, token and certificate.
 
-        The run folder is given if it is to be seen there; else a new one is made.
+        ``run_dir`` is the run folder, if the worker's node sees it; without it a new one is made there.
         """
         return [
             *([] if run_dir is None else ["--run-dir", str(run_dir)]),
@@ -119,7 +119,7 @@ class RayEnd:
         run_dir: the run folder.
         host: the host of the coordinator's node, on which the run folder is.
         result: what ``result.json`` says there.
-        words: why it ended, where the coordinator did not say it.
+        words: why it ended, if the coordinator has given no reason.
         interrupted: the signal that the driver got.
     """
 

@@ -52,7 +52,7 @@ class Script:
         return self.target.rpartition(".")[2] if self.is_module else Path(self.target).resolve().stem
 
     def require_readable(self) -> None:
-        """Refuse what Python could not run, before any worker starts.
+        """Refuse a script that Python could not run, before any worker starts.
 
         Raises:
             JobError: there is no such script or module, or it cannot be read; names it.
@@ -86,7 +86,7 @@ def _require_module(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many workers a job has, and of how many devices each."""
+    """The number of workers of a job, and of devices of each worker."""
 
     workers: int
     devices: int = 1
@@ -103,7 +103,7 @@ class Size:
 
 
 MOST_WORKERS = 4096
-"""That one host offers to a coordinator."""
+"""The most workers that one host offers to a coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ class LaunchSettings:
 
     Attributes:
         run_dir: the run folder; None makes a new one below ``runs``.
-        options: what the person who starts the job says of it; the workers find out whether named policies, loggers
-            and packages are there.
+        options: the settings of the person who starts the job; the workers find out whether the policies, loggers and
+            packages that it names are installed.
         memory_limit_mib: the most memory of the host that each worker may need, with its loader processes, in MiB; a
-            worker that needs more is ended. None does not look.
+            worker that needs more is ended. None sets no limit.
     """
 
     script: Script
@@ -128,19 +128,19 @@ class LaunchSettings:
 
     @classmethod
     def tuned(cls, script: Script, options: Settings, **more: Any) -> LaunchSettings:
-        """Settings whose workers' memory allocator is tuned as the options say, on top of this process's variables."""
+        """Settings that tune the workers' memory allocator as the options say, on top of this process's variables."""
         devices = options.communication.devices_per_worker
         tuning = Tuning.of_this_process(wanted=options.launch.tuning, devices=devices)
         return cls(script, options=options, tuning=tuning, **more)
 
     @property
     def threads(self) -> int:
-        """The number of torch threads of each worker, as far as it is known here."""
+        """The number of torch threads of each worker, unless the script sets another."""
         return self.options.arithmetic.threads
 
     @property
     def devices(self) -> int:
-        """The number of devices of each worker, as far as it is known here."""
+        """The number of devices of each worker, unless the script sets another."""
         return self.options.communication.devices_per_worker
 
     @property
@@ -155,7 +155,7 @@ class LaunchSettings:
 
     @property
     def notice_source(self) -> NoticeSource | None:
-        """The address at which the cloud says that it takes this machine away; None if nobody listens.
+        """The metadata services whose notices the job listens to; None if it listens to none.
 
         Raises:
             JobError: there is no such cloud, or a variable names no address.
@@ -164,15 +164,15 @@ class LaunchSettings:
         return None if cloud is None else NoticeSource.of_environment(cloud, os.environ)
 
     def with_variables(self, variables: Mapping[str, str]) -> LaunchSettings:
-        """These settings with further variables for every worker."""
+        """The settings with further variables for every worker."""
         return replace(self, extra_environment={**self.extra_environment, **variables})
 
     def with_options(self, values: Mapping[str, Any]) -> LaunchSettings:
-        """These settings with further options, by the paths of their settings."""
+        """The settings with further options, by the paths of their settings."""
         return replace(self, options=settings_by_path({**specified_in(self.options), **values}))
 
     def check(self, fewest: int = 1, *, is_here: bool = True) -> None:
-        """Refuse what cannot work, before anything is started.
+        """Refuse settings that cannot work, before anything is started.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
@@ -188,11 +188,11 @@ class LaunchSettings:
                 f"--workers {self.workers} with --shards {options.shards}: every worker needs at least one shard; "
                 f"set --shards {shards}, or start at most {options.shards} worker{plural}"
             )
-        _ = self.notice_source
+        _ = self.notice_source  # raises for a wrong address
         if options.strategy is not None:
             strategy_of(options.strategy)
         if options.policies:
-            from unisono.adapt.policy_names import require_policies  # loads numpy, whose thread no fork server may have
+            from unisono.adapt.policy_names import require_policies  # loads numpy, whose threads a fork would lack
 
             require_policies(list(map(str, options.policies)), "--policy")
         require_loggers(list(map(str, options.records.loggers)), "--log-to")
@@ -200,7 +200,7 @@ class LaunchSettings:
             self.script.require_readable()
 
 
-# The addresses of the clouds' metadata services, as values.
+# The addresses of the clouds' metadata services.
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Endpoint:
 
     @classmethod
     def read(cls, text: str, variable: str) -> Endpoint:
-        """``http://HOST:PORT`` or ``HOST:PORT``.
+        """The endpoint in a text ``http://HOST:PORT`` or ``HOST:PORT``, the value of a variable.
 
         Raises:
             JobError: it is no such address.
@@ -236,15 +236,15 @@ VARIABLES = {
     "gcp": "GCE_METADATA_HOST",
     "azure": "AZURE_POD_IDENTITY_AUTHORITY_HOST",
 }
-"""The variables by which the clouds' own libraries are told of another address."""
+"""The variables from which the clouds' own libraries read another address of the service."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoticeSource:
-    """The clouds that are listened to.
+    """The clouds to listen to, and the addresses of their metadata services.
 
     Attributes:
-        cloud: ``aws``, ``gcp``, ``azure``, or ``auto`` for whichever of them this machine is of.
+        cloud: ``aws``, ``gcp``, ``azure``, or ``auto`` for the one to which this machine belongs.
     """
 
     cloud: str
@@ -252,13 +252,13 @@ class NoticeSource:
 
     @classmethod
     def of_environment(cls, cloud: str, environ: Mapping[str, str]) -> NoticeSource:
-        """With the addresses that variables name, and else that of all clouds.
+        """A source with the addresses that variables name, and otherwise the one that all clouds share.
 
         Raises:
             JobError: there is no such cloud, or a variable is no address.
         """
         if cloud not in (*VARIABLES, AUTO):
             raise JobError(f"--notices {cloud}: the clouds are {', '.join(VARIABLES)}, and {AUTO}")
-        named = {name: environ.get(variable, "") for name, variable in VARIABLES.items()}
-        endpoints = {name: Endpoint.read(text, VARIABLES[name]) if text else LINK_LOCAL for name, text in named.items()}
+        texts = {name: environ.get(variable, "") for name, variable in VARIABLES.items()}
+        endpoints = {name: Endpoint.read(text, VARIABLES[name]) if text else LINK_LOCAL for name, text in texts.items()}
         return cls(cloud, endpoints if cloud == AUTO else {cloud: endpoints[cloud]})

@@ -1,4 +1,4 @@
-"""A job of Slurm that trains: what it asks the cluster for, and what it starts there."""
+"""A Slurm job that trains: the resources that it requests, and the batch script that starts the workers."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from unisono.received import short
 from unisono.settings.reading import variables_of
 from unisono.settings.table import Settings
 
-# Words that stay one word: in a bash script, and in the lines of it that Slurm reads.
+# Quoting: for bash, and for the lines of the script that Slurm reads.
 
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-"""What would end a line, or is not seen in a terminal."""
+"""Control characters: a new line would end a directive, others are invisible in a terminal."""
 
 
 def shell_word(text: str) -> str:
-    """A text as one word of bash, on one line, which nothing in it can end or expand.
+    """A text quoted as one word of bash on one line, in which bash expands nothing.
 
     Args:
-        text: anything without a NUL, as arguments and paths are; bytes that are no text as ``os.fsdecode`` has them.
+        text: any text without a NUL, as arguments and paths are; with bytes that are no UTF-8 as ``os.fsdecode`` has
+            them.
 
     Returns:
-        the text itself if nothing in it means anything to a shell; in ``'…'``; or in ``$'…'`` if it holds
-        control characters, which bash then makes from their numbers.
+        the text itself if no character of it is special to a shell; otherwise in ``'…'``; or in ``$'…'``, with octal
+        escapes, if it holds control characters.
     """
     if not CONTROL.search(text):
         return shlex.quote(text)
-    plain = text.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'" + CONTROL.sub(lambda found: f"\\{ord(found.group()):03o}", plain) + "'"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'" + CONTROL.sub(lambda match: f"\\{ord(match.group()):03o}", escaped) + "'"
 
 
 def directive(name: str, value: str) -> str:
-    """An option of sbatch, as the part of a ``#SBATCH`` line that Slurm takes for one argument.
+    """An option of sbatch, quoted as one argument of a ``#SBATCH`` line.
 
     Slurm does not read these lines as a shell does: a backslash escapes the next character within quotes of either
     kind, and nothing can stand for a new line (``get_argument`` in Slurm's ``src/sbatch/opt.c``).
@@ -59,32 +60,32 @@ def directive(name: str, value: str) -> str:
     return f'--{name}="{escaped}"'
 
 
-def require_line(what: str, value: str) -> None:
-    """Refuse what cannot stand in a line that Slurm reads.
+def require_line(option: str, value: str) -> None:
+    """Refuse a value that cannot stand in a line that Slurm reads.
 
     Raises:
-        JobError: the value is empty, has control characters or bytes that are no text.
+        JobError: the value is empty, has control characters or bytes that are no UTF-8.
     """
     if not value:
-        raise JobError(f"{what} is empty")
+        raise JobError(f"{option} is empty")
     control = CONTROL.search(value)
     if control:
         raise JobError(
-            f"{what} {short(value)}: a {control.group()!r} in it cannot be told to Slurm, which reads line by line"
+            f"{option} {short(value)}: Slurm, which reads line by line, takes no value with a {control.group()!r} in it"
         )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise JobError(f"{what} {short(value)}: not all of it is text in UTF-8") from None
+        raise JobError(f"{option} {short(value)}: not all of it is text in UTF-8") from None
 
 
-# How long a Slurm job may take, in the words of Slurm.
+# The time limit of a Slurm job.
 
 NOTICE_S = 120
-"""How long before the limit workers are asked to leave."""
+"""How long before the time limit workers are asked to leave."""
 
 LEAST_S = NOTICE_S + 60
-"""Slurm may ask a minute early."""
+"""The shortest time limit: Slurm may send the signal a minute early."""
 
 FORMS = (
     r"(?P<minutes>\d+)(:(?P<seconds>\d+))?",
@@ -98,16 +99,16 @@ def seconds_of(text: str) -> int:
     """A time limit in seconds, from one of Slurm's forms: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``.
 
     Raises:
-        JobError: it is of none of them, or so short that workers would be asked to leave at once.
+        JobError: it has another form, or is so short that workers would be asked to leave at once.
     """
     for form in FORMS:
         if match := re.fullmatch(form, text, re.ASCII):
             parts = {name: int(value) for name, value in match.groupdict().items() if value is not None}
-            return _long_enough(text, sum(SECONDS_OF[name] * count for name, count in parts.items()))
+            return _require_long(text, sum(SECONDS_OF[name] * count for name, count in parts.items()))
     raise JobError(f"--time {short(text)}: write hours:minutes:seconds, as in 00:30:00, or days-hours:minutes:seconds")
 
 
-def _long_enough(text: str, seconds: int) -> int:
+def _require_long(text: str, seconds: int) -> int:
     if seconds <= LEAST_S:
         raise JobError(
             f"--time {text}: that is {seconds} s; workers are asked to leave up to {LEAST_S} s before the end, so a "
@@ -117,7 +118,7 @@ def _long_enough(text: str, seconds: int) -> int:
 
 
 NAME = re.compile(r"\w[\w.,:@/+=~-]*")
-"""Of an account, a partition or a module: no blank, and no dash at its beginning."""
+"""The name of an account, a partition or a module: no blank, and no dash at its beginning."""
 
 OURS = frozenset(
     (
@@ -126,7 +127,7 @@ OURS = frozenset(
         *("chdir", "export", "ntasks", "wrap"),
     )
 )
-"""Options of sbatch that are written, or that would undo what is written."""
+"""Options of sbatch that we write, or that would contradict those that we write."""
 
 
 REQUEUES = 100
@@ -134,16 +135,16 @@ REQUEUES = 100
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The resources that the cluster is asked for.
+    """The resources that the job requests from the cluster.
 
     Attributes:
         time: the time limit, in one of Slurm's forms.
-        nodes: the number of hosts; the largest, if it may start with fewer.
+        nodes: the number of hosts; the largest number, if it may start with fewer.
         gpus: the number of GPUs of each host; 0 for workers on CPUs.
         workers_per_node: the number of workers of each host on CPUs; None with GPUs, each of which has one worker.
         cores: the number of cores of each worker; None for as many as the cluster gives by itself.
-        account: the account to charge; None for the person's usual one.
-        partition: the partition in which to run; None for the cluster's usual one.
+        account: the account to charge; None for the person's default.
+        partition: the partition in which to run; None for the cluster's default.
         more: further options of sbatch, as ``name=value``.
         least_nodes: the smallest number of hosts with which it may start; None for ``nodes``.
     """
@@ -160,23 +161,23 @@ class Allocation:
 
     @property
     def per_node(self) -> int:
-        """Workers of a host."""
+        """The number of workers of each host."""
         return self.gpus or self.workers_per_node or 0
 
     @property
     def workers(self) -> int:
-        """How many workers there is room for."""
+        """The number of workers for which there is room."""
         return self.nodes * self.per_node
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Refuse options that contradict each other, or are out of range.
 
         Raises:
             JobError: says which option, and why.
         """
         seconds_of(self.time)
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.nodes:
-            raise JobError(f"--nodes {self.asked_nodes}: the smallest number first, and at least 1")
+            raise JobError(f"--nodes {self.nodes_range}: the smallest number first, and at least 1")
         for name, value, least in (("--nodes", self.nodes, 1), ("--gpus", self.gpus, 0)):
             if value < least:
                 raise JobError(f"{name} {value}: at least {least}")
@@ -194,33 +195,33 @@ class Allocation:
             _require_option(option)
 
     @property
-    def asked_nodes(self) -> str:
+    def nodes_range(self) -> str:
         """The number of hosts, as Slurm reads it: ``4``, or ``2-4``."""
         return f"{self.nodes}" if self.least_nodes is None else f"{self.least_nodes}-{self.nodes}"
 
     def directives(self, tasks_per_node: int, cores: int | None) -> list[str]:
-        """What is asked for, as Slurm reads it."""
-        # Of a range, Slurm 22.05 gives too few nodes when it is told of tasks.
-        room = (
+        """The requested resources, as options of sbatch."""
+        # With a range of nodes and a number of tasks, Slurm 22.05 gives too few nodes.
+        size = (
             {"ntasks-per-node": tasks_per_node, "cpus-per-task": cores}
             if self.least_nodes is None
             else {"mincpus": tasks_per_node * (cores or 1)}
         )
-        asked = {
+        values = {
             "time": self.time,
-            "nodes": self.asked_nodes,
-            **room,
+            "nodes": self.nodes_range,
+            **size,
             "gpus-per-node": self.gpus or None,
             "account": self.account,
             "partition": self.partition,
         }
-        written = [directive(name, str(value)) for name, value in asked.items() if value is not None]
-        return written + [directive(*option.split("=", 1)) for option in self.more]
+        directives = [directive(name, str(value)) for name, value in values.items() if value is not None]
+        return directives + [directive(*option.split("=", 1)) for option in self.more]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """A job of Slurm, or an array of them.
+    """A Slurm job, or an array of them.
 
     Attributes:
         folder: the folder in which the job starts, absolute; relative paths of the script begin there.
@@ -243,7 +244,7 @@ class BatchJob:
     options: Settings = field(default_factory=Settings)
 
     def check(self) -> None:
-        """Refuse what cannot work on any cluster.
+        """Refuse a job that can work on no cluster.
 
         Raises:
             JobError: says which option, and why.
@@ -266,14 +267,14 @@ class BatchJob:
         if wrong:
             raise JobError(f"--workers {wrong[0]}: the job has room for 1 to {room}")
         if self.workers and self.allocation.least_nodes is not None:
-            raise JobError(f"--workers with --nodes {self.allocation.asked_nodes}: say on how many nodes there is room")
+            raise JobError(f"--workers with --nodes {self.allocation.nodes_range}: say on how many nodes there is room")
         if len(set(self.workers)) < len(self.workers):
             raise JobError(f"--workers {','.join(map(str, self.workers))}: one of them stands there twice")
 
     def _check_study(self, words: tuple[str, ...]) -> None:
         if self.allocation.least_nodes is not None or (self.workers and self.allocation.nodes > 1):
             raise JobError(
-                f"study with --nodes {self.allocation.asked_nodes}: a study of several nodes is one job with all of "
+                f"study with --nodes {self.allocation.nodes_range}: a study of several nodes is one job with all of "
                 f"them, which measures each number of workers: --nodes {self.allocation.nodes} … -- study --workers …"
             )
         if self.allocation.cores is None and self.allocation.gpus:
@@ -283,7 +284,7 @@ class BatchJob:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the script sets for all tasks, before torch is loaded."""
+        """The variables that the script sets for all tasks, before torch is loaded."""
         options = variables_of(self.options)
         return options | numerics_variables(options.get(LEVEL))
 
@@ -304,19 +305,19 @@ class BatchJob:
 
     @property
     def nodes(self) -> list[int]:
-        """For each element of the array, how many hosts it uses."""
+        """The number of hosts that each element of the array uses."""
         return [-(-count // self.allocation.per_node) for count in self.workers]
 
     @property
     def cores(self) -> int | None:
-        """Of a task: a worker; or the study, which starts workers by itself."""
+        """The cores of each task: of a worker, or of the study, which starts workers by itself."""
         if self.study and not self.study_of_nodes:
             return self.allocation.per_node * (self.allocation.cores or 1)
         return self.allocation.cores
 
     @property
     def directives(self) -> list[str]:
-        """All that Slurm is told in the script."""
+        """All options of sbatch in the script."""
         last = len(self.workers) - 1
         return [
             directive("job-name", self.name),
@@ -331,12 +332,12 @@ class BatchJob:
 
     @property
     def program(self) -> list[str]:
-        """What Python is to run in each task."""
+        """The words after ``python`` in each task."""
         return [*(["-m", "unisono", "study"] if self.study else []), *self._script]
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What the program is given."""
+        """The arguments of the program."""
         return self.script.args if self.study_words is None else self.study_words
 
     @property
@@ -360,7 +361,7 @@ def read_nodes(text: str) -> tuple[int | None, int]:
 
 
 def require_name(option: str, text: str) -> None:
-    """Refuse what is no name.
+    """Refuse a text that is no name of an account, a partition or a module.
 
     Raises:
         JobError: it has blanks, quotes or other characters that no name has, or begins with a dash.
@@ -370,9 +371,9 @@ def require_name(option: str, text: str) -> None:
 
 
 def split_words(words: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether what stands behind the script asks for a study, and the words for it or for the script.
+    """Whether the words after the script ask for a study, and the arguments of the study or of the script.
 
-    A script whose own first argument is ``study`` gets it behind one more ``--``.
+    A script whose own first argument is ``study`` gets it after one more ``--``.
     """
     if words and words[0] == "study":
         return True, tuple(words[1:])
@@ -393,17 +394,17 @@ def _require_option(option: str) -> None:
 TEMPLATE = Path(__file__).with_suffix(".sh.j2")
 
 MARK = "written by: "
-"""How the second line begins: a file with it may be written anew."""
+"""The beginning of the second line: a file that has it may be overwritten."""
 
 INTERRUPTED = FIRST_SIGNAL + signal.SIGTERM
-"""Exit code of what SIGTERM ends: a study, which keeps what it has measured; a worker that still loads torch."""
+"""The exit code of a process that SIGTERM ends: a study, which keeps its results; a worker that still loads torch."""
 
 PATIENCE_S = 120.0
-"""For sbatch, which waits when the cluster is busy."""
+"""The longest wait for sbatch, which waits when the cluster is busy."""
 
 
 def text_of(job: BatchJob, command: Sequence[str]) -> str:
-    """The text of a batch script, with the command that asked for it, for the person who reads it.
+    """The text of a batch script, with the command that made it, for the person who reads it.
 
     Raises:
         JobError: the job cannot work, or jinja2 is not installed.
@@ -441,17 +442,17 @@ def require_valid(script: str) -> None:
 
 
 def _run(command: Sequence[str], script: str) -> tuple[int, str]:
-    """The exit code of a command that reads a script, and what it says: of its errors, if there are any."""
-    done = subprocess.run(command, input=os.fsencode(script), capture_output=True, timeout=PATIENCE_S, check=False)
-    errors, output = (text.decode(errors="backslashreplace").strip() for text in (done.stderr, done.stdout))
-    return done.returncode, errors if errors and done.returncode else output
+    """The exit code of a command that reads a script, and its output, or its errors if it failed with some."""
+    result = subprocess.run(command, input=os.fsencode(script), capture_output=True, timeout=PATIENCE_S, check=False)
+    errors, output = (text.decode(errors="backslashreplace").strip() for text in (result.stderr, result.stdout))
+    return result.returncode, errors if errors and result.returncode else output
 
 
 def write(script: str, path: Path) -> None:
-    """Write a script into a file: a new one, or one that was written so before.
+    """Write a script into a file: a new one, or one that an earlier call has written.
 
     Raises:
-        JobError: the file is another's, or cannot be written.
+        JobError: another program wrote the file, or it cannot be written.
     """
     try:
         if path.exists() and not _is_ours(path):
@@ -467,7 +468,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def submit(script: str, path: Path | None) -> str:
-    """Give a script to sbatch, its file if there is one, and return what sbatch said.
+    """Give a script, or its file if there is one, to sbatch, and return the output of sbatch.
 
     Raises:
         LaunchError: there is no sbatch here, it refused, or it did not answer.

@@ -11,21 +11,21 @@ from typing import Literal, TextIO
 from unisono.host.status_line import status_in
 
 WorkerName = int | str
-"""What a worker is called: by its rank, or by its id where workers come and go and ranks change."""
+"""The name of a worker: its rank, or its id where workers come and go and ranks change."""
 
 
 def label(worker: WorkerName) -> str:
-    """``rank 1``, or ``w3``: before each line of its output."""
+    """The label before each line of its output: ``rank 1``, or ``w3``."""
     return f"rank {worker}" if isinstance(worker, int) else worker
 
 
 def called(worker: WorkerName) -> str:
-    """``rank 1``, or ``worker w3``: in a sentence."""
+    """The name of a worker in a sentence: ``rank 1``, or ``worker w3``."""
     return f"rank {worker}" if isinstance(worker, int) else f"worker {worker}"
 
 
 def number(worker: WorkerName) -> int:
-    """A number that neighbours do not share, for colours."""
+    """A number that neighbours do not share, for colours and for order."""
     return worker if isinstance(worker, int) else int("0" + "".join(filter(str.isdecimal, worker)))
 
 
@@ -34,18 +34,18 @@ Stream = Literal["out", "err"]
 COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 RESET = "\x1b[0m"
 ERASE = "\r\x1b[K"
-"""The line in which the cursor stands."""
+"""Erases the line of the cursor."""
 
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
-"""Escape sequences other than colours: they move the cursor, which several workers share."""
+"""Escape sequences other than colours are left out: they move the cursor, which several workers share."""
 
 
 class Terminal:
     """Writes whole lines to the launcher's two streams, from any thread.
 
-    A stream that nobody reads any more, or that cannot be written, falls silent; training and logs go on. On a screen
-    the newest status of a worker, such as a progress bar, stays below all lines. The launcher's own lines go to
-    ``err``; ``is_screen`` says whether both streams are shown on one screen.
+    After an error nothing more is written to a stream; training and logs go on. On a screen the newest status of a
+    worker, such as a progress bar, stays below all lines. The launcher's own lines go to ``err``; ``is_screen`` says
+    whether both streams are shown on one screen.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, colours: bool = False, is_screen: bool = False) -> None:
@@ -62,21 +62,21 @@ class Terminal:
         return cls(sys.stdout, sys.stderr, colours=is_screen and not os.environ.get("NO_COLOR"), is_screen=is_screen)
 
     def show(self, worker: WorkerName, stream: Stream, lines: Sequence[str]) -> None:
-        """Write lines of a worker; its newest status, if there is one among them, takes the place of the one before."""
+        """Write lines of a worker; the newest status among them, if there is one, replaces the one that is shown."""
         statuses = [status_in(line) for line in lines]
-        status = next((shown for shown in reversed(statuses) if shown is not None), None)
+        newest = next((status for status in reversed(statuses) if status is not None), None)
         text = "".join(
-            f"{self._line(worker, line)}\n" for line, shown in zip(lines, statuses, strict=True) if shown is None
+            f"{self._line(worker, line)}\n" for line, status in zip(lines, statuses, strict=True) if status is None
         )
-        if text or status is not None:
-            self._write(stream, text, status)
+        if text or newest is not None:
+            self._write(stream, text, newest)
 
     def say(self, words: str) -> None:
         """Write a line of the launcher's own."""
         self._write("err", f"unisono: {words}\n")
 
     def conclude(self, text: str) -> None:
-        """Write the last words, as they are. There is no status any more."""
+        """Write the last text as it is, and remove the status."""
         self._write("err", text, "")
 
     def _line(self, worker: WorkerName, line: str) -> str:
@@ -117,13 +117,13 @@ class SilentTerminal(Terminal):
 
 
 def _silence(stream: TextIO) -> None:
-    # What is buffered would fail again at exit: let it, and all that follows, go nowhere.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    # Python writes what is buffered again at exit, which would fail again, unless it goes to /dev/null.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
 
 
-# Cutting what a worker writes into lines that can be shown.
+# Splitting a worker's output into lines that can be shown.
 
 END = re.compile(rb"\r?\n|\r(?!\Z)")
 """The end of a line, or of a progress bar's update. A carriage return in the last place may be either."""
@@ -133,11 +133,11 @@ UPDATE_EVERY_S = 1.0
 
 
 class LineSplitter:
-    """Takes bytes as they come, gives lines of text.
+    """Splits bytes, as they come, into lines of text.
 
-    What a carriage return ends is an update of a progress bar: the next one would overwrite it, so one a second
-    is enough. A line longer than ``longest`` bytes comes in pieces. Bytes that are no UTF-8 become a
-    replacement mark.
+    Text that ends with a carriage return is an update of a progress bar: the next one would overwrite it, so one a
+    second is shown. A line longer than ``longest`` bytes comes in pieces. Bytes that are no UTF-8 become a replacement
+    mark.
     """
 
     def __init__(self, longest: int = LONGEST, update_every_s: float = UPDATE_EVERY_S) -> None:
@@ -148,24 +148,26 @@ class LineSplitter:
         self._updated_at = -float("inf")
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """The lines that these bytes complete; ``now`` is of a clock in seconds that never goes back."""
-        known = max(0, len(self._rest) - 1)  # no end of a line in there, save a carriage return in the last place
+        """The lines that these bytes complete; ``now`` is the time of a monotonic clock, in seconds."""
+        searched = max(
+            0, len(self._rest) - 1
+        )  # the rest has no end of a line, save a carriage return in the last place
         buffer = self._rest + data
         lines: list[str] = []
         start = 0
-        for end in END.finditer(buffer, known):
-            lines += self._ended(buffer[start : end.start()], end.group(), now)
+        for end in END.finditer(buffer, searched):
+            lines += self._lines_of(buffer[start : end.start()], end.group(), now)
             start = end.end()
-        pieces, self._rest = self._cut(buffer[start:])
+        pieces, self._rest = self._split(buffer[start:])
         return lines + pieces
 
     def flush(self) -> list[str]:
-        """What is left when nothing more comes."""
+        """The last line, if it is not empty, when no more bytes come."""
         rest = self._rest.rstrip(b"\r") or self._overwritten
         self._rest = self._overwritten = b""
         return [_text(rest)] if rest else []
 
-    def _ended(self, line: bytes, end: bytes, now: float) -> list[str]:
+    def _lines_of(self, line: bytes, end: bytes, now: float) -> list[str]:
         is_update = end == b"\r"
         if is_update and not line:
             return []
@@ -175,11 +177,11 @@ class LineSplitter:
         self._overwritten = b""
         if is_update:
             self._updated_at = now
-        pieces, rest = self._cut(line)
+        pieces, rest = self._split(line)
         return [*pieces, _text(rest)] if rest or not pieces else pieces
 
-    def _cut(self, line: bytes) -> tuple[list[str], bytes]:
-        """Pieces of the greatest length, and the rest."""
+    def _split(self, line: bytes) -> tuple[list[str], bytes]:
+        """Pieces of at most ``longest`` bytes, none of which ends inside a character, and the rest."""
         pieces, start = [], 0
         while len(line) - start > self._longest:
             stop = start + self._longest

@@ -1,4 +1,4 @@
-"""Trials: jobs that a command runs on this host without showing their output, to read what came of them."""
+"""Trials: jobs that a command runs on this host without showing their output, to read their results."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Trial:
     @property
     def error(self) -> str:
         """What went wrong, in a line."""
-        words, cause = self.outcome.summary(), self.outcome.cause
+        summary, cause = self.outcome.summary(), self.outcome.cause
         if cause is None or cause.failure is not None:
-            return words
-        return "; ".join([words, *last_lines(self.log, 1)])  # what it printed is all there is
+            return summary
+        return "; ".join([summary, *last_lines(self.log, 1)])  # without an exception, its last line may say why
 
     @property
     def log(self) -> Path:
