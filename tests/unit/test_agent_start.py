@@ -113,8 +113,8 @@ class Shell:
             "sh",
             "-c",
             *command.script,
-            stdout=output.out.writing,
-            stderr=output.err.writing,
+            stdout=output.out.write_end,
+            stderr=output.err.write_end,
             start_new_session=True,
         )
 

@@ -37,7 +37,7 @@ import torch
 import unisono.train.start
 import unisono.train.trainer  # noqa: F401  (both are loaded here so that no worker has to)
 from unisono.host.process import NOTICES
-from unisono.launch.worker_start import FIRST_KEPT, WorkerRequest
+from unisono.launch.worker_start import FIRST_INHERITED, WorkerRequest
 
 LARGEST = 2**20
 """The most bytes of a request. The system's limit is mostly lower: the launcher starts such a worker without it."""
@@ -51,14 +51,14 @@ class Fork:
 
     Attributes:
         parent: the fork server's process id.
-        kept: a further descriptor that it inherits, or None.
+        inherited: a further descriptor that it inherits, or None.
     """
 
     request: WorkerRequest
     parent: int
     out: int
     err: int
-    kept: int | None = None
+    inherited: int | None = None
 
 
 class ForkServer:
@@ -180,9 +180,9 @@ def become(fork: Fork) -> None:
     """Put this fork into the state of a fresh ``python -P -u -m unisono.launch.worker`` before its first line."""
     os.dup2(fork.out, STANDARD_OUTPUT)
     os.dup2(fork.err, STANDARD_ERROR)
-    if fork.kept is not None:
-        os.dup2(fork.kept, FIRST_KEPT)
-    _close_all_after(STANDARD_ERROR if fork.kept is None else FIRST_KEPT)
+    if fork.inherited is not None:
+        os.dup2(fork.inherited, FIRST_INHERITED)
+    _close_all_after(STANDARD_ERROR if fork.inherited is None else FIRST_INHERITED)
     request = fork.request
     # The kernel ends a worker with its parent, and that is the fork server.
     os.environ.update({**request.variables, "UNISONO_LAUNCHER_PID": str(fork.parent)})

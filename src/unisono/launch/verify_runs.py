@@ -1,6 +1,6 @@
-"""Running a script with several numbers of workers, comparing what they trained, and saying why runs part.
+"""Runs a script with several numbers of workers, compares the weights, and explains differences.
 
-Causes and what to do about them are a table (``causes.toml``).
+The causes, and what to do about each, are in ``causes.toml``.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DRAWING = {
     Stage.UPDATED: "the optimizer's update",
     Stage.WEIGHTS: "what writes into that buffer",
 }
-"""What may draw by chance, where values of a stage differ."""
+"""The code that may draw by chance, by the stage whose values differ."""
 
 MOST_NAMED = 8
-"""Shards named in one line."""
+"""The most shards that one line names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A finding, and whether the run that it is compared with repeats itself; None if that was not tried."""
+    """A finding, and whether the reference run repeats itself; None if that was not tried."""
 
     finding: Finding
     repeats: bool | None = None
 
     @property
     def by_chance(self) -> bool:
-        """Whether one and the same command gives different results."""
+        """Whether two runs of the same size differ."""
         return self.repeats is False or self.finding.against == self.finding.size
 
     @property
@@ -81,12 +81,12 @@ class Case:
 
     @property
     def depends_on(self) -> str:
-        """What a difference that is not chance depends on."""
+        """The number on which a difference depends that is not chance, in words."""
         return "on the rank" if self.among_ranks else "on the number of workers"
 
     @property
     def asks(self) -> tuple[Topic, ...]:
-        """How code comes to depend on it: ranks of one run see the same number of workers."""
+        """The topics of code that depends on that number: all ranks of one run see the same number of workers."""
         return (Topic.RANK,) if self.among_ranks else (Topic.WORLD, Topic.RANK)
 
     @property
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def absent(self) -> bool:
-        """Whether one side alone has what differs first."""
+        """Whether only one of the runs has the first value that differs."""
         return self.finding.began.absent
 
     @property
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def is_native(self) -> bool:
-        """Whether the backend decides in which order gradients are added."""
+        """Whether the backend decides the order in which gradients are added."""
         return self.finding.jobs[1].get("reduction") == "native"
 
     @property
@@ -122,7 +122,7 @@ class Case:
 
     @property
     def words(self) -> dict[str, str]:
-        """What stands in braces in the table of causes."""
+        """The values of the names in braces in the table of causes."""
         ranks = sorted(self.finding.ranks)
         return {
             "depends_on": self.depends_on,
@@ -149,7 +149,7 @@ def _causes() -> list[dict[str, Any]]:
 
 
 def where(finding: Finding) -> str:
-    """What was measured where the runs part."""
+    """The step and the values at which the runs first differ, in words."""
     began, (first, second) = finding.began, _sides(finding)
     if finding.stage is Stage.JOB:
         return "; ".join(f"{name} is {a} {first} and {b} {second}" for name, (a, b) in finding.job_differences.items())
@@ -176,7 +176,7 @@ def where(finding: Finding) -> str:
 
 
 def weights_text(finding: Finding) -> str:
-    """Which parameter or buffer differs first, and how many others do."""
+    """The first parameter or buffer that differs, and the number of others, in words."""
     weights = finding.parting.weights
     if weights is None:
         return "the same in all steps that both have"
@@ -185,7 +185,7 @@ def weights_text(finding: Finding) -> str:
 
 
 def equal_until_then(finding: Finding) -> str:
-    """What was still equal in the step where the runs part; empty if nothing had been compared."""
+    """The values that were still equal in the step of the first difference; empty if none were compared."""
     order = [Stage.BEFORE, Stage.INPUTS, Stage.LOSSES, Stage.GRADIENTS, Stage.OPTIONS, Stage.UPDATED]
     words = [
         "the weights",
@@ -202,13 +202,13 @@ def equal_until_then(finding: Finding) -> str:
 
 
 def repeated_text(case: Case) -> str:
-    """What the repetition showed; empty if there was none."""
+    """The result of running the reference again, in words; empty if that was not done."""
     if case.repeats is None or case.finding.against is None:
         return ""
-    who = str(case.finding.against)
+    size = str(case.finding.against)
     if case.repeats:
-        return f"{who} a second time: the same bits, so it is not chance"
-    return f"{who} a second time: other bits, so the number of workers is not to blame"
+        return f"{size} a second time: the same bits, so it is not chance"
+    return f"{size} a second time: other bits, so the number of workers is not to blame"
 
 
 def _sides(finding: Finding) -> tuple[str, str]:
@@ -279,7 +279,7 @@ class VerifyRequest:
     tuning: Tuning = field(default_factory=Tuning)
 
     def check(self) -> None:
-        """Refuse what cannot work, before anything is started.
+        """Refuse a request that cannot work, before anything is started.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
@@ -290,7 +290,7 @@ class VerifyRequest:
             self.settings(size, Path(), self.steps).check()
 
     def settings(self, size: Size, trace: Path, steps: int) -> LaunchSettings:
-        """How to start one of the runs."""
+        """The settings with which one of the runs is started."""
         return LaunchSettings(
             self.script,
             workers=size.workers,
@@ -308,7 +308,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True)
 class TracedRun:
-    """A run that has ended."""
+    """A run that has ended, and its trace."""
 
     trace: RunTrace
     trial: Trial
@@ -344,7 +344,7 @@ class VerifyResult:
 
 
 Watch = Callable[[str, Path], AbstractContextManager[object]]
-"""Shows that a run is under way, until the context ends, given what it is and the folder of its traces."""
+"""Shows until the context ends that a run is under way, given its description and the folder of its traces."""
 
 
 def verify(request: VerifyRequest, folder: Path, watch: Watch) -> VerifyResult:
@@ -361,9 +361,9 @@ def verify(request: VerifyRequest, folder: Path, watch: Watch) -> VerifyResult:
     with Launcher(share=True) as launcher:
         runner = _Runner(request, watch, launcher)
         for number, size in enumerate(request.sizes, start=1):
-            place = folder / f"run-{number}-{str(size).replace(' ', '-')}"
+            run_folder = folder / f"run-{number}-{str(size).replace(' ', '-')}"
             label = f"run {number} of {len(request.sizes)}: {size}"
-            runs.append(runner.run(size, place, label, fresh=number == 1))
+            runs.append(runner.run(size, run_folder, label, fresh=number == 1))
             if runs[-1].trial.failed:
                 break
             _require_steps(request, runs)
@@ -382,7 +382,7 @@ def _judge(runner: _Runner, runs: Sequence[TracedRun], folder: Path) -> VerifyRe
 
 
 def _repeats(runner: _Runner, reference: RunTrace, finding: Finding, folder: Path) -> bool | None:
-    """Whether the first run, started again, does the same up to the step in question."""
+    """Whether the first run, started again, is the same up to the step of the first difference; None if not tried."""
     if not finding.needs_repetition:
         return None
     step = finding.began.step
@@ -402,22 +402,23 @@ def _hints(script: Script, cause: Cause) -> tuple[Hint, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Runner:
-    """Runs the script once for each number of workers that it is asked for."""
+    """Runs the script, and reads the traces of its workers."""
 
     request: VerifyRequest
     watch: Watch
     launcher: Launcher
 
-    def run(self, size: Size, place: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
-        """A run from its start to its end, traced."""
-        # Forks of one process go through a set of words in the same order, so the first run is no such fork.
+    def run(self, size: Size, folder: Path, label: str, *, steps: int | None = None, fresh: bool = False) -> TracedRun:
+        """A run from its start to its end, traced; a fresh one does not use the shared launcher's fork server."""
+        # Forks of one process iterate a set of strings in the same order. The first run is no fork of that process, so
+        # that a script whose results depend on that order differs.
         launcher = None if fresh else self.launcher
-        request, traces = self.request, place / "trace"
-        for part in (place / "run", traces):
-            part.mkdir(parents=True)
+        request, traces = self.request, folder / "trace"
+        for path in (folder / "run", traces):
+            path.mkdir(parents=True)
         settings = request.settings(size, traces, steps or request.steps)
         with self.watch(label, traces):
-            trial = Trial.run(settings, place / "run", launcher)
+            trial = Trial.run(settings, folder / "run", launcher)
         complete = not trial.failed
         ranks = tuple(_read(traces / f"rank-{rank}.jsonl", whole=complete) for rank in range(size.processes))
         return TracedRun(RunTrace(size, ranks, trial.folder.read_job() or {}, complete), trial)
@@ -427,12 +428,16 @@ def _read(path: Path, *, whole: bool) -> Moments:
     if not path.exists():
         return ()
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    # A worker that was ended may have left half a line.
+    # The last line of a worker that was ended may be incomplete.
     return moments_of(parse_object(line) for line in lines if whole or line.endswith("\n"))
 
 
 def _require_steps(request: VerifyRequest, runs: Sequence[TracedRun]) -> None:
-    """Refuse to compare nothing."""
+    """Refuse runs that have no weights or no steps to compare.
+
+    Raises:
+        JobError: says what the script lacks.
+    """
     target, run = request.script.target, runs[-1]
     moments = run.trace.whole
     if not moments:

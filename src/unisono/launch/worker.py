@@ -1,7 +1,7 @@
-"""The first lines of a worker: ``python -m unisono.launch.worker script.py arguments``.
+"""The program of a worker: ``python -m unisono.launch.worker script.py arguments``.
 
 It ends with its launcher, runs the script as ``python script.py`` would, and records the exception that ends
-it. Torch is left to the script.
+it. It does not load torch: the script does.
 """
 
 import atexit
@@ -31,7 +31,7 @@ ends: list[tuple[int, int]] = []
 """This process and its exit code, once the script has ended in another way."""
 
 LINGER_S = 1.0
-"""How long a worker whose script failed may take to clean up, so that the others are not kept waiting."""
+"""How long a worker whose script failed may take to clean up, since the other workers wait for its end."""
 
 
 def main() -> None:
@@ -46,10 +46,10 @@ def main() -> None:
     script = Script.from_argv(sys.argv[1:])
     OF_THIS_PROCESS.is_told = True
     try:
-        to_its_end(script)
+        run_to_end(script)
     except SystemExit as error:
         ends.append((os.getpid(), code_of(error)))
-        if code_of(error) not in (0, PREEMPTED):  # it may hold the others up, whatever its exit handlers do
+        if code_of(error) not in (0, PREEMPTED):  # before its exit handlers, which may take long while others wait
             note()
         raise
     except KeyboardInterrupt as error:
@@ -57,8 +57,8 @@ def main() -> None:
         sys.exit(FIRST_SIGNAL + signal.SIGINT)
     except BaseException as error:  # noqa: BLE001 (reported, recorded, and turned into the exit code)
         if (dismissed := dismissal_in(error)) is not None:
-            words = "".join(traceback.format_exception_only(error)).strip()
-            print(f"unisono: left ({dismissed.reason}); the script answered that with {words}", file=sys.stderr)  # noqa: T201
+            text = "".join(traceback.format_exception_only(error)).strip()
+            print(f"unisono: left ({dismissed.reason}); the script answered that with {text}", file=sys.stderr)  # noqa: T201
             ends.append((os.getpid(), code_of(dismissed)))
             sys.exit(dismissed.code)
         fail(error)
@@ -67,19 +67,19 @@ def main() -> None:
 
 
 def end_with_launcher() -> None:
-    """End with who has started this process, if that has asked for it; elsewhere than on Linux the guard sees to it."""
+    """Have the kernel end this process with its launcher, if a launcher started it; without Linux the guard does it."""
     if launcher := os.environ.get("UNISONO_LAUNCHER_PID"):
         end_with_parent(int(launcher))
 
 
 def keep_from_children(descriptor: str | None) -> None:
-    """The socket that the workers meet at is for this process, not for programs that the script starts."""
+    """Keep the socket at which the workers meet from the programs that the script starts."""
     if descriptor is not None:
         os.set_inheritable(int(descriptor), False)
 
 
-def to_its_end(script: Script) -> None:
-    """Run a script, and tell when it has ended well."""
+def run_to_end(script: Script) -> None:
+    """Run a script, and note when it has ended well."""
     try:
         run(script)
     except SystemExit as error:
@@ -119,7 +119,7 @@ class _Source(importlib.abc.SourceLoader):
 
 
 def _run_file(target: str) -> None:
-    # Not runpy: when the last line is done it takes __main__ away, under threads and exit handlers that need it.
+    # Not runpy, which removes __main__ after the last line, while threads and exit handlers still need it.
     path = os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH118 (Python tidies nothing here)
     main_module = ModuleType("__main__")
     loader = _Source(path)
@@ -150,39 +150,36 @@ def fail(error: BaseException) -> None:
         except OSError as problem:
             print(f"unisono: the failure could not be recorded in {run_dir}: {problem}", file=sys.stderr)  # noqa: T201
     failures.append(failure.exit_code)
-    faulthandler.dump_traceback_later(LINGER_S, exit=True)  # and says what keeps it
+    faulthandler.dump_traceback_later(LINGER_S, exit=True)  # the stacks say what takes long
     sys.exit(failures[0])
 
 
 def code_of(error: SystemExit) -> int:
-    """The exit code that Python gives a script which ends so."""
+    """The exit code of a script that ends with this exception, as Python decides it."""
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def leave() -> None:
-    """Note that nothing of the script is left to do. After a failure, skip taking the interpreter apart as well.
-
-    With torch loaded that may take a second.
-    """
+    """Note how the script has ended. After a failure, exit at once: with torch loaded that saves a second."""
     note()
     if failures:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # closed, or nobody reads it
+            with suppress(OSError, ValueError):  # it is closed, or its reader is gone
                 stream.flush()
         os._exit(failures[0])
 
 
 def note() -> None:
-    """Note how the script has ended, once."""
+    """Write the script's exit code into the run folder, once."""
     run_dir = os.environ.get("UNISONO_RUN_DIR")
     if run_dir and ends and ends[0][0] == os.getpid():  # not in what the script has forked
-        with suppress(OSError):  # then it counts how the process ends
+        with suppress(OSError):  # the launcher then takes the exit code of the process
             note_end(RunFolder(run_dir), _name(), ends.pop()[1])
 
 
-atexit.register(leave)  # here, since first in is last out: after all that the script registers
+atexit.register(leave)  # the first handler runs last, after those that the script registers
 
 
 def _name() -> WorkerName:
@@ -192,7 +189,7 @@ def _name() -> WorkerName:
 
 
 def users_part(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without the outer frames that are Python's and ours."""
+    """A traceback without the outer frames of Python and of this file."""
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return frames
@@ -203,7 +200,7 @@ def _is_ours(filename: str) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """Where an interruption came: in the script, and in what the script had called."""
+    """The line of the script that was interrupted, and the innermost line that it had called."""
     frames = traceback.extract_tb(users_part(error.__traceback__))
     script = [frame for frame in frames if frame.filename == frames[0].filename]
     places = dict.fromkeys(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in (*script[-1:], *frames[-1:]))

@@ -1,4 +1,4 @@
-"""What one worker writes: into its log as it is, and onto the terminal line by line."""
+"""The output of one worker: it goes unchanged into the worker's log, and line by line onto the terminal."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ CHUNK = 64 * 1024
 
 DRAIN_S = 1.0
 MOST_AFTER_END = 4 * 1024 * 1024
-"""A program that left its worker's group may hold the output open after the worker's end: it is not waited for."""
+"""A program that left its worker's group may hold the output open after the worker's end: no more is read of it."""
 
 Say = Callable[[str], None]
 
 
 class Log:
-    """A worker's log. A disk that is full is said once; the worker goes on.
+    """A worker's log. If the disk is full, it says so once, and the worker goes on.
 
     Raises:
         OSError: the file cannot be opened.
@@ -33,7 +33,7 @@ class Log:
         self._broken = False
 
     def write(self, data: bytes) -> None:
-        """Append bytes."""
+        """Append bytes, unless an earlier write has failed."""
         if self._broken:
             return
         try:
@@ -43,25 +43,25 @@ class Log:
             self._say(f"{self._path} cannot be written any more ({error.strerror}); the job goes on without it")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the log file."""
         self._file.close()
 
 
 class Pipe:
-    """One output stream of a worker. It is made before the worker starts, and read from then on."""
+    """One output stream of a worker, opened before the worker starts."""
 
     def __init__(self, worker: WorkerName, stream: Stream, log: Log, terminal: Terminal) -> None:
-        self._reading, self.writing = os.pipe()
+        self._read_end, self.write_end = os.pipe()
         self._worker, self._stream, self._log, self._terminal = worker, stream, log, terminal
         self._chunks = 0
-        self._waits = False
-        self._left_to_read = float("inf")
+        self._is_waiting = False
+        self._remaining = float("inf")
         self._reader = asyncio.StreamReader()
 
     async def pump(self) -> None:
-        """Show and log whatever comes, until nobody can write any more."""
+        """Show and log the output, until no process has the writing end open any more."""
         loop = asyncio.get_running_loop()
-        file = os.fdopen(self._reading, "rb", buffering=0)
+        file = os.fdopen(self._read_end, "rb", buffering=0)
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._reader), file)
         splitter = LineSplitter()
         try:
@@ -73,31 +73,31 @@ class Pipe:
         await self._show(splitter.flush())
 
     def worker_ended(self) -> None:
-        """From now on only what is on its way is read."""
-        self._left_to_read = MOST_AFTER_END
+        """Stop reading soon: only output that the worker has already written is still read."""
+        self._remaining = MOST_AFTER_END
         asyncio.get_running_loop().call_later(DRAIN_S, self._stop_waiting, self._chunks)
 
     def abandon(self) -> None:
-        """No worker was started: close both ends."""
-        os.close(self._reading)
+        """Close the reading end, since no worker was started."""
+        os.close(self._read_end)
 
     async def _read(self) -> bytes:
-        if self._left_to_read <= 0:
+        if self._remaining <= 0:
             return b""
-        self._waits = True
+        self._is_waiting = True
         data = await self._reader.read(CHUNK)
-        self._waits = False
+        self._is_waiting = False
         self._chunks += 1
-        self._left_to_read -= len(data)
+        self._remaining -= len(data)
         return data
 
     async def _show(self, lines: list[str]) -> None:
-        # On a thread: a terminal that is stopped must not keep the launcher from hearing signals and exits.
+        # On a thread, since a terminal that is stopped must not keep the launcher from handling signals and exits.
         if lines:
             await asyncio.to_thread(self._terminal.show, self._worker, self._stream, lines)
 
     def _stop_waiting(self, chunks: int) -> None:
-        if self._waits and self._chunks == chunks:
+        if self._is_waiting and self._chunks == chunks:
             self._reader.feed_eof()
         elif not self._reader.at_eof():
             asyncio.get_running_loop().call_later(DRAIN_S, self._stop_waiting, self._chunks)
@@ -121,19 +121,19 @@ class WorkerOutput:
         self._pumps: list[asyncio.Task[None]] = []
 
     def worker_started(self) -> None:
-        """The worker holds the writing ends now."""
+        """Close the writing ends, which only the worker has now, and start to read."""
         self._close_writing_ends()
         self._pumps = [asyncio.create_task(pipe.pump()) for pipe in (self.out, self.err)]
 
     def abandon(self) -> None:
-        """No worker was started."""
+        """Close everything, since no worker was started."""
         self._close_writing_ends()
         self.out.abandon()
         self.err.abandon()
         self._log.close()
 
     async def drain(self) -> None:
-        """The worker has ended: show and log what is left."""
+        """Show and log the rest of the output of a worker that has ended."""
         for pipe in (self.out, self.err):
             pipe.worker_ended()
         try:
@@ -144,4 +144,4 @@ class WorkerOutput:
     def _close_writing_ends(self) -> None:
         for pipe in (self.out, self.err):
             with suppress(OSError):
-                os.close(pipe.writing)
+                os.close(pipe.write_end)

@@ -1,4 +1,4 @@
-"""Starting workers: forked from the fork server where that can be, else each as a program of its own."""
+"""Starting workers: forked from the fork server where that is possible, otherwise as programs of their own."""
 
 import asyncio
 import json
@@ -20,8 +20,8 @@ from unisono.launch.worker_output import WorkerOutput
 from unisono.received import parse_json, parse_object, value_of
 
 
-async def start_program(words: Sequence[str], environment: Mapping[str, str], log: Path, kept: int) -> Process:
-    """Start Python in a session of its own, with an empty standard input; it inherits ``kept``, under the same number.
+async def start_program(words: Sequence[str], environment: Mapping[str, str], log: Path, inherited: int) -> Process:
+    """Start Python in a session of its own, with an empty standard input and an inherited descriptor.
 
     Raises:
         OSError: it cannot be started.
@@ -29,30 +29,30 @@ async def start_program(words: Sequence[str], environment: Mapping[str, str], lo
     with os.fdopen(open_lines(log), "ab", 0) as output:
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # no module of the working folder is in its way
+            "-P",  # a module in the working folder must not hide one of the standard library
             *words,
             env=environment,
             stdin=DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            pass_fds=[kept],
+            pass_fds=[inherited],
         )
 
 
-# What a launcher asks of the fork server: one worker.
+# The request of a launcher to the fork server.
 
-FIRST_KEPT = 3
-"""The number that a descriptor has in the worker, if one comes behind those of its output and its errors."""
+FIRST_INHERITED = 3
+"""The number that a third descriptor, after those of output and errors, has in the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRequest:
-    """A worker that is asked for. The descriptors of its output and errors travel beside it, and maybe a third.
+    """A request for one worker. The descriptors of its output and errors travel beside it, and maybe a third.
 
     Attributes:
         argv: the script and its arguments, as ``unisono.launch.worker`` takes them.
-        variables: what it gets on top of the fork server's own environment.
+        variables: the variables that it gets on top of the fork server's own environment.
     """
 
     argv: tuple[str, ...]
@@ -60,7 +60,7 @@ class WorkerRequest:
     cwd: str
 
     def to_json(self) -> bytes:
-        """The JSON that travels."""
+        """The request as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -68,16 +68,16 @@ class WorkerRequest:
         """The inverse of ``to_json``.
 
         Raises:
-            Unreadable: it is none.
+            Unreadable: the bytes are no request.
         """
         request: WorkerRequest = value_of(cls, parse_json(data), "the request")
         return request
 
 
-# The launcher's side of the fork server: workers that begin at once, instead of loading torch first.
+# The launcher's side of the fork server, whose workers begin at once, instead of loading torch first.
 
 FORK_SERVER = "unisono.launch.fork_server"
-LONGEST_ANSWER = 64 * 1024
+LONGEST_REPLY = 64 * 1024
 
 
 class ColdStart(Exception):
@@ -93,7 +93,7 @@ class WarmWorker:
 
     async def wait(self) -> int:
         """Its exit code, once it has ended; negative for a signal."""
-        return await asyncio.shield(self._ended)  # whoever stops waiting must not cancel it for the others
+        return await asyncio.shield(self._ended)  # a waiter that is cancelled must not cancel the future of the others
 
     def end(self, code: int) -> None:
         """Note that it has ended."""
@@ -102,16 +102,16 @@ class WarmWorker:
 
 
 class WarmStart:
-    """Starts the fork server, and has it fork workers. Use :meth:`open`."""
+    """Starts the fork server, and has it fork workers. Made by :meth:`open`."""
 
     def __init__(self, channel: socket.socket, process: Process) -> None:
         self._channel, self._process = channel, process
         self._gone = ""
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._asked: deque[asyncio.Future[WarmWorker]] = deque()
+        self._pending: deque[asyncio.Future[WarmWorker]] = deque()
         self._workers: dict[int, WarmWorker] = {}
-        self._turn = asyncio.Lock()  # one request at a time: the socket has room for few
-        asyncio.get_running_loop().add_reader(channel, self._hear)
+        self._lock = asyncio.Lock()  # one request at a time, since the socket's buffer holds few
+        asyncio.get_running_loop().add_reader(channel, self._receive)
 
     @classmethod
     async def open(cls, environment: Mapping[str, str], log: Path) -> "WarmStart":
@@ -120,11 +120,11 @@ class WarmStart:
         The environment is that of its workers, without the variables that differ between them.
 
         Raises:
-            ColdStart: this system has no such thing, or the process cannot be started.
+            ColdStart: the system is not Linux, or the process cannot be started.
         """
         if sys.platform != "linux":
             raise ColdStart(f"{sys.platform} is not Linux")
-        return cls(*await _begun(environment, log))
+        return cls(*await _start_fork_server(environment, log))
 
     @property
     def pid(self) -> int:
@@ -140,64 +140,64 @@ class WarmStart:
         if why := await asyncio.shield(self._ready):
             raise ColdStart(why)
 
-    async def start(self, request: WorkerRequest, out: int, err: int, *kept: int) -> WarmWorker:
-        """Have a worker forked. ``out`` and ``err`` stay open here; at most one of ``kept`` becomes ``FIRST_KEPT``.
+    async def start(self, request: WorkerRequest, out: int, err: int, *inherited: int) -> WarmWorker:
+        """Have a worker forked. All descriptors stay open here; one in ``inherited`` becomes ``FIRST_INHERITED``.
 
         Raises:
             ColdStart: the fork server did not fork it.
         """
         await self.ready()
-        async with self._turn:
+        async with self._lock:
             if self._gone:
                 raise ColdStart(self._gone)
             try:
-                socket.send_fds(self._channel, [request.to_json()], [out, err, *kept])
+                socket.send_fds(self._channel, [request.to_json()], [out, err, *inherited])
             except OSError as error:  # too long, or the fork server has just ended
                 raise ColdStart(f"the fork server cannot be asked: {error}") from error
-            answer: asyncio.Future[WarmWorker] = asyncio.get_running_loop().create_future()
-            self._asked.append(answer)
-            return await asyncio.shield(answer)
+            reply: asyncio.Future[WarmWorker] = asyncio.get_running_loop().create_future()
+            self._pending.append(reply)
+            return await asyncio.shield(reply)
 
     def wake(self) -> None:
-        """Have the fork server go on, if somebody has stopped it: nobody else says how its workers have ended."""
+        """Have the fork server go on, if it was stopped (SIGSTOP): only it can report how its workers have ended."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGCONT)
 
     async def close(self) -> None:
-        """End the fork server, and with it whichever of its workers still runs."""
-        self._hang_up("it was closed")
+        """End the fork server, and with it those of its workers that still run."""
+        self._disconnect("it was closed")
         with suppress(ProcessLookupError):
-            self._process.kill()  # it may still be loading, and then would not notice
+            self._process.kill()  # while it is still loading, it would not notice the end of the connection
         await self._process.wait()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
-            data = self._channel.recv(LONGEST_ANSWER)
+            data = self._channel.recv(LONGEST_REPLY)
         except BlockingIOError:
             return
         except ConnectionError:
             data = b""
         if data:
-            self._understand(parse_object(data))
+            self._handle(parse_object(data))
         else:
-            self._hang_up("the fork server has ended")
+            self._disconnect("the fork server has ended")
 
-    def _understand(self, message: dict[str, int | str]) -> None:
+    def _handle(self, message: dict[str, int | str]) -> None:
         match message:
             case {"ready": str(why)}:
                 self._ready.set_result(why)
             case {"refused": str(why)}:
-                _settle(self._asked.popleft(), ColdStart(why))
+                _settle(self._pending.popleft(), ColdStart(why))
             case {"started": int(pid)}:
                 self._workers[pid] = WarmWorker(pid)
-                _settle(self._asked.popleft(), self._workers[pid])
+                _settle(self._pending.popleft(), self._workers[pid])
             case {"ended": int(pid), "code": int(code)}:
                 self._workers.pop(pid).end(code)
             case _:
                 raise AssertionError(f"the fork server says {message}")
 
-    def _hang_up(self, why: str) -> None:
+    def _disconnect(self, why: str) -> None:
         if self._gone:
             return
         self._gone = why
@@ -205,24 +205,24 @@ class WarmStart:
         self._channel.close()
         if not self._ready.done():
             self._ready.set_result(why)
-        while self._asked:
-            _settle(self._asked.popleft(), ColdStart(why))
+        while self._pending:
+            _settle(self._pending.popleft(), ColdStart(why))
         for worker in self._workers.values():
-            worker.end(-signal.SIGKILL)  # by the kernel, in the moment in which the fork server ended
+            worker.end(-signal.SIGKILL)  # the kernel kills it when the fork server ends
         self._workers.clear()
 
 
-def _settle(answer: asyncio.Future[WarmWorker], found: WarmWorker | ColdStart) -> None:
-    if answer.done():
+def _settle(reply: asyncio.Future[WarmWorker], result: WarmWorker | ColdStart) -> None:
+    if reply.done():
         return
-    if isinstance(found, ColdStart):
-        answer.set_exception(found)
+    if isinstance(result, ColdStart):
+        reply.set_exception(result)
     else:
-        answer.set_result(found)
+        reply.set_result(result)
 
 
-async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, Process]:
-    """A fork server, and the socket that leads to it."""
+async def _start_fork_server(environment: Mapping[str, str], log: Path) -> tuple[socket.socket, Process]:
+    """Start a fork server, and return the socket that leads to it."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -232,14 +232,14 @@ async def _begun(environment: Mapping[str, str], log: Path) -> tuple[socket.sock
     try:
         with theirs:
             number = theirs.fileno()
-            return ours, await start_program(("-u", "-m", FORK_SERVER, str(number)), variables, log, kept=number)
+            return ours, await start_program(("-u", "-m", FORK_SERVER, str(number)), variables, log, inherited=number)
     except OSError as error:
         ours.close()
         raise ColdStart(str(error)) from error
 
 
 STORE_FD = "UNISONO_STORE_FD"
-"""The variable that names the socket at which workers meet; the first of them inherits it."""
+"""The variable with the descriptor of the socket at which workers meet, which the first of them inherits."""
 
 
 class WorkerProcess(Protocol):
@@ -258,7 +258,7 @@ class WorkerProcess(Protocol):
 class WorkerStart:
     """Starts the workers of one launcher.
 
-    Without a log they have no fork server of their own; a shared one serves other launchers, too.
+    Without a log there is no fork server of its own; a shared one serves other launchers, too.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class WorkerStart:
         self._closed = False
 
     async def open(self) -> None:
-        """Begin to load what warm workers have loaded, while the caller goes on."""
+        """Start the fork server, which loads torch while the caller goes on."""
         if self._log is None or self._warm is not None:
             return
         try:
@@ -279,13 +279,13 @@ class WorkerStart:
             self._go_cold(why)
 
     async def loaded(self, unwanted: asyncio.Event) -> None:
-        """Wait until workers begin at once, or it is clear that they will not, or nobody wants them any more."""
+        """Wait until the fork server can fork, or it is clear that it cannot, or ``unwanted`` is set."""
         if self._warm is not None:
             waits = [asyncio.create_task(self._warm.ready()), asyncio.create_task(unwanted.wait())]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for task in waits:
                 task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)  # a cold start is said when a worker is started
+            await asyncio.gather(*waits, return_exceptions=True)  # start() reports a ColdStart
 
     async def start(self, command: WorkerCommand, output: WorkerOutput) -> WorkerProcess:
         """Start a worker, as the leader of a process group of its own.
@@ -297,9 +297,9 @@ class WorkerStart:
         inherited = () if socket_ is None else (int(socket_),)
         if self._warm is not None and not self._is_cold:
             try:
-                own = {STORE_FD: str(FIRST_KEPT)} if inherited else {}
-                request = WorkerRequest(command.script, {**command.variables, **own}, os.getcwd())  # noqa: PTH109 (as text)
-                return await self._warm.start(request, output.out.writing, output.err.writing, *inherited)
+                renumbered = {STORE_FD: str(FIRST_INHERITED)} if inherited else {}
+                request = WorkerRequest(command.script, {**command.variables, **renumbered}, os.getcwd())  # noqa: PTH109 (as text)
+                return await self._warm.start(request, output.out.write_end, output.err.write_end, *inherited)
             except ColdStart as why:
                 self._go_cold(why)
         if self._closed:
@@ -308,14 +308,14 @@ class WorkerStart:
             *command.argv,
             env=command.environment(os.environ),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=output.out.writing,
-            stderr=output.err.writing,
+            stdout=output.out.write_end,
+            stderr=output.err.write_end,
             start_new_session=True,
             pass_fds=inherited,
         )
 
     def wake(self) -> None:
-        """Workers are about to be ended: whoever says that they have must not stand still."""
+        """Have the fork server go on, if it was stopped, before workers are ended: it reports their ends."""
         if self._warm is not None:
             self._warm.wake()
 
@@ -326,7 +326,7 @@ class WorkerStart:
             await self._warm.close()
 
     def _go_cold(self, why: ColdStart) -> None:
-        # The fork server stays: the workers that it has forked would end with it.
+        # The fork server goes on, since the workers that it has forked would end with it.
         if not self._is_cold and not self._closed:
             self._is_cold = True
             self._say(f"workers begin by loading torch from now on: {why}")
@@ -334,10 +334,10 @@ class WorkerStart:
 
 @contextmanager
 def listening(processes: int) -> Iterator[RendezvousSocket | None]:
-    """A socket on loopback, at a port that the system chooses, open before any of those who meet there looks for it.
+    """A socket on loopback, at a port that the system chooses, open before any process connects to it.
 
     Args:
-        processes: the number of those who meet; one alone meets nobody.
+        processes: the number of processes that meet there; one alone needs no socket.
     """
     if processes == 1:
         yield None

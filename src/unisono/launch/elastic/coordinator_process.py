@@ -312,7 +312,7 @@ class CoordinatorProcess:
                 ("-m", *server_command(self._settings, self._run_dir, self._listening, fresh=fresh)),
                 {name: value for name, value in os.environ.items() if name not in PER_WORKER},
                 self._log,
-                kept=self._listener.fileno(),
+                inherited=self._listener.fileno(),
             )
         except OSError as error:
             raise LaunchError(f"the coordinator could not be started: {error}") from error
