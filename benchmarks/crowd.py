@@ -243,7 +243,7 @@ class CrowdedAgent:
                     if name in self._workers:
                         self._end(name, KILLED)
             case Probe(targets=targets):
-                self.line.say(Probed(reached=tuple(target.agent for target in targets)))
+                self.line.send(Probed(reached=tuple(target.agent for target in targets)))
             case JobOver(reason=why):
                 self._place.noticed.sent_away.append(why)
 
@@ -258,4 +258,4 @@ class CrowdedAgent:
         worker, life = self._workers.pop(name)
         worker.tear()
         life.cancel()
-        self.line.say(WorkerEnded(worker=name, code=code))
+        self.line.send(WorkerEnded(worker=name, code=code))

@@ -45,8 +45,8 @@ class Job(Trained):
         """Start it."""
         self.run_dir = run_dir or self.run_dir
         told = {"HURRY": str(self.folder / "hurry"), "PACE_S": str(pace_s)}
-        handed_on = [word for name in (*told, "TMPDIR") for word in ("--env", name)]
-        command = [sys.executable, "-m", "unisono", "run", "--ssh", self.there.ssh, *handed_on, *options]
+        passed_on = [word for name in (*told, "TMPDIR") for word in ("--env", name)]
+        command = [sys.executable, "-m", "unisono", "run", "--ssh", self.there.ssh, *passed_on, *options]
         with self.output.open("ab") as output:
             process = subprocess.Popen(
                 [*self._here.enter, *command, "--run-dir", str(self.run_dir), str(script), *arguments],

@@ -37,8 +37,8 @@ def test_a_workers_end_is_told_whatever_its_script_has_said(tmp_path: Path) -> N
     agent = agent_in(tmp_path)
     failure = Failure("w1", "h", 1, "ValueError", "no \udcff.txt" + "x" * 5000, "", False, 0.0)
     agent._worker_ended(WorkerExit("w1", 1, 0.0, failure), Ended(1, 0.0, failure))
-    assert agent._ended[0].error.startswith("ValueError: no \\udcff.txt")
-    assert len(agent._ended[0].error) == 4096
+    assert agent._reports[0].error.startswith("ValueError: no \\udcff.txt")
+    assert len(agent._reports[0].error) == 4096
 
 
 def test_a_code_that_the_script_chose_is_told_as_its_word_and_no_other(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_code_that_the_script_chose_is_told_as_its_word_and_no_other(tmp_path:
     lost = Failure("w1", "h", 1, "WorkerLost", "w2 is gone", "", True, 0.0)
     for end in (Ended(5, 0.0, None, is_scripts=True), Ended(5, 0.0, None), Ended(1, 0.0, lost, is_scripts=True)):
         agent._worker_ended(WorkerExit("w1", end.code, 0.0, end.failure), end)
-    assert [each.error for each in agent._ended] == ["its script called sys.exit", "", ""]
+    assert [each.error for each in agent._reports] == ["its script called sys.exit", "", ""]
 
 
 def test_a_worker_ends_for_the_reason_of_the_device_that_has_one() -> None:
@@ -126,5 +126,5 @@ async def _starts(tmp_path: Path) -> None:
         agent = agent_in(tmp_path)
         agent._group.guard = nothing
         async with AsyncExitStack() as opened:
-            tokens.append(agent._address_of_own(opened).token)
+            tokens.append(agent._open_coordinator(opened).token)
     assert len(set(tokens)) == 3

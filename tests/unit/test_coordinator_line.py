@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 @pytest.mark.parametrize("said", ["{", "[]", '{"kind": "minted"}', '{"kind": "start", "workers": [7]}', b"\x00"])
 def test_what_an_agent_does_not_know_is_said_in_a_line(said: str | bytes) -> None:
-    with pytest.raises(LaunchError, match="says what this version does not know"):
+    with pytest.raises(LaunchError, match="sends a message that this version does not know"):
         asyncio.run(_hears(said))
 
 

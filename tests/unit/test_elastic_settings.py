@@ -12,10 +12,10 @@ from unisono.launch.elastic.elastic_settings import (
     AgentEnd,
     ElasticSettings,
     Range,
-    at_the_end,
     conclusion_of,
+    exits_that_count,
+    exits_that_ended_it,
     lines_about,
-    telling,
 )
 from unisono.launch.failure import Failure, end_of, note_end
 from unisono.launch.outcome import JobEnd, Outcome, WorkerExit, open_folder, report, with_faults
@@ -142,8 +142,10 @@ def raised(worker: str, time: float) -> WorkerExit:
 
 def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
     exits = [exited("w1", -9, 10.0), raised("w2", 20.0), raised("w3", 20.1)]
-    assert [each.rank for each in telling(exits, None)] == ["w2", "w3"]
-    outcome = Outcome(telling(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed")))
+    assert [each.rank for each in exits_that_ended_it(exits, None)] == ["w2", "w3"]
+    outcome = Outcome(
+        exits_that_ended_it(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed"))
+    )
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.exit_code) == ("w2", 1)
 
@@ -152,7 +154,7 @@ def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
 def test_a_kill_that_the_job_had_survived_is_not_blamed_for_an_error_right_after_it(host: str) -> None:
     over = JobOver(reason="w2 on host a: it ended with code 7: ValueError: boom", worker="w2")
     exits = [exited("w1", KILLED, 10.0), *([raised("w2", 10.5)] if host == "of the error" else [])]
-    outcome = Outcome(telling(exits, over), 3, "a", 1.0, conclusion=conclusion_of(over))
+    outcome = Outcome(exits_that_ended_it(exits, over), 3, "a", 1.0, conclusion=conclusion_of(over))
     assert outcome.exit_code == 1
     assert "ValueError: boom" in outcome.summary()
     assert "SIGKILL" not in outcome.summary()
@@ -160,7 +162,7 @@ def test_a_kill_that_the_job_had_survived_is_not_blamed_for_an_error_right_after
 
 def test_whoever_was_told_to_end_has_not_ended_the_job() -> None:
     exits = [exited("w1", -9, 10.0, told_at=9.0), exited("w2", 75, 10.0)]
-    assert [each.rank for each in telling(exits, None)] == ["w2"]
+    assert [each.rank for each in exits_that_ended_it(exits, None)] == ["w2"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ KILLED = -signal.SIGKILL
     ],
 )
 def test_after_the_end_errors_count_and_so_does_the_loss_of_the_main_worker(exits: list[WorkerExit], code: int) -> None:
-    outcome = Outcome(at_the_end(exits, OVER), 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
+    outcome = Outcome(exits_that_count(exits, OVER), 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
     assert outcome.exit_code == code
     assert ("training was complete" in outcome.summary()) == (code != 0)
 
@@ -274,7 +276,7 @@ def test_exit_code_result_and_words_say_the_same_of_a_main_worker_that_was_kille
     folder.write_result({"weights_sha256": "abc", "steps": 9, "exit_code": 0, "error": None})
     folder.journal("fault", number=7, kind="kill", step=8, rank=0, pid=4711)
     killed = exited("w1", KILLED, pid=4711)
-    exits = with_faults(at_the_end([killed], OVER), folder)
+    exits = with_faults(exits_that_count([killed], OVER), folder)
     outcome = Outcome(exits, 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
     words = "worker w1 on host a was killed by SIGKILL: injected fault 7 (kill), at step 8; training was complete"
     JobEnd.of(outcome).write(folder)

@@ -65,7 +65,7 @@ def test_a_name_that_no_host_can_have_is_refused(letter: str) -> None:
 def test_a_token_and_a_name_that_were_made_beforehand_are_taken(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     token = make_token(tmp_path)
-    entrance = Entrance.read(":0").made_before(token_file(tmp_path), "job-coordinator-0-0.job")
+    entrance = Entrance.read(":0").prepared(token_file(tmp_path), "job-coordinator-0-0.job")
     for _ in range(2):  # at each start
         assert entrance.token(tmp_path / "run") == token == read_token(token_file(tmp_path / "run"))
     with entrance.listen(1) as listening:
@@ -75,12 +75,12 @@ def test_a_token_and_a_name_that_were_made_beforehand_are_taken(tmp_path: Path) 
 def test_what_was_made_beforehand_is_for_a_coordinator_that_others_reach(tmp_path: Path) -> None:
     for file, name in ((tmp_path, None), (None, "a")):
         with pytest.raises(JobError, match="--token-file and --known-as are for"):
-            Entrance().made_before(file, name)
+            Entrance().prepared(file, name)
     for name in ("", "a:1", "a/b", "-a", "a b", "ü"):
         with pytest.raises(JobError, match="--known-as .*write the name of a host"):
-            Entrance.read(":0").made_before(None, name)
+            Entrance.read(":0").prepared(None, name)
     with pytest.raises(JobError, match="token of the job cannot be read"):
-        Entrance.read(":0").made_before(tmp_path / "nowhere", None).token(tmp_path)
+        Entrance.read(":0").prepared(tmp_path / "nowhere", None).token(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file of root's needs root")
@@ -115,7 +115,7 @@ def test_without_a_word_only_this_host_reaches_it_and_nothing_is_made(tmp_path: 
     entrance = Entrance.read(None)
     with entrance.listen(1) as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
-        assert entrance.secured(tmp_path, entrance.name(listening)) is None
+        assert entrance.certificate_for(tmp_path, entrance.name(listening)) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -299,7 +299,7 @@ def run(*words: str) -> None:
 def test_without_openssl_the_person_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JobError, match="install openssl, or give --tls-cert and --tls-key"):
-        Entrance.read(":0").secured(tmp_path, "node1")
+        Entrance.read(":0").certificate_for(tmp_path, "node1")
     assert not list(tmp_path.iterdir())
 
 
@@ -317,11 +317,11 @@ def test_an_openssl_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
 def test_ones_own_certificate_is_shared_without_its_key(own: Certificate, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    assert Entrance.read(":0", own.chain, own.key).secured(folder, "node1") == own
+    assert Entrance.read(":0", own.chain, own.key).certificate_for(folder, "node1") == own
     assert [path.name for path in folder.iterdir()] == ["certificate.pem"]
     assert is_believed(own, certificate_file(folder))
     with pytest.raises(JobError, match=r"--tls-cert .* holds no certificate"):
-        Entrance.read(":0", own.key, own.key).secured(folder, "node1")
+        Entrance.read(":0", own.key, own.key).certificate_for(folder, "node1")
 
 
 # --- who comes

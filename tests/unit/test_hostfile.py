@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unisono.cli.run_command import HostOptions
 from unisono.errors import JobError
 from unisono.launch.elastic.address import HostHello, HostOrder, version
-from unisono.launch.elastic.host_agents import handed_on
+from unisono.launch.elastic.host_agents import passed_on
 from unisono.launch.engine import Engine, Ssh, engine_named, explanation, reach
 from unisono.launch.hostfile import HostPlan, HostSlots, is_here, parse_hostfile, read_hosts
 
@@ -200,7 +200,7 @@ def test_hosts_get_our_variables_and_those_that_are_named() -> None:
         "HOME": "/me",
         "UNISONO_TOKEN_FILE": "t",
     }
-    assert handed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
+    assert passed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
     assert HostOptions(env=["HOME", "X=a=b"]).variables(here) == {"HOME": "/me", "X": "a=b"}
     for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
         with pytest.raises(JobError, match=words):

@@ -101,7 +101,7 @@ class EntranceOptions:
         Raises:
             JobError: they do not go together, or one is none.
         """
-        return Entrance.read(address, self.tls_cert, self.tls_key).made_before(self.token_file, self.known_as)
+        return Entrance.read(address, self.tls_cert, self.tls_key).prepared(self.token_file, self.known_as)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class HostOptions:
         Raises:
             JobError: an option cannot be what it is.
         """
-        from unisono.launch.elastic.host_agents import HostAgents, handed_on
+        from unisono.launch.elastic.host_agents import HostAgents, passed_on
 
         if not placement.elsewhere:
             return None
@@ -211,7 +211,7 @@ class HostOptions:
                 f"--hosts: {len(placement.elsewhere)} hosts take {needed} open files here, and the system allows "
                 f"{allowed}: raise the limit (ulimit -n), or name fewer hosts and start the others with unisono join"
             )
-        variables = handed_on(os.environ) | self.variables()
+        variables = passed_on(os.environ) | self.variables()
         return HostAgents(settings, placement, variables, folder.path, terminal)
 
 

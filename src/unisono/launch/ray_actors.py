@@ -198,7 +198,7 @@ class Agents:
     """All agents of a job, on bundles that are given back at the end; ``draining`` gives the ids of nodes about to go.
 
     Attributes:
-        last_end: how the last agent ended that is not started again, for people.
+        last_end: the way in which the last agent ended that is not started again, for people.
         ends: the ends of agents so far.
     """
 

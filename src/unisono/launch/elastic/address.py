@@ -1,4 +1,4 @@
-"""Where the coordinator of a job is, what can be asked of it, and what a host is told to take part."""
+"""The address of a job's coordinator, the requests that it answers, and the order that a host gets to take part."""
 
 import http.client
 import json
@@ -21,15 +21,15 @@ from unisono.membership.token import context_for, is_private, read_token, token_
 from unisono.received import parse_json, parse_object, read_object, short, value_of
 
 WHERE = "coordinator.json"
-"""In the run folder: where the coordinator listens, as long as there is one."""
+"""The file in the run folder with the coordinator's address, as long as the coordinator runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The URL of a coordinator, and what it takes to be let in.
+    """The URL of a coordinator, its token, and its certificate.
 
     Attributes:
-        certificate: the certificate that the coordinator shows, or its issuer's; None if this system trusts it anyway.
+        certificate: the certificate of the coordinator, or of its issuer; None if this system trusts it anyway.
     """
 
     url: str
@@ -38,7 +38,7 @@ class Address:
 
     @property
     def context(self) -> ssl.SSLContext | None:
-        """What is trusted; None without TLS.
+        """The TLS context that trusts the certificate; None without TLS.
 
         Raises:
             JobError: the certificate cannot be read.
@@ -51,7 +51,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What a person says about a job's place: its URL, for a job on another host, or its run folder."""
+    """The options with which a person names a job: its URL, for a job on another host, or its run folder."""
 
     url: str | None = None
     token_file: Path | None = None
@@ -63,7 +63,7 @@ class Whereabouts:
         """The file that holds the token.
 
         Raises:
-            JobError: the person has not said which.
+            JobError: the person has not named it.
         """
         if self.token_file is not None:
             return self.token_file
@@ -74,25 +74,25 @@ class Whereabouts:
         return token_file(self.run_dir)
 
     def address(self) -> Address:
-        """Where the coordinator listens, and what opens it.
+        """The address of the coordinator.
 
         Raises:
-            JobError: there is no such job, or it cannot be reached as it should.
+            JobError: there is no such job, or its URL would send the token without encryption.
         """
         if self.url is None:
             return address_of(find_run(self.run_dir), self.certificate, self.token_file)
         token = self.token
-        return Address(_private(self.url.rstrip("/")), read_token(token), self.certificate)
+        return Address(_require_private(self.url.rstrip("/")), read_token(token), self.certificate)
 
 
-def find_run(named: Path | None, below: Path = RUNS) -> Path:
-    """The run folder of the job that is meant: the named one, or the only one with a coordinator.
+def find_run(run_dir: Path | None, below: Path = RUNS) -> Path:
+    """The named run folder, or the only one below a folder that has a coordinator.
 
     Raises:
-        JobError: there is no such job, or there are several; lists them.
+        JobError: no elastic job runs there, or several do; lists them.
     """
-    if named is not None:
-        return named
+    if run_dir is not None:
+        return run_dir
     run_dirs = sorted(path.parent for path in below.glob(f"*/{WHERE}"))
     if not run_dirs:
         raise JobError(f"no elastic job runs in {below.absolute()}: name its run folder with --run-dir")
@@ -103,12 +103,12 @@ def find_run(named: Path | None, below: Path = RUNS) -> Path:
 
 
 def address_of(run_dir: Path, certificate: Path | None = None, token: Path | None = None) -> Address:
-    """Where the coordinator of a run folder listens, and the token that opens it.
+    """The address of the coordinator of a run folder.
 
-    A certificate or token that is given replaces the one in the run folder.
+    A certificate or token in the arguments replaces the one in the run folder.
 
     Raises:
-        JobError: no coordinator runs there, the token cannot be read, or could be read on its way.
+        JobError: no coordinator runs there, or the token cannot be read, or would be sent without encryption.
     """
     path = run_dir / WHERE
     try:
@@ -117,19 +117,19 @@ def address_of(run_dir: Path, certificate: Path | None = None, token: Path | Non
         raise JobError(f"no elastic job runs in {run_dir} (there is no {path.name} in it)") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise JobError(f"{path} cannot be read: {error}") from error
-    its_own = certificate_file(run_dir)
-    trusted = certificate or (its_own if its_own.exists() else None)
-    return Address(_private(str(url)), read_token(token or token_file(run_dir)), trusted)
+    own = certificate_file(run_dir)
+    trusted = certificate or (own if own.exists() else None)
+    return Address(_require_private(str(url)), read_token(token or token_file(run_dir)), trusted)
 
 
 def distrusted(address: Address, error: ssl.SSLCertVerificationError) -> JobError:
-    """Whoever answers there is not the coordinator, as far as anybody can tell."""
-    wanted = f"not the one of {address.certificate}" if address.certificate else "one that this system does not trust"
-    cure = "Give --certificate with a copy of 'certificate.pem' from the job's run folder"
+    """The error for a server whose certificate shows no proof that it is the coordinator."""
+    reason = f"not the one of {address.certificate}" if address.certificate else "one that this system does not trust"
+    advice = "Give --certificate with a copy of 'certificate.pem' from the job's run folder"
     if error.verify_code in _DATES:
-        cure = f"Is the clock of this host right? It shows {time.strftime('%Y-%m-%d %H:%M:%S %z')}. " + cure
+        advice = f"Is the clock of this host right? It shows {time.strftime('%Y-%m-%d %H:%M:%S %z')}. " + advice
     return JobError(
-        f"the certificate of {address.url} is {wanted} ({error.verify_message}); it was not sent the token. {cure}"
+        f"the certificate of {address.url} is {reason} ({error.verify_message}); it was not sent the token. {advice}"
     )
 
 
@@ -137,32 +137,34 @@ _DATES = {9, 10}
 """OpenSSL's codes for a certificate that is not valid yet, or not any more."""
 
 
-def _private(url: str) -> str:
+def _require_private(url: str) -> str:
     if not is_private(url):
         raise JobError(f"{url}: a coordinator on another host is reached over https, since the token goes there")
     try:
-        where = urlsplit(url)
-        (where.hostname or "").encode("idna")
-        _ = where.port  # looked at only now
+        parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
+        _ = parts.port  # raises for a wrong port, which urlsplit accepts
     except ValueError as error:
         raise JobError(f"{url} is no address of a coordinator: {error}") from error
     return url
 
 
-# Asking the coordinator of a job that is under way: how far it is, or for another size.
+# Requests to the coordinator of a job that is under way: for its status, or for another number of workers.
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
-PARTS = {"agents", "excluded", "generation", "largest", "members", "others", "over", "phase", "smallest", "wanted"}
-"""Of a status."""
+STATUS_KEYS = {
+    *("agents", "excluded", "generation", "largest", "members", "others", "over", "phase", "smallest", "wanted"),
+}
+"""The keys that every status has."""
 
-LARGEST_ANSWER = 2**26
-"""Bytes: the status of thousands of workers."""
+LARGEST_REPLY = 2**26
+"""The most bytes of a reply: the status of thousands of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The requests that a person can make to a coordinator. Most return the job's status after it.
+    """The requests that a person can make to a coordinator. Most return the status of the job after the request.
 
     Raises:
         JobError: by each method: the coordinator refuses; says why.
@@ -172,36 +174,36 @@ class Control:
     address: Address
 
     def status(self) -> dict[str, Any]:
-        """Who takes part, and how far they are."""
-        return self._ask("GET", "/status")
+        """The workers that take part, and how far they are."""
+        return self._request_status("GET", "/status")
 
     def resize(self, workers: int) -> dict[str, Any]:
-        """Another number of workers, from the next step on that it can be."""
-        return self._ask("POST", "/resize", {"workers": workers})
+        """Set another number of workers, from the next step on at which that is possible."""
+        return self._request_status("POST", "/resize", {"workers": workers})
 
     def leave(self, who: str) -> dict[str, Any]:
-        """One worker leaves, by its id or rank; or all of an agent, by its id."""
-        return self._ask("POST", "/leave", {"who": who})
+        """Have one worker leave, by its id or rank; or all workers of an agent, by its id."""
+        return self._request_status("POST", "/leave", {"who": who})
 
     def replace(self, who: str) -> dict[str, Any]:
-        """One worker leaves, by its id or rank, and another one is started in its place."""
-        return self._ask("POST", "/replace", {"who": who})
+        """Have one worker leave, by its id or rank, and another one start in its place."""
+        return self._request_status("POST", "/replace", {"who": who})
 
     def checkpoint(self) -> dict[str, Any]:
-        """All write a checkpoint after one of the next steps."""
-        return self._ask("POST", "/checkpoint", {})
+        """Have a checkpoint written after one of the next steps."""
+        return self._request_status("POST", "/checkpoint", {})
 
     def stop(self) -> dict[str, Any]:
-        """All leave, with a checkpoint: the job can be started again."""
-        return self._ask("POST", "/stop", {})
+        """Have all workers leave with a checkpoint, from which the job can be started again."""
+        return self._request_status("POST", "/stop", {})
 
     def record(self, name: str, first: int, most: int) -> bytes:
-        """Some bytes of a file of the coordinator's run folder: what was written down of the job.
+        """Some bytes of a file of the coordinator's run folder.
 
         Args:
             name: ``journal.jsonl``, ``metrics.jsonl``, ``job.json`` or ``result.json``.
             first: the number of the first byte.
-            most: the largest number of bytes; fewer are the file's end, or that there is none.
+            most: the largest number of bytes. Fewer mean the end of the file, or that there is no such file.
         """
         return self._read(f"/record/{name}?first={first}&most={most}")
 
@@ -210,21 +212,21 @@ class Control:
         return self._read("/metrics").decode()
 
     def _read(self, path: str) -> bytes:
-        status, data = self._answer("GET", path)
-        if status != http.client.OK:
-            raise JobError(_refusal(status, _object(status, data)))
+        code, data = self._request("GET", path)
+        if code != http.client.OK:
+            raise JobError(_refusal(code, _object(code, data)))
         return data
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return _understood(*self._answer(method, path, body))
+    def _request_status(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return _read_status(*self._request(method, path, body))
 
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self.address.token}", "Content-Type": "application/json"}
         try:
             with closing(self._connection()) as connection:
                 connection.request(method, path, None if body is None else json.dumps(body), headers)
-                answer = connection.getresponse()
-                return answer.status, answer.read(LARGEST_ANSWER)
+                reply = connection.getresponse()
+                return reply.status, reply.read(LARGEST_REPLY)
         except ssl.SSLCertVerificationError as error:
             raise distrusted(self.address, error) from error
         except (OSError, http.client.HTTPException) as error:
@@ -233,38 +235,36 @@ class Control:
             ) from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        # Not urllib: it would go by the proxies of the environment, and this is the job's own business.
-        where = urlsplit(self.address.url)
-        host, port = where.hostname or "", where.port
+        # Not urllib, which would send the token through the proxies of the environment.
+        url = urlsplit(self.address.url)
+        host, port = url.hostname or "", url.port
         context: ssl.SSLContext | None = self.address.context
         if context is None:
-            return http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
-        return http.client.HTTPSConnection(host, port, timeout=PATIENCE_S, context=context)
+            return http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+        return http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=context)
 
 
-def _object(status: int, text: bytes) -> dict[str, Any]:
+def _object(code: int, text: bytes) -> dict[str, Any]:
     try:
         return parse_object(text)
     except Unreadable as error:
-        raise LaunchError(f"the coordinator gave an answer ({status}) that is no JSON object") from error
+        raise LaunchError(f"the coordinator gave an answer ({code}) that is no JSON object") from error
 
 
-def _refusal(status: int, found: Mapping[str, Any]) -> str:
-    return str(found.get("error", f"the coordinator refuses ({status})"))
+def _refusal(code: int, reply: Mapping[str, Any]) -> str:
+    return str(reply.get("error", f"the coordinator refuses ({code})"))
 
 
-def _understood(status: int, text: bytes) -> dict[str, Any]:
-    answer = _object(status, text)
-    if status >= 400:
-        raise JobError(_refusal(status, answer))
-    if not answer.keys() >= PARTS:
-        raise LaunchError(
-            "what answers there is no coordinator of this version of Unisono: it tells no status of a job"
-        )
-    return answer
+def _read_status(code: int, text: bytes) -> dict[str, Any]:
+    reply = _object(code, text)
+    if code >= 400:
+        raise JobError(_refusal(code, reply))
+    if not reply.keys() >= STATUS_KEYS:
+        raise LaunchError("the server there is no coordinator of this version of Unisono: it sends no status of a job")
+    return reply
 
 
-# What the agent of a host is told on its standard input, which nobody else can read.
+# The order that the agent of a host reads from its standard input, which no other process can read.
 
 
 def new_agent() -> str:
@@ -273,15 +273,15 @@ def new_agent() -> str:
 
 
 LONGEST = 2**22
-"""Bytes of a line: names of files, arguments and variables."""
+"""The most bytes of a line with names of files, arguments and variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostOrder:
-    """All that a host needs to join a job. It travels on the standard input, which nobody else can read.
+    """All that a host needs to join a job. It travels on the standard input of the agent, since it holds the token.
 
     Attributes:
-        is_seen_from_there: whether the host takes the launcher's address, as it sees it, for that in the URL.
+        is_seen_from_there: whether the host replaces the address in the URL by that of the launcher, as it sees it.
         certificate: the coordinator's certificate, PEM.
         words: the options of ``unisono join``, the script, and its arguments.
     """
@@ -296,7 +296,7 @@ class HostOrder:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def to_line(self) -> bytes:
-        """The line of JSON that travels."""
+        """The order as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
@@ -313,7 +313,7 @@ class HostOrder:
         """The coordinator's URL for a host.
 
         Args:
-            connection: what sshd says of the connection there (``SSH_CONNECTION``): the launcher's address comes first.
+            connection: sshd's variable ``SSH_CONNECTION`` on the host, whose first word is the launcher's address.
         """
         seen = connection.split(" ")[0].partition("%")[0]
         if not self.is_seen_from_there or not seen:
@@ -322,7 +322,7 @@ class HostOrder:
 
 
 MARK = "unisono-host "
-"""How the hello of a host begins. What comes before it is a greeting of its shell."""
+"""The beginning of a host's hello. Lines before it are a greeting of the host's shell."""
 
 
 def version() -> str:
@@ -332,18 +332,18 @@ def version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HostHello:
-    """The first word of a host: whom the launcher reaches there."""
+    """The first line of a host's agent: the versions of Unisono and Python there."""
 
     version: str
     python: str
 
     @classmethod
     def of_this_host(cls) -> "HostHello":
-        """That of this process."""
+        """The hello of this process."""
         return cls(version(), platform.python_version())
 
     def to_line(self) -> str:
-        """The line of JSON that travels."""
+        """The hello as a line of JSON after the mark."""
         return MARK + json.dumps(asdict(self))
 
     @classmethod
@@ -358,7 +358,7 @@ class HostHello:
         return value
 
     def obstacle(self) -> str:
-        """Why this host cannot work with that one; empty if it can."""
+        """Why the launcher's host cannot work with that one; empty if it can."""
         if self.version == version():
             return ""
         return (

@@ -1,7 +1,4 @@
-"""The agent of an elastic job: starts and ends this host's workers as the coordinator asks, and tells it of their ends.
-
-What happens to the job is decided by the coordinator; here it happens.
-"""
+"""The agent of an elastic job: starts and ends this host's workers as the coordinator decides, and reports their end."""
 
 import asyncio
 import os
@@ -19,10 +16,10 @@ from unisono.launch.elastic.address import Address, Control, new_agent
 from unisono.launch.elastic.coordinator_process import CoordinatorLine, CoordinatorProcess, Probes, invitation
 from unisono.launch.elastic.elastic_settings import (
     ElasticSettings,
-    at_the_end,
     conclusion_of,
+    exits_that_count,
+    exits_that_ended_it,
     lines_about,
-    telling,
 )
 from unisono.launch.elastic.host_agents import HostAgents
 from unisono.launch.host_workers import Ended, HostJob, HostWorkers, concluded, this_host
@@ -52,7 +49,7 @@ from unisono.membership.messages import End as EndWorkers
 from unisono.membership.token import token_file
 
 AGENT = "UNISONO_AGENT_PID"
-"""The variable that tells a worker which process its agent is."""
+"""The variable with the process id of a worker's agent."""
 
 LAST_WORDS_S = 5.0
 """How long the coordinator's last message may take after its end."""
@@ -62,7 +59,7 @@ FAREWELL_S = 10.0
 
 STOP_AGAIN_S = 0.5
 
-MOST_TOLD_AGAIN = 1000
+MOST_REPEATED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +84,8 @@ def run_agent(
     ``joined`` a coordinator is started, and how the job ended is written into the folder.
 
     Raises:
-        JobError: the run folder has no token that could be used.
-        LaunchError: there is no coordinator, or it does not want this agent.
+        JobError: the run folder has no token that can be used.
+        LaunchError: there is no coordinator, or it refuses this agent.
     """
 
     def run() -> Outcome:
@@ -114,13 +111,14 @@ class ElasticAgent(HostJob):
         others: HostAgents | None = None,
     ) -> None:
         timeout_s = str(settings.failure_timeout_s)
-        told = {"UNISONO_FAILURE_TIMEOUT_S": timeout_s, AGENT: str(os.getpid())}  # a warm worker's parent is another
-        super().__init__(settings.launch, folder, terminal, told)
+        # The parent of a forked worker is the fork server, so each worker gets the process id of its agent.
+        variables = {"UNISONO_FAILURE_TIMEOUT_S": timeout_s, AGENT: str(os.getpid())}
+        super().__init__(settings.launch, folder, terminal, variables)
         self._settings = replace(settings, launch=self._launch)
         self._joined, self._others = joined, others
         self._id = new_agent() if joined is None else joined.agent
-        self._known: set[str] = set()
-        self._ended: list[WorkerEnded] = []
+        self._begun: set[str] = set()
+        self._reports: list[WorkerEnded] = []
         self._over: JobOver | None = None
         self._exits_before_the_end = 0
         self._turned_away = ""
@@ -134,41 +132,41 @@ class ElasticAgent(HostJob):
         self._coordinator: CoordinatorProcess | None = None
         self._stopping: asyncio.Task[None] | None = None
 
-    async def _serve(self, opened: AsyncExitStack) -> None:
+    async def _serve(self, stack: AsyncExitStack) -> None:
         tasks: list[asyncio.Task[None]] = []
-        opened.push_async_callback(_end_all, tasks)
+        stack.push_async_callback(_cancel_all, tasks)
         if self._joined is None:
-            address, tokens = self._address_of_own(opened), token_file(self._folder.path)
+            address, tokens = self._open_coordinator(stack), token_file(self._folder.path)
             assert self._coordinator is not None, "it was just made"
             tasks.append(asyncio.create_task(self._keep_coordinator(self._coordinator)))
         else:
             address, tokens = self._joined.address, self._joined.token_file
         self._seat = ElasticSeat("", 0, address.url, tokens, address.certificate, devices=self._launch.devices)
         self._control = Control(address)
-        line = CoordinatorLine(address, self._greeting, self._hear, self._settings.failure_timeout_s)
+        line = CoordinatorLine(address, self._greeting, self._handle, self._settings.failure_timeout_s)
         is_warm = self._launch.options.launch.warm_start and self._launch.workers > 0
         start = self._new_start(has_fork_server=is_warm)
         self._workers = HostWorkers(
             self._group, start, self._command, self._worker_ended, self._worker_gone, self._launch.devices
         )
-        opened.push_async_callback(self._workers.close)
+        stack.push_async_callback(self._workers.close)
         await start.open()
-        self._probes = Probes(self._id, this_host(), address, self._settings.failure_timeout_s, self._tell)
-        opened.push_async_callback(self._probes.close)
+        self._probes = Probes(self._id, this_host(), address, self._settings.failure_timeout_s, self._send)
+        stack.push_async_callback(self._probes.close)
         self._line = line
         tasks.append(asyncio.create_task(line.keep()))
         if self._others is not None:
-            opened.push_async_callback(self._others.close)
+            stack.push_async_callback(self._others.close)
             tasks.append(asyncio.create_task(self._others.keep(address, self._group, self._finish_if_done)))
         async with listening_to_cloud(self._launch.notice_source, self._group.say, self._noticed):
             await self._until_finished(tasks)
         if self._coordinator is not None and self._over is not None:
             await self._let_coordinator_end(*tasks[:2])
 
-    def _address_of_own(self, opened: AsyncExitStack) -> Address:
+    def _open_coordinator(self, stack: AsyncExitStack) -> Address:
         path = self._folder.path
         self._coordinator = CoordinatorProcess(self._settings, path, self._group.guard, self._group.say)
-        opened.callback(self._coordinator.close)
+        stack.callback(self._coordinator.close)
         address = Address(self._coordinator.url, self._settings.entrance.token(path), self._coordinator.certificate)
         if self._others is None and (lines := invitation(self._settings, path, address.url)):
             self._group.say("\n".join(lines))
@@ -179,23 +177,23 @@ class ElasticAgent(HostJob):
         if self._over is None:
             await asyncio.sleep(LAST_WORDS_S)
         if self._over is None:
-            raise LaunchError("the coordinator has ended without a word about the job")
+            raise LaunchError("the coordinator has ended without saying how the job ended")
 
     async def _until_finished(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Until the job is over and its workers here have ended; or what it rests on has failed."""
+        """Wait until the job is over and its workers here have ended, or a task that it needs has failed."""
         finished = asyncio.create_task(self._finished.wait())
         pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {finished, *tasks}
         try:
             while not finished.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    if self._over is None:  # after that, nothing rests on them
+                    if self._over is None:  # once the job is over, it needs none of them
                         task.result()
         finally:
             finished.cancel()
 
     async def _let_coordinator_end(self, coordinator: asyncio.Task[None], line: asyncio.Task[None]) -> None:
-        """It ends by itself once it has told everybody; but workers of other hosts may go on."""
+        """Wait for the coordinator, which ends once it has told all agents; workers of other hosts may go on."""
         line.cancel()
         gives_up = asyncio.create_task(self._gives_up.wait())
         await asyncio.wait({coordinator, gives_up}, timeout=FAREWELL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -204,31 +202,31 @@ class ElasticAgent(HostJob):
             await asyncio.wait({coordinator, gives_up}, return_when=asyncio.FIRST_COMPLETED)
         gives_up.cancel()
 
-    # -- what the coordinator says
+    # -- messages of the coordinator
 
     async def _greeting(self, local_address: str) -> list[FromAgent]:
-        """Who this is, and what a coordinator that was gone may not have heard."""
-        if self._launch.workers:  # nobody needs to reach a host on which none will run
+        """The first messages of a connection: a hello, and reports that the coordinator may not have received."""
+        if self._launch.workers:  # no other host needs to reach a host without workers
             await self._probes.listen(local_address)
-        told_again = self._ended[-MOST_TOLD_AGAIN:]
+        repeated = self._reports[-MOST_REPEATED:]
         hello = AgentHello(
             agent=self._id,
             host=this_host(),
             workers=self._launch.workers,
-            running=(*map(str, self._workers.names), *(ended.worker for ended in told_again)),
+            running=(*map(str, self._workers.names), *(ended.worker for ended in repeated)),
             probes=self._probes.address,
         )
-        return [hello, *told_again, *([AgentLeaving(reason=self._notice)] if self._interrupted is not None else [])]
+        return [hello, *repeated, *([AgentLeaving(reason=self._notice)] if self._interrupted is not None else [])]
 
-    def _hear(self, message: ToAgent) -> None:
+    def _handle(self, message: ToAgent) -> None:
         match message:
             case Welcome():
                 if self._coordinator is not None:
                     self._coordinator.in_use = True
             case Start(workers=names, delay_s=delay_s) if self._over is None:
                 for name in names:
-                    if name not in self._known:  # an agent that was away is told again
-                        self._known.add(name)
+                    if name not in self._begun:  # after a reconnection the coordinator repeats its messages
+                        self._begun.add(name)
                         self._workers.begin(name, delay_s)
             case EndWorkers(workers=names, how=how):
                 self._workers.end(names, how)
@@ -239,16 +237,16 @@ class ElasticAgent(HostJob):
                     f"this host takes no part for now: {reason}" if reason else "this host can take part again"
                 )
             case TurnedAway():
-                self._hear_turned_away(message)
+                self._handle_turned_away(message)
             case JobOver():
                 self._job_over(message)
 
-    def _hear_turned_away(self, told: TurnedAway) -> None:
-        self._turned_away = told.reason
-        if told.reason:
-            self._group.say(f"the job goes on without {told.reason}")
-        if told.reason and not told.places and self._joined is not None:  # the coordinator's own host stays
-            self._tell(AgentLeaving())
+    def _handle_turned_away(self, message: TurnedAway) -> None:
+        self._turned_away = message.reason
+        if message.reason:
+            self._group.say(f"the job goes on without {message.reason}")
+        if message.reason and not message.places and self._joined is not None:  # the coordinator's own host stays
+            self._send(AgentLeaving())
 
     def _job_over(self, over: JobOver) -> None:
         if self._over is not None:
@@ -263,19 +261,19 @@ class ElasticAgent(HostJob):
 
     # -- workers
 
-    def _command(self, name: WorkerName, place: int, device: int, meeting: RendezvousSocket | None) -> WorkerCommand:
-        seat = replace(self._seat, worker=str(name), place=place, device=device, rendezvous=meeting)
+    def _command(self, name: WorkerName, place: int, device: int, rendezvous: RendezvousSocket | None) -> WorkerCommand:
+        seat = replace(self._seat, worker=str(name), place=place, device=device, rendezvous=rendezvous)
         return elastic_command(self._launch, self._folder.path, seat)
 
     def _worker_ended(self, worker_exit: WorkerExit, end: Ended) -> None:
         code, failure = end.code, end.failure
-        # What only follows from the loss of another worker is no word about this one.
-        has_chosen = end.is_scripts and failure is None and code not in (0, PREEMPTED)
-        error = "its script called sys.exit" if has_chosen else ""
+        # An exception that only follows from the loss of another worker is no error of this one.
+        called_exit = end.is_scripts and failure is None and code not in (0, PREEMPTED)
+        error = "its script called sys.exit" if called_exit else ""
         if failure is not None and not failure.consequence:
             error = _printable(f"{failure.type}: {failure.message}")
-        self._ended.append(WorkerEnded(worker=str(worker_exit.rank), code=code, error=error))
-        self._tell(self._ended[-1])
+        self._reports.append(WorkerEnded(worker=str(worker_exit.rank), code=code, error=error))
+        self._send(self._reports[-1])
 
     # -- ending
 
@@ -286,7 +284,7 @@ class ElasticAgent(HostJob):
         self._finish_if_done()
 
     def _finish_if_done(self) -> None:
-        """The job is over, for this agent at least, and nothing runs here."""
+        """Finish if the job is over, for this agent at least, and neither workers nor other agents run."""
         if self._workers.are_gone and self._over is not None and (self._others is None or self._others.are_gone):
             self._finished.set()
 
@@ -300,7 +298,7 @@ class ElasticAgent(HostJob):
     def _leave(self, number: int) -> None:
         takes_coordinator = self._joined is None and bool(self._notice)
         if self._others is None:
-            self._tell(AgentLeaving(reason=self._notice))
+            self._send(AgentLeaving(reason=self._notice))
         if self._others is not None or takes_coordinator:
             self._stopping = asyncio.create_task(self._stop_all())
 
@@ -322,28 +320,28 @@ class ElasticAgent(HostJob):
     def _grace_over(self) -> None:
         if self._workers.names or (self._others is not None and not self._others.are_gone):
             self._break_off()
-        elif self._joined is not None:  # a coordinator of its own would have said more
+        elif self._joined is not None:  # a coordinator of its own says itself when the job is over
             self._finished.set()
 
-    # -- telling
+    # -- the outcome
 
     def _outcome(self, seconds: float) -> Outcome:
-        over, elsewhere = self._over, () if self._others is None else self._others.ends
-        conclusion = None if over is None else conclusion_of(over, elsewhere)
-        if self._turned_away and self._joined is not None and self._goes_on_without():  # those that failed here
-            exits = telling(self._workers.exits, over, self._interrupted)
+        over, agent_ends = self._over, () if self._others is None else self._others.ends
+        conclusion = None if over is None else conclusion_of(over, agent_ends)
+        if self._turned_away and self._joined is not None and self._goes_on_without():
+            exits = exits_that_ended_it(self._workers.exits, over, self._interrupted)
             over, conclusion = None, JobConclusion(1, f"the job goes on without {self._turned_away}")
         elif over is not None and over.is_done:
-            exits = at_the_end(self._workers.exits, over)
-            self._tell_of_those_not_missed([end for end in self._workers.exits if end not in exits], over)
-            for line in lines_about(over, elsewhere):
+            exits = exits_that_count(self._workers.exits, over)
+            self._say_not_missed([end for end in self._workers.exits if end not in exits], over)
+            for line in lines_about(over, agent_ends):
                 self._terminal.say(line)
         elif over is not None and over.preempted and not self._broken_off:
-            known = self._exits_before_the_end
-            left = [end for end in self._workers.exits[:known] if end.code == PREEMPTED]
-            exits = telling([*left, *self._workers.exits[known:]], over, self._interrupted)
+            earlier = self._exits_before_the_end
+            left = [end for end in self._workers.exits[:earlier] if end.code == PREEMPTED]
+            exits = exits_that_ended_it([*left, *self._workers.exits[earlier:]], over, self._interrupted)
         else:
-            exits = telling(self._workers.exits, over, self._interrupted)
+            exits = exits_that_ended_it(self._workers.exits, over, self._interrupted)
         is_cut = self._broken_off and (over is None or over.preempted or any(end.code < 0 for end in exits))
         return Outcome(
             exits=with_faults(exits, self._folder),
@@ -363,17 +361,17 @@ class ElasticAgent(HostJob):
             return over is None or over.preempted
         return not any(end.rank in (over.main, *over.finished) for end in self._workers.exits)
 
-    def _tell_of_those_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:
+    def _say_not_missed(self, exits: Sequence[WorkerExit], over: JobOver) -> None:
         for end in with_faults(exits, self._folder):
             if end.rank in over.finished:
                 self._terminal.say(f"{describe(end, socket.gethostname())} ({NOT_MISSED})")
 
-    def _tell(self, message: FromAgent) -> None:
-        if self._line is not None:  # or it is part of the first greeting
-            self._line.say(message)
+    def _send(self, message: FromAgent) -> None:
+        if self._line is not None:  # before that, the first greeting will have it
+            self._line.send(message)
 
 
-async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel_all(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -382,6 +380,6 @@ async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
 LONGEST_ERROR = 4096
 
 
-def _printable(words: str) -> str:
-    """A message of a script, as messages to the coordinator allow it: names of files may hold halves of characters."""
-    return words.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+def _printable(text: str) -> str:
+    """A script's message in valid UTF-8, as messages to the coordinator need it: names of files may hold surrogates."""
+    return text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]

@@ -30,28 +30,28 @@ from unisono.membership.messages import FromAgent, Probed, Refused, Target, ToAg
 from unisono.membership.probe import PATIENCE_S, Answering, data_address, probe, unreached
 from unisono.membership.token import OUTDATED, token_file
 
-# What an agent does so that the coordinator knows which hosts reach each other.
+# Probes, from which the coordinator knows which hosts reach each other.
 
 
 class Probes:
     """Answers other hosts' probes, and probes them when the coordinator asks for it."""
 
     def __init__(
-        self, agent: str, host: str, coordinator: Address, timeout_s: float, tell: Callable[[FromAgent], None]
+        self, agent: str, host: str, coordinator: Address, timeout_s: float, send: Callable[[FromAgent], None]
     ) -> None:
-        self._agent, self._host, self._tell = agent, host, tell
+        self._agent, self._host, self._send = agent, host, send
         self._coordinator = urlsplit(coordinator.url).hostname or ""
         self._token, self._patience_s = coordinator.token, min(PATIENCE_S, timeout_s)
         self._answering = Answering(agent, self._token)
-        self._asked: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> str:
-        """Where probes are answered; empty if they are not."""
+        """The address at which probes are answered; empty if they are not."""
         return self._answering.address
 
     async def listen(self, local_address: str) -> None:
-        """Answer probes, where workers listen for those of other hosts.
+        """Answer probes, at the address at which workers listen for workers of other hosts.
 
         Args:
             local_address: this host's address, as the coordinator sees it.
@@ -59,14 +59,14 @@ class Probes:
         await self._answering.listen(data_address(self._coordinator, local_address))
 
     def probe(self, targets: Sequence[Target]) -> None:
-        """Probe hosts, and tell what came of it."""
+        """Probe hosts, and send the results to the coordinator."""
         task = asyncio.create_task(self._probe(targets))
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Neither answer nor probe any more."""
-        tasks = list(self._asked)
+        """Stop answering and probing."""
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -76,14 +76,14 @@ class Probes:
         back = Target(agent=self._agent, host=self._host, address=self.address)
         results = await probe(targets, self._token, self._patience_s, back)
         reached = tuple(agent for agent, why in results.items() if not why)
-        self._tell(Probed(reached=reached, unreached=unreached(results)))
+        self._send(Probed(reached=reached, unreached=unreached(results)))
 
 
 OPEN_S = 10.0
 CLOSE_S = 1.0
 PING_S = 20.0
 LARGEST = 2**20
-"""Bytes of a message from the coordinator: ids of a few thousand workers."""
+"""The most bytes of a message from the coordinator: the ids of a few thousand workers."""
 
 
 class CoordinatorLine:
@@ -92,8 +92,8 @@ class CoordinatorLine:
     Args:
         address: the coordinator's address.
         greeting: a function that returns the first messages of each connection, given an address of this host: a hello,
-            and what the coordinator may not have heard.
-        hear: a function that gets each message except a refusal.
+            and messages that the coordinator may not have received.
+        handle: a function that gets each message except a refusal.
         patience_s: the seconds for which the coordinator may be gone.
     """
 
@@ -101,16 +101,16 @@ class CoordinatorLine:
         self,
         address: Address,
         greeting: Callable[[str], Awaitable[Sequence[FromAgent]]],
-        hear: Callable[[ToAgent], None],
+        handle: Callable[[ToAgent], None],
         patience_s: float,
     ) -> None:
-        self._address, self._greeting, self._hear, self._patience_s = address, greeting, hear, patience_s
+        self._address, self._greeting, self._handle, self._patience_s = address, greeting, handle, patience_s
         self._outgoing: asyncio.Queue[FromAgent] | None = None
-        self._there_at = monotonic()
+        self._connected_at = monotonic()
         self._reconnection = Reconnection(self._dial, self._converse, self._pause)
 
-    def say(self, message: FromAgent) -> None:
-        """Send a message. While there is no connection it is left to the next greeting."""
+    def send(self, message: FromAgent) -> None:
+        """Send a message. While there is no connection it is dropped: the next greeting has to repeat it."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
 
@@ -118,10 +118,10 @@ class CoordinatorLine:
         """Connect, and connect again, until cancelled.
 
         Raises:
-            JobError: somebody else answers in the coordinator's place.
-            LaunchError: the coordinator does not want this agent, or is gone for ``patience_s`` seconds.
+            JobError: the server there does not have the coordinator's certificate.
+            LaunchError: the coordinator refuses this agent, or is gone for ``patience_s`` seconds.
         """
-        self._there_at = monotonic()
+        self._connected_at = monotonic()
         try:
             await self._reconnection.keep()
         except ShutOut as error:
@@ -136,7 +136,7 @@ class CoordinatorLine:
             self._address.token,
             self._address.context,
             open_s=OPEN_S,
-            ping_s=min(PING_S, self._patience_s / 4),  # a host that has vanished says nothing
+            ping_s=min(PING_S, self._patience_s / 4),  # a host that has vanished closes no connection
             close_s=CLOSE_S,
             most=LARGEST,
         )
@@ -148,50 +148,48 @@ class CoordinatorLine:
             raise distrusted(self._address, error) from error
 
     async def _pause(self, seconds: float) -> None:
-        if monotonic() - self._there_at > self._patience_s:
+        if monotonic() - self._connected_at > self._patience_s:
             raise LaunchError(f"no coordinator answered at {self._address.url} for {self._patience_s:g} s")
         await asyncio.sleep(seconds)
 
     async def _converse(self, connection: ClientConnection) -> None:
-        """Talk until the connection ends, however it does."""
+        """Send and receive messages until the connection ends."""
         self._outgoing = asyncio.Queue()
-        for greeting in await self._greeting(connection.local_address[0]):
-            self._outgoing.put_nowait(greeting)
-        sending = asyncio.create_task(self._send(connection, self._outgoing))
+        for first_message in await self._greeting(connection.local_address[0]):
+            self._outgoing.put_nowait(first_message)
+        sending = asyncio.create_task(self._send_all(connection, self._outgoing))
         try:
             async for text in connection:
-                message = _understood(text)
+                message = _read_message(text)
                 if isinstance(message, Refused):
                     raise LaunchError(f"the coordinator refuses this agent: {message.reason}")
-                self._hear(message)
+                self._handle(message)
         finally:
-            self._outgoing, self._there_at = None, monotonic()
+            self._outgoing, self._connected_at = None, monotonic()
             sending.cancel()
             with suppress(asyncio.CancelledError):
                 await sending
 
-    async def _send(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
-        with suppress(WebSocketException):  # whoever reads sees the end, too
+    async def _send_all(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
+        with suppress(WebSocketException):  # reading from the connection ends then, too
             while True:
                 await connection.send((await outgoing.get()).model_dump_json())
 
 
-def _understood(text: str | bytes) -> ToAgent:
+def _read_message(text: str | bytes) -> ToAgent:
     try:
         return to_agent.validate_json(text)
     except ValidationError as error:
-        raise LaunchError(f"the coordinator says what this version does not know: {error}"[:4096]) from error
+        raise LaunchError(f"the coordinator sends a message that this version does not know: {error}"[:4096]) from error
 
 
 # The coordinator as a child of an agent, which starts it again whenever it ends before the job does.
 
-# What a person types on another host to bring more workers.
-
 
 def invitation(settings: ElasticSettings, run_dir: Path, url: str) -> list[str]:
-    """The lines that say how others join; none if no other host can reach the coordinator.
+    """The lines that say how another host joins; none if no other host can reach the coordinator.
 
-    The token stays in its file: anybody on the host can read a command line.
+    The token is given as a file, since every user of the host can read a command line.
     """
     if settings.entrance.is_local:
         return []
@@ -206,11 +204,11 @@ def invitation(settings: ElasticSettings, run_dir: Path, url: str) -> list[str]:
 
 
 BACKLOG = 1024
-"""Connections that the kernel keeps for a coordinator that is just being started again."""
+"""The connections that the kernel keeps while the coordinator is started again."""
 
 MOST_FAILURES = 6
 SETTLED_S = 10.0
-"""A coordinator that ran this long has begun well: its end is not held against the next one."""
+"""A coordinator that ran this long has begun well: the count of failures in a row begins anew."""
 
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
@@ -220,12 +218,12 @@ ENDS_IN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """The socket at which a coordinator listens, and under which name.
+    """The socket at which a coordinator listens, and the name by which clients reach it.
 
     Attributes:
         listener: the file descriptor of the socket.
-        name: the host name or address that clients are told.
-        certificate: the certificate that it shows; None without TLS.
+        name: the host name or address in the URL.
+        certificate: the coordinator's certificate; None without TLS.
     """
 
     listener: int
@@ -233,17 +231,17 @@ class Listening:
     certificate: Certificate | None = None
 
     def url(self, port: int | str) -> str:
-        """The URL that clients are given."""
+        """The URL at which clients reach the coordinator."""
         host = f"[{self.name}]" if ":" in self.name else self.name
         return f"{'http' if self.certificate is None else 'https'}://{host}:{port}"
 
     @property
     def options(self) -> dict[str, str]:
-        """The coordinator's arguments about it."""
-        words = {"--fd": str(self.listener), "--name": self.name}
+        """The options by which the coordinator gets all of this."""
+        options = {"--fd": str(self.listener), "--name": self.name}
         if self.certificate is not None:
-            words |= {"--tls-cert": str(self.certificate.chain), "--tls-key": str(self.certificate.key)}
-        return words
+            options |= {"--tls-cert": str(self.certificate.chain), "--tls-key": str(self.certificate.key)}
+        return options
 
 
 class CoordinatorProcess:
@@ -252,11 +250,11 @@ class CoordinatorProcess:
     The guard ends it if the agent is killed.
 
     Attributes:
-        in_use: whether anybody relies on what it knows. Until then each one begins anew, whatever a job that trained in
-            this folder earlier has left.
+        in_use: whether an agent or worker relies on the coordinator's state. Until then each coordinator begins with an
+            empty state, and ignores that of an earlier job in this folder.
 
     Raises:
-        JobError: it cannot listen where it should, or has no certificate to show there; says what to do.
+        JobError: it cannot listen at its address, or has no certificate for it; says what to do.
     """
 
     def __init__(self, settings: ElasticSettings, run_dir: Path, guard: Guard, say: Callable[[str], None]) -> None:
@@ -267,26 +265,28 @@ class CoordinatorProcess:
         self._listener = entrance.listen(BACKLOG)
         try:
             self._listening = Listening(self._listener.fileno(), entrance.name(self._listener))
-            self._listening = replace(self._listening, certificate=entrance.secured(run_dir, self._listening.name))
+            self._listening = replace(
+                self._listening, certificate=entrance.certificate_for(run_dir, self._listening.name)
+            )
         except BaseException:
             self._listener.close()
             raise
 
     @property
     def url(self) -> str:
-        """Where workers and agents reach it."""
+        """The URL at which workers and agents reach it."""
         return self._listening.url(self._listener.getsockname()[1])
 
     @property
     def certificate(self) -> Path | None:
-        """What they trust; None without TLS."""
+        """The certificate that they have to trust; None without TLS."""
         return None if self._listening.certificate is None else certificate_file(self._run_dir)
 
     async def keep(self) -> None:
-        """Start it, and start it again, until it ends with 0: the job is over. Ends it when it is cancelled.
+        """Run the coordinator, again and again until it ends with 0, when the job is over; end it when cancelled.
 
         Raises:
-            LaunchError: it ends again and again, or its settings are refused; quotes its last words.
+            LaunchError: it has failed too often, or refuses its settings; quotes its last lines.
         """
         failures = 0
         while True:
@@ -296,17 +296,17 @@ class CoordinatorProcess:
                 return
             failures = 1 if time.monotonic() - began > SETTLED_S else failures + 1
             if failures > MOST_FAILURES or code == USAGE:
-                words = "".join(f"\n  | {line}" for line in last_lines(self._log)) or _why_it_says_nothing(self._log)
-                raise LaunchError(f"the coordinator ended with exit code {code} (log {self._log}){words}")
+                lines = "".join(f"\n  | {line}" for line in last_lines(self._log)) or _why_log_is_empty(self._log)
+                raise LaunchError(f"the coordinator ended with exit code {code} (log {self._log}){lines}")
             self._say(f"the coordinator ended with exit code {code}, and is started again; training goes on meanwhile")
             await asyncio.sleep(min(FIRST_WAIT_S * 2 ** (failures - 1), LONGEST_WAIT_S))
 
     def close(self) -> None:
-        """Give the port back."""
+        """Close the socket at which the coordinator listens."""
         self._listener.close()
 
     async def _run(self, *, fresh: bool) -> int:
-        """One coordinator's life; its exit code."""
+        """Run one coordinator process to its end, and return its exit code."""
         try:
             process = await start_program(
                 ("-m", *server_command(self._settings, self._run_dir, self._listening, fresh=fresh)),
@@ -324,7 +324,7 @@ class CoordinatorProcess:
             self._guard.forget(process.pid)
 
 
-def _why_it_says_nothing(log: Path) -> str:
+def _why_log_is_empty(log: Path) -> str:
     with suppress(OSError):
         if not os.statvfs(log.parent).f_bavail:
             return f": no room is left on the disk of {log.parent}; make some, and start the job again"
@@ -343,7 +343,7 @@ async def _end(process: Process) -> None:
 
 
 def server_command(settings: ElasticSettings, run_dir: Path, listening: Listening, *, fresh: bool) -> tuple[str, ...]:
-    """A coordinator's module, and its arguments. Unless it is ``fresh``, it goes on where another one ended."""
+    """The module of a coordinator, and its arguments. Unless it is ``fresh``, it reads an earlier one's state."""
     options = {
         "--run-dir": str(run_dir),
         **listening.options,

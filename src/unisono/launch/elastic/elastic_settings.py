@@ -1,4 +1,4 @@
-"""An elastic job: what a person asks for, where its coordinator can be reached, and what its end means."""
+"""An elastic job: its settings, the address of its coordinator, and the exit code that follows from its end."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from unisono.settings.reading import words_of
 if TYPE_CHECKING:  # the command line starts without pydantic
     from unisono.membership.messages import JobOver
 
-# The certificate that a coordinator shows to other hosts: the person's own, or one that is made for the job.
+# The certificate of a coordinator for other hosts: the person's own, or one that is made for the job.
 
 END = "-----END CERTIFICATE-----"
 
 
 def certificate_file(run_dir: Path) -> Path:
-    """Where a run folder keeps the certificate of its coordinator, for others to copy."""
+    """The file in a run folder with the certificate of its coordinator, to be copied to other hosts."""
     return run_dir / "certificate.pem"
 
 
 def share(certificate: Certificate, run_dir: Path) -> None:
-    """Put the certificate, without what is above it and without its key, where it is looked for.
+    """Copy the first certificate of the chain, without its key, to the file for other hosts.
 
     Raises:
         JobError: it cannot be read, or is none.
@@ -52,39 +52,37 @@ def share(certificate: Certificate, run_dir: Path) -> None:
 
 
 def make_certificate(run_dir: Path, names: Iterable[str]) -> Certificate:
-    """The run folder's own certificate, signed by itself; a new one, made out for these names, if it has none yet.
+    """The self-signed certificate of a run folder; if it has none yet, a new one for these host names.
 
     Raises:
-        JobError: there is nothing here that makes one, or it could not; says what to do.
+        JobError: this host has no program that makes one, or the program failed; says what to do.
     """
-    made = Certificate(certificate_file(run_dir), run_dir / "certificate.key")
-    if made.chain.exists() and made.key.exists():
-        if made.key.stat().st_mode & 0o077:
-            raise JobError(f"others can read the key in {made.key}: remove it, and another one is made")
-        return made
+    certificate = Certificate(certificate_file(run_dir), run_dir / "certificate.key")
+    if certificate.chain.exists() and certificate.key.exists():
+        if certificate.key.stat().st_mode & 0o077:
+            raise JobError(f"others can read the key in {certificate.key}: remove it, and another one is made")
+        return certificate
     try:
-        with tempfile.TemporaryDirectory(prefix=".certificate-", dir=run_dir) as beside:  # nobody else looks into it
-            fresh = make(
-                Path(beside), "unisono coordinator", ["extendedKeyUsage = serverAuth", alternative_names(names)]
-            )
-            os.replace(fresh.key, made.key)  # noqa: PTH105 (both as one)
-            os.replace(fresh.chain, made.chain)  # noqa: PTH105
+        with tempfile.TemporaryDirectory(prefix=".certificate-", dir=run_dir) as folder:  # only this user may read it
+            new = make(Path(folder), "unisono coordinator", ["extendedKeyUsage = serverAuth", alternative_names(names)])
+            os.replace(new.key, certificate.key)  # noqa: PTH105 (both as one)
+            os.replace(new.chain, certificate.chain)  # noqa: PTH105
     except (OSError, NoCertificate) as error:
         raise JobError(
             f"other hosts reach the coordinator over TLS, and {error}: install openssl, or give --tls-cert and "
             f"--tls-key"
         ) from error
-    return made
+    return certificate
 
 
-# Where the coordinator of a job can be reached, as the person says it.
+# The address of the coordinator of a job, as the person gives it.
 
 LOOPBACK = "127.0.0.1"
 
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses for examples. Nothing is sent there: the system is asked from which of ours it would be."""
+"""Addresses for documentation. Nothing is sent there: the system says from which of this host's it would send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +90,12 @@ class Entrance:
     """The address at which a coordinator listens, with its certificate.
 
     Attributes:
-        host: a name or address of this host; empty for all of them.
-        port: 0 for any that is free.
-        certificate: the person's own; None for one that is made for the job.
-        towards: a host from which others call, if one is known: which of several addresses others are told.
-        token_file: a file with the job's token, if somebody has made that beforehand.
-        known_as: the name by which others know this host, if it is not ``host``; maybe no name server knows it yet.
+        host: a name or address of this host; empty for all of its addresses.
+        port: the port; 0 for any that is free.
+        certificate: the person's own certificate; None for one that is made for the job.
+        towards: another host of the job, if one is known: of several addresses, clients get the one towards this host.
+        token_file: a file with the job's token, if that was made before the job.
+        known_as: the name by which other hosts know this one, if it is not ``host``; no name server need know it yet.
     """
 
     host: str = LOOPBACK
@@ -109,10 +107,10 @@ class Entrance:
 
     @classmethod
     def read(cls, text: str | None, chain: Path | None = None, key: Path | None = None) -> Entrance:
-        """``HOST:PORT``, ``:PORT`` or ``[ADDRESS]:PORT``; on loopback unless said otherwise.
+        """The address in a text ``HOST:PORT``, ``:PORT`` or ``[ADDRESS]:PORT``; on loopback for None.
 
         Raises:
-            JobError: it is none of these, or there is no use for the certificate.
+            JobError: the text has another form, or the certificate would not be used.
         """
         if (chain is None) != (key is None):
             raise JobError("--tls-cert and --tls-key belong together: give both, or none")
@@ -129,11 +127,11 @@ class Entrance:
             raise JobError(f"--coordinator {text}: write HOST:PORT, or :PORT for all addresses of this host")
         return cls(host, int(port), Certificate(chain, key) if chain is not None and key is not None else None)
 
-    def made_before(self, token_file: Path | None, known_as: str | None) -> Entrance:
-        """The same for a host of which name and token were known before it was there.
+    def prepared(self, token_file: Path | None, known_as: str | None) -> Entrance:
+        """The same address with a token and a host name that were chosen before the host started.
 
         Raises:
-            JobError: only this host can reach it, or the name is none.
+            JobError: the address is local, so that no other host could use them, or the name is no host name.
         """
         if token_file is None and known_as is None:
             return self
@@ -144,7 +142,7 @@ class Entrance:
         return replace(self, token_file=token_file, known_as=known_as or "")
 
     def token(self, run_dir: Path) -> str:
-        """The job's token, which the run folder keeps from now on.
+        """The job's token, which is written into the run folder.
 
         Raises:
             JobError: it cannot be read or written.
@@ -160,14 +158,14 @@ class Entrance:
         """A listening socket.
 
         Raises:
-            JobError: there is none to be had; says what to do.
+            JobError: the system refuses it, or no other host could reach it; says what to do.
         """
         try:
-            where: tuple[Any, ...] = ("", self.port)
+            address: tuple[Any, ...] = ("", self.port)
             family = socket.AF_INET
             if self.host:
-                family, _, _, _, where = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            listening = socket.create_server(where[:2], family=family, backlog=backlog)
+                family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=backlog)
         except (OSError, UnicodeError) as error:  # a name with a part of more than 63 characters is a UnicodeError
             is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             free = f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0"
@@ -179,27 +177,27 @@ class Entrance:
                     else "--coordinator wants a name or address of this host, or :PORT for all of them"
                 )
             ) from error
-        bound = listening.getsockname()[0]
+        bound = listener.getsockname()[0]
         if not self.is_local and is_loopback(bound):
-            listening.close()
+            listener.close()
             raise JobError(
                 f"--coordinator {self.host}: on this host that is {bound}, which no other host can reach; give the "
                 f"address by which the others know it, or :{self.port or 'PORT'} for all of them"
             )
-        return listening
+        return listener
 
-    def name(self, listening: socket.socket) -> str:
-        """The name or address that clients are told."""
+    def name(self, listener: socket.socket) -> str:
+        """The name or address of this host in the URL that clients get."""
         if self.known_as or self.host:
             return self.known_as or self.host
-        for host in filter(None, (self.towards, _ELSEWHERE[listening.family])):
-            with suppress(OSError, UnicodeError), socket.socket(listening.family, socket.SOCK_DGRAM) as asked:
-                asked.connect((host, 9))
-                return str(asked.getsockname()[0])
+        for host in filter(None, (self.towards, _ELSEWHERE[listener.family])):
+            with suppress(OSError, UnicodeError), socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing, but makes the system choose the address to send from
+                return str(probe.getsockname()[0])
         return socket.getfqdn()
 
-    def secured(self, run_dir: Path, name: str) -> Certificate | None:
-        """What the coordinator shows to those who connect; None where it is not needed: only this host can reach it.
+    def certificate_for(self, run_dir: Path, name: str) -> Certificate | None:
+        """The coordinator's certificate; None if only this host can reach the coordinator, which needs no TLS then.
 
         Raises:
             JobError: there is no certificate, and none can be made.
@@ -216,10 +214,10 @@ MAX_RESTARTS = 3
 FAILURE_TIMEOUT_S = 300.0
 
 DEVICES = "communication.devices_per_worker"
-"""The setting that the coordinator tells those who join."""
+"""The setting that joining agents get from the coordinator."""
 
 SAME_EVENT_S = 2.0
-"""Failures within this time are one event; the job has survived earlier ones."""
+"""Failures within this time are one event; the job has survived those before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +229,10 @@ class Range:
 
     @classmethod
     def read(cls, text: str) -> Range:
-        """``4``, or ``2:8``.
+        """The range in a text such as ``4`` or ``2:8``.
 
         Raises:
-            JobError: the text is neither.
+            JobError: the text has another form.
         """
         numbers = re.fullmatch(r"(-?\d{1,9})(?::(-?\d{1,9}))?", text.strip(), re.ASCII)
         if numbers is None:
@@ -244,7 +242,7 @@ class Range:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is only one number in it."""
+        """Whether the range has only one number."""
         return self.smallest == self.largest
 
     def within(self, number: int) -> int:
@@ -260,7 +258,7 @@ class ElasticSettings:
     """The settings with which the workers of an elastic job run on this host.
 
     Attributes:
-        launch: the script and the workers' environment; its number of workers is the most that this host may run.
+        launch: the settings of the workers on this host, with the most workers that it may run.
         workers: the numbers of workers that the job may have, on all hosts together.
         begin_with: the number of workers to begin with; None for as many as the hosts can run.
         max_restarts: the number of new workers that each place of the job may get, on average.
@@ -276,11 +274,11 @@ class ElasticSettings:
     entrance: Entrance = field(default_factory=Entrance)
 
     def with_devices(self, count: int | None) -> ElasticSettings:
-        """These settings with workers of so many devices each."""
+        """The settings with this number of devices for each worker."""
         return replace(self, launch=self.launch.with_options({"communication.devices_per_worker": count}))
 
     def words(self, *without: str) -> list[str]:
-        """The last words of a command of the job: its options, but for these settings or groups, and the script."""
+        """The last words of a command of the job: its options, except these settings or groups, and the script."""
         is_default = self.failure_timeout_s == FAILURE_TIMEOUT_S
         timeout = [] if is_default else ["--failure-timeout-s", f"{self.failure_timeout_s:g}"]
         options = words_of(self.launch.options, without=(*without, DEVICES))
@@ -293,7 +291,7 @@ class ElasticSettings:
         return ["--devices-per-worker", str(self.launch.devices)] if is_set else []
 
     def check(self, *, is_here: bool = True) -> None:
-        """Refuse what cannot work, before anything is started.
+        """Refuse settings that cannot work, before anything is started.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run; names it.
@@ -314,10 +312,11 @@ class ElasticSettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentEnd:
-    """The end of an agent elsewhere that the launcher has started.
+    """The end of an agent that the launcher has started on another host.
 
     Attributes:
-        where: its host or its node, in words.
+        agent: the id of the agent.
+        where: its host or node, in words.
         code: its exit code, which is that of its workers' scripts; None if it was killed or lost, and they with it.
     """
 
@@ -326,45 +325,47 @@ class AgentEnd:
     code: int | None
 
 
-def conclusion_of(over: JobOver, elsewhere: Sequence[AgentEnd] = ()) -> JobConclusion:
-    """How the launcher ends when the coordinator says that the job is over, and no worker of this host is to blame."""
+def conclusion_of(over: JobOver, agent_ends: Sequence[AgentEnd] = ()) -> JobConclusion:
+    """The exit code of the launcher and its reason, when the job is over and no worker of this host is to blame."""
     if over.is_done:
-        missed = _missed(over, elsewhere)
-        return JobConclusion(0, over.reason) if missed is None else _failed_after_the_end(missed, over)
+        failed = _failed_agent(over, agent_ends)
+        return JobConclusion(0, over.reason) if failed is None else _failed_after_training(failed, over)
     if over.preempted:
         return JobConclusion(PREEMPTED, over.reason)
-    codes = [end.code or 0 for end in elsewhere]  # 1 tells no more than that the job has failed
+    codes = [end.code or 0 for end in agent_ends]  # another code than 1 says more than that the job has failed
     return JobConclusion(next((code for code in codes if code > 1 and code != PREEMPTED), 1), over.reason)
 
 
-def _missed(over: JobOver, elsewhere: Sequence[AgentEnd]) -> AgentEnd | None:
-    """The end of an agent elsewhere for which a job has failed whose training is complete: see :func:`at_the_end`."""
-    main = [end for end in elsewhere if end.agent == over.main_agent]
-    others = [end for end in elsewhere if end.agent in over.agents and end.code is not None]
+def _failed_agent(over: JobOver, agent_ends: Sequence[AgentEnd]) -> AgentEnd | None:
+    """The end of an agent that makes a job fail after complete training, by the rules of :func:`exits_that_count`."""
+    main = [end for end in agent_ends if end.agent == over.main_agent]
+    others = [end for end in agent_ends if end.agent in over.agents and end.code is not None]
     return next((end for end in (*main, *others) if end.code not in (0, PREEMPTED)), None)
 
 
-def _failed_after_the_end(missed: AgentEnd, over: JobOver) -> JobConclusion:
-    if missed.code is None:
-        words = f"the main worker was killed or lost on {missed.where} with its agent, after run.finish"
-        return JobConclusion(FIRST_SIGNAL + signal.SIGKILL, words + after_training(over.digest))
-    words = f"a script on {missed.where} has failed after run.finish (exit code {missed.code}): its lines above say why"
-    return JobConclusion(missed.code, words + after_training(over.digest))
+def _failed_after_training(failed: AgentEnd, over: JobOver) -> JobConclusion:
+    if failed.code is None:
+        reason = f"the main worker was killed or lost on {failed.where} with its agent, after run.finish"
+        return JobConclusion(FIRST_SIGNAL + signal.SIGKILL, reason + after_training(over.digest))
+    reason = (
+        f"a script on {failed.where} has failed after run.finish (exit code {failed.code}): its lines above say why"
+    )
+    return JobConclusion(failed.code, reason + after_training(over.digest))
 
 
-def lines_about(over: JobOver, elsewhere: Sequence[AgentEnd]) -> list[str]:
-    """What people are told of agents elsewhere that are lost when training is complete, and not missed."""
+def lines_about(over: JobOver, agent_ends: Sequence[AgentEnd]) -> list[str]:
+    """The lines about lost agents that did not have the main worker: without them a complete training has not failed."""
     others = {*over.agents} - {over.main_agent}
-    lost = [end for end in elsewhere if end.code is None and end.agent in others]
+    lost = [end for end in agent_ends if end.code is None and end.agent in others]
     return [f"an agent on {end.where} was killed or lost ({NOT_MISSED})" for end in lost]
 
 
-def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, ...]:
-    """Those exits that count in a job whose training is complete.
+def exits_that_count(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, ...]:
+    """The exits that decide the end of a job whose training is complete.
 
-    Workers that have finished run the script's last lines, each for itself. An error in them is one. A worker that is
-    killed is missed only if it is the main one: of all others nobody expects that they stay. Whoever has not finished
-    came too late or was not needed any more.
+    Workers that have finished training run the script's last lines, each for itself. An error in these counts. A worker
+    that is killed then counts only if it is the main worker, whose last lines the job needs. A worker that has not
+    finished training came too late, or was not needed any more.
     """
     return tuple(
         end
@@ -373,13 +374,13 @@ def at_the_end(exits: Sequence[WorkerExit], over: JobOver) -> tuple[WorkerExit, 
     )
 
 
-def telling(
+def exits_that_ended_it(
     exits: Sequence[WorkerExit], over: JobOver | None, interrupted: int | None = None
 ) -> tuple[WorkerExit, ...]:
-    """Those exits that tell how a job ended: the good ones, and of the others the last, which it has not survived.
+    """The exits that explain how a job ended: the good ones, and the last failures, which the job has not survived.
 
-    Where a worker's script has ended the job, what ended other workers without an error is nothing that it has not
-    survived; and if that worker was one of another host, nobody here is to blame.
+    If a worker's script has ended the job, other workers' ends without an error do not count; and if that worker was on
+    another host, no worker here is to blame.
     """
     good = [end for end in exits if end.blame(interrupted) is Blame.NONE]
     failed = [end for end in exits if end.blame(interrupted) in (Blame.CAUSE, Blame.CONSEQUENCE)]

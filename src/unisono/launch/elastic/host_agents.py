@@ -1,4 +1,4 @@
-"""The agents of other hosts: started by an engine, listened to, and ended with this launcher however that ends."""
+"""The agents of other hosts: started by an engine, watched, and ended with this launcher, in whatever way that ends."""
 
 import asyncio
 import os
@@ -22,19 +22,19 @@ from unisono.launch.hostfile import HostPlan, HostSlots
 from unisono.launch.terminal import LineSplitter, Stream, Terminal
 from unisono.membership.messages import AgentHello, AgentLeaving, FromAgent, JobOver, ToAgent
 
-HANDED_ON = re.compile(r"(UNISONO|OMP|MKL|NCCL)_.*|PYTHONPATH")
-"""Variables that hosts get without being asked for."""
+PASSED_ON = re.compile(r"(UNISONO|OMP|MKL|NCCL)_.*|PYTHONPATH")
+"""Variables of the launcher that all hosts get."""
 
 OF_THIS_HOST = frozenset({*PER_WORKER, "UNISONO_RUN_DIR", "UNISONO_LAUNCHER_PID"})
 
 
-def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the launcher that hosts get without being asked for."""
-    return {name: value for name, value in environ.items() if HANDED_ON.fullmatch(name) and name not in OF_THIS_HOST}
+def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the launcher that all hosts get, even if no option names them."""
+    return {name: value for name, value in environ.items() if PASSED_ON.fullmatch(name) and name not in OF_THIS_HOST}
 
 
 def join_words(settings: ElasticSettings, host: HostSlots, run_dir: Path) -> tuple[str, ...]:
-    """What ``unisono join`` gets on a host, but for the URL and what is trusted."""
+    """The options and arguments of ``unisono join`` on a host, except the URL, token and certificate."""
     own = ("-n", str(host.slots), "--run-dir", os.path.abspath(run_dir))  # noqa: PTH100 (as for the run folder)
     return (*own, *settings.words())
 
@@ -56,7 +56,13 @@ KEPT_LINES = 5
 
 @dataclass(eq=False, slots=True)
 class _Agent:
-    """The agent of a host, as far as its engine tells."""
+    """The agent of a host.
+
+    Attributes:
+        code: the exit code of its command; None while it runs.
+        why: why it has ended, or never began, for people.
+        errors: the last lines of its errors before its hello.
+    """
 
     host: HostSlots
     id: str = field(default_factory=new_agent)
@@ -64,14 +70,14 @@ class _Agent:
     has_answered: bool = False
     code: int | None = None
     why: str = ""
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
 
 
 class HostAgents:
     """Agents of other hosts, for one job. Runs inside of an event loop.
 
-    The command of each has a pipe to this process for its standard input. However this process ends, that ends as well,
-    and with it the agent there.
+    The standard input of each command is a pipe to this process. When this process ends, in whatever way, the pipe is
+    closed, and the agent ends.
     """
 
     def __init__(
@@ -91,28 +97,28 @@ class HostAgents:
 
     @property
     def are_gone(self) -> bool:
-        """Whether all of them have ended."""
+        """Whether all agents have ended."""
         return all(agent.code is not None for agent in self._agents)
 
     @property
     def ends(self) -> list[AgentEnd]:
-        """How each has ended, once the job is over; whoever has not is lost."""
+        """The ends of all agents, once the job is over; an agent that has not ended counts as lost."""
         return [AgentEnd(agent.id, f"host {agent.host.name}", _own_code(agent.code)) for agent in self._agents]
 
-    async def keep(self, address: Address, group: WorkerGroup, gone: Callable[[], None]) -> None:
-        """Start them, and watch them until all have ended; ``gone`` is called when one has.
+    async def keep(self, address: Address, group: WorkerGroup, on_end: Callable[[], None]) -> None:
+        """Start all agents, and watch them until all have ended; ``on_end`` is called whenever one has.
 
         Raises:
-            LaunchError: too few are left for the job; names each host that has none, and says what to do.
+            LaunchError: the agents that are left have too little room; names each host without one, and what to do.
         """
         self._address, self._group = address, group
-        running = {asyncio.create_task(self._live(agent)) for agent in self._agents}
+        running = {asyncio.create_task(self._run(agent)) for agent in self._agents}
         try:
             while running:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                gone()
+                on_end()
                 await self._require_enough()
         finally:
             for task in running:
@@ -120,16 +126,16 @@ class HostAgents:
             await asyncio.gather(*running, return_exceptions=True)
 
     def job_is_over(self) -> None:
-        """From now on their ends are nothing to tell of."""
+        """Note that the job is over: an agent that ends from now on is no failure."""
         self._over.set()
 
     def end(self) -> None:
-        """Have them end now."""
+        """Have all agents end, without waiting for it."""
         for agent in self._agents:
-            _hang_up(agent)
+            _close_input(agent)
 
     async def close(self) -> None:
-        """Have them end, and wait until they have; in bounded time."""
+        """Have all agents end, and wait for it, in bounded time."""
         self.end()
         running = [agent.process for agent in self._agents if agent.process is not None and agent.code is None]
         with suppress(TimeoutError):
@@ -149,7 +155,7 @@ class HostAgents:
             return
         if room and await self._has_begun():
             return
-        with suppress(TimeoutError):  # the job's end may be on its way
+        with suppress(TimeoutError):  # the message about the job's end may still be on its way
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._over.wait()
         if not self._over.is_set():
@@ -162,12 +168,12 @@ class HostAgents:
         while True:
             try:
                 status = await asyncio.to_thread(Control(self._address).status)
-            except LaunchError:  # it is just starting; who waits for it in vain is this host's own agent
+            except LaunchError:  # it is just starting; this host's own agent gives up if it never answers
                 await asyncio.sleep(AGAIN_S)
             else:
                 return int(status["generation"]) > 0
 
-    async def _live(self, agent: _Agent) -> None:
+    async def _run(self, agent: _Agent) -> None:
         try:
             words = reach(self._engine, agent.host.name, self._settings.failure_timeout_s)
             agent.process = await asyncio.create_subprocess_exec(
@@ -184,37 +190,37 @@ class HostAgents:
         self._group.guard.watch(agent.process.pid)
         assert agent.process.stdout is not None
         assert agent.process.stderr is not None
-        late = asyncio.get_running_loop().call_later(ANSWER_S, self._give_up, agent)
+        timer = asyncio.get_running_loop().call_later(ANSWER_S, self._give_up, agent)
         try:
             await asyncio.gather(
                 self._pump(agent, "out", agent.process.stdout), self._pump(agent, "err", agent.process.stderr)
             )
             code = await agent.process.wait()
         finally:
-            late.cancel()
+            timer.cancel()
         self._group.guard.forget(agent.process.pid)
         self._note(agent, code)
         if agent.has_answered and code not in (0, PREEMPTED) and not self._over.is_set():
-            await self._tell_of_its_end(agent)
+            await self._report_end(agent)
 
-    async def _tell_of_its_end(self, agent: _Agent) -> None:
-        """Say to the coordinator, in the agent's place, that its workers have ended: it would wait for its return."""
+    async def _report_end(self, agent: _Agent) -> None:
+        """Tell the coordinator, in the agent's place, that it leaves: else that would wait for its return."""
         hello = AgentHello(agent=agent.id, host=this_host(), workers=agent.host.slots)
         is_over = asyncio.Event()
 
         async def greeting(_: str) -> list[FromAgent]:
             return [hello, AgentLeaving()]
 
-        def hear(message: ToAgent) -> None:
-            if isinstance(message, JobOver):  # for an agent that has left
+        def handle(message: ToAgent) -> None:
+            if isinstance(message, JobOver):  # the coordinator sends it to an agent that has left
                 is_over.set()
 
-        line = asyncio.create_task(CoordinatorLine(self._address, greeting, hear, LAST_WORDS_S).keep())
-        heard = asyncio.create_task(is_over.wait())
-        await asyncio.wait({line, heard}, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in (line, heard):
+        line = asyncio.create_task(CoordinatorLine(self._address, greeting, handle, LAST_WORDS_S).keep())
+        reply = asyncio.create_task(is_over.wait())
+        await asyncio.wait({line, reply}, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in (line, reply):
             task.cancel()
-        await asyncio.gather(line, heard, return_exceptions=True)
+        await asyncio.gather(line, reply, return_exceptions=True)
 
     def _give_up(self, agent: _Agent) -> None:
         if not agent.has_answered and agent.process is not None and agent.process.returncode is None:
@@ -226,7 +232,7 @@ class HostAgents:
         if agent.why:
             pass
         elif not agent.has_answered:
-            agent.why = explanation(self._engine, agent.host.name, code, [*agent.said])
+            agent.why = explanation(self._engine, agent.host.name, code, [*agent.errors])
         elif code == FAILED:
             agent.why = "its agent was killed, or the connection to it was lost"
         else:
@@ -235,31 +241,31 @@ class HostAgents:
             self._group.say(f"host {agent.host.name}: {agent.why}")
 
     async def _pump(self, agent: _Agent, stream: Stream, reader: asyncio.StreamReader) -> None:
-        """Show what an agent writes, from its hello on."""
+        """Show the output of an agent, from its hello on."""
         splitter = LineSplitter()
         while data := await reader.read(CHUNK):
-            await self._hear(agent, stream, splitter.feed(data, time.monotonic()))
-        await self._hear(agent, stream, splitter.flush())
+            await self._read(agent, stream, splitter.feed(data, time.monotonic()))
+        await self._read(agent, stream, splitter.flush())
 
-    async def _hear(self, agent: _Agent, stream: Stream, lines: Sequence[str]) -> None:
-        for at, line in enumerate(lines):
+    async def _read(self, agent: _Agent, stream: Stream, lines: Sequence[str]) -> None:
+        for number, line in enumerate(lines):
             if agent.has_answered:
-                await asyncio.to_thread(self._terminal.show, agent.host.name, stream, lines[at:])
+                await asyncio.to_thread(self._terminal.show, agent.host.name, stream, lines[number:])
                 break
             if stream == "out" and (hello := HostHello.from_line(line)) is not None:
-                await self._answer(agent, hello)
+                await self._send_order(agent, hello)
         if stream == "err":
-            agent.said.extend(lines)
+            agent.errors.extend(lines)
 
-    async def _answer(self, agent: _Agent, hello: HostHello) -> None:
+    async def _send_order(self, agent: _Agent, hello: HostHello) -> None:
         if obstacle := hello.obstacle():
             agent.why = obstacle
-            _hang_up(agent)
+            _close_input(agent)
             return
         assert agent.process is not None
         assert agent.process.stdin is not None
         agent.has_answered = True
-        with suppress(ConnectionError):  # its end tells more
+        with suppress(ConnectionError):  # it has ended, which is noted with its exit code
             agent.process.stdin.write(self._order(agent).to_line())
             await agent.process.stdin.drain()
 
@@ -278,10 +284,10 @@ class HostAgents:
 
 
 def _own_code(code: int | None) -> int | None:
-    """The exit code of an agent; None if the command has ended without it."""
+    """The exit code of an agent; None if its command ended without one: it was killed, or ssh has failed."""
     return None if code is None or code < 0 or code == FAILED else code
 
 
-def _hang_up(agent: _Agent) -> None:
+def _close_input(agent: _Agent) -> None:
     if agent.process is not None and agent.process.stdin is not None:
         agent.process.stdin.close()
