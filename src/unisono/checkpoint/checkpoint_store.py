@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written beside, checked, and moved into place in one piece."""
+"""Checkpoints on disk: each is written into a temporary folder, checked, and renamed."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from unisono.received import short, value_of
 from unisono.telemetry import TelemetrySpan, begin
 
 SILENT_S = 3600.0
-"""A temporary folder of a host or container whose processes cannot be seen from here is given up after this long."""
+"""After this time without a change, a temporary folder of another host or container is removed."""
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})(\.old)?")
 _TEMPORARY = re.compile(r"\.tmp-([0-9]+)-[0-9a-f]+-(.*)")
@@ -47,8 +47,8 @@ class CheckpointStore:
 
     Args:
         keep: the number of checkpoints that stay; older ones are removed.
-        on_event: a function that gets what happened, for the journal; also called from the thread that writes.
-        writer: this worker's right to write here; None if nobody else writes.
+        on_event: a function that gets each event for the journal; also called from the thread that writes.
+        writer: this worker's right to write here; None if no other worker can write here.
 
     Attributes:
         seconds: the duration of the newest checkpoint, from :meth:`save` until it was on disk; 0 before the first.
@@ -58,27 +58,27 @@ class CheckpointStore:
         self, folder: Path, *, keep: int = 3, on_event: Callable[..., None] | None = None, writer: Writer | None = None
     ) -> None:
         self._folder = Path(folder).absolute()
-        self._keep, self._rights = keep, writer
+        self._keep, self._writer = keep, writer
         self._report = on_event or (lambda event, **fields: None)
-        self._writer: ThreadPoolExecutor | None = None
+        self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[str | None] | None = None
         self.seconds = 0.0
-        for left in self._folder.glob(".tmp-*"):
-            with suppress(OSError):  # another worker was faster, or it is not ours to remove: it does no harm
-                if _is_abandoned(left):
-                    _remove(left)
+        for temporary in self._folder.glob(".tmp-*"):
+            with suppress(OSError):  # another worker has removed it, or may remove it: it does no harm
+                if _is_abandoned(temporary):
+                    _remove(temporary)
 
     def steps(self) -> list[int]:
-        """The steps there are checkpoints of, whole or not, oldest first."""
+        """The steps of all checkpoints, whole or not, oldest first."""
         return sorted({step for step, _ in _checkpoints(self._folder)})
 
     def save(self, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> None:
-        """Copy a snapshot now and write it in the background. With others, each of which has a store, if it is a share.
+        """Copy a snapshot now and write it in the background. A share is a collective call of several stores.
 
         One is written at a time: the next waits for it, so there is never more than one copy of the state. If it cannot
         be written (a full disk, say), a warning says so at the next call of a method here; the checkpoints before it
-        stay as they are. ``verified`` are digests on which all workers have agreed: what was written gets its name only
-        if they are still those of the copy.
+        stay as they are. ``verified`` are digests on which all workers have agreed: only if the copy still has them does
+        the checkpoint get its name.
 
         Raises:
             CheckpointError: the state holds something that cannot be kept; names it.
@@ -86,33 +86,33 @@ class CheckpointStore:
             WorkerLost: another process that writes a share is gone.
         """
         self.wait()
-        why = self._rights.obstacle() if share.is_first and self._rights is not None else ""
+        why = self._writer.obstacle() if share.is_first and self._writer is not None else ""
         if share.gather(why)[0]:
             if share.is_first:
                 self._report("checkpoint failed", step=snapshot.step, error=why)
                 warn(f"no checkpoint of step {snapshot.step} is written: {why}")
             return
-        begun, span = perf_counter(), begin("checkpoint", {"step": snapshot.step})
+        started_at, span = perf_counter(), begin("checkpoint", {"step": snapshot.step})
         frozen = FrozenSnapshot.of(snapshot, verified, share)
-        write = partial(self._write, frozen, share, begun, span)
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
+        write = partial(self._write, frozen, share, started_at, span)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="unisono-checkpoint")
         try:
-            self._pending = self._writer.submit(write)
-        except RuntimeError:  # the process exits: no thread takes anything more
-            written: Future[str | None] = Future()
-            written.set_result(write())
-            self._pending = written
+            self._pending = self._executor.submit(write)
+        except RuntimeError:  # the interpreter exits: executors accept no more work
+            result: Future[str | None] = Future()
+            result.set_result(write())
+            self._pending = result
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written; warn of what went wrong."""
+        """Wait for the checkpoint that is being written; warn if that has failed."""
         pending, self._pending = self._pending, None
-        trouble = pending.result() if pending is not None else None
-        if trouble is not None:
-            warn(trouble)
+        problem = pending.result() if pending is not None else None
+        if problem is not None:
+            warn(problem)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, so that nobody goes on from them.
+        """Remove the checkpoints of later steps, so that no run goes on from them.
 
         Raises:
             OSError: one cannot be removed.
@@ -128,8 +128,8 @@ class CheckpointStore:
     def newest(self, read: Callable[[Path], S] = read_snapshot) -> S | None:  # type: ignore[assignment]
         """The newest whole checkpoint; None if there is none at all.
 
-        Damaged ones are passed over with a warning that names the file, and so are those with weights or optimizer
-        state that are not finite, as long as there is one with fewer of them.
+        A damaged checkpoint is passed over with a warning that names the file; so is one with weights or optimizer
+        state that are not finite, as long as there is another with fewer such tensors.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged; lists them.
@@ -142,21 +142,21 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-                self._writer = None
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
 
-    def _write(self, frozen: FrozenSnapshot, share: Share, begun: float, span: TelemetrySpan) -> str | None:
-        """Write a checkpoint, and remove old ones; return what went wrong, in words, if it is to be reported."""
+    def _write(self, frozen: FrozenSnapshot, share: Share, started_at: float, span: TelemetrySpan) -> str | None:
+        """Write a checkpoint, and remove old ones; return the problem to warn of, None if there is none."""
         try:
-            trouble = self._try(frozen, share, begun, span)
-            if trouble is not None:
-                span.fail(trouble)
-            return trouble
+            problem = self._try_write(frozen, share, started_at, span)
+            if problem is not None:
+                span.fail(problem)
+            return problem
         finally:
             span.end()
 
-    def _try(self, frozen: FrozenSnapshot, share: Share, begun: float, span: TelemetrySpan) -> str | None:
+    def _try_write(self, frozen: FrozenSnapshot, share: Share, started_at: float, span: TelemetrySpan) -> str | None:
         try:
             written = self._place(frozen, share)
         except (Superseded, WorkerLost) as error:
@@ -169,20 +169,20 @@ class CheckpointStore:
                 f"the checkpoint of step {frozen.step} could not be written: {error}. Training goes on, and the "
                 f"checkpoints before it are as they were; make room, or lower keep="
             )
-        self.seconds = perf_counter() - begun
+        self.seconds = perf_counter() - started_at
         span.note({"bytes": written, "verified": frozen.verified is not None})
         if not share.is_first:
             return None
-        about = {} if frozen.verified is None else {"verified": True}
-        self._report("checkpoint", step=frozen.step, bytes=written, seconds=round(self.seconds, 6), **about)
+        fields = {} if frozen.verified is None else {"verified": True}
+        self._report("checkpoint", step=frozen.step, bytes=written, seconds=round(self.seconds, 6), **fields)
         return self._remove_older(frozen.step)
 
     def _place(self, frozen: FrozenSnapshot, share: Share) -> int:
         temporary = self._temporary()
         try:
-            (folder, *_) = share.together(lambda: _made(temporary) if share.is_first else "")
-            about = {} if self._rights is None else self._rights.about
-            written = frozen.write(Path(value_of(str, folder, "a folder")), share, about)
+            (folder, *_) = share.together(lambda: _make(temporary) if share.is_first else "")
+            turn = {} if self._writer is None else self._writer.about
+            written = frozen.write(Path(value_of(str, folder, "a folder")), share, turn)
             frozen.require_verified()
             share.together(lambda: self._rename(temporary, self._path(frozen.step)) if share.is_first else None)
         finally:
@@ -190,24 +190,24 @@ class CheckpointStore:
         return written
 
     def _rename(self, temporary: Path, target: Path) -> None:
-        spare = target.with_name(f"{target.name}.old")
+        old = target.with_name(f"{target.name}.old")
         with self._placing():
             if target.exists():
-                # One of the two is under a name that is looked at, whenever this process ends.
-                self._discard(spare)
-                target.rename(spare)
+                # Whenever this process is killed, one of the two has a name at which checkpoints are looked for.
+                self._discard(old)
+                target.rename(old)
             temporary.rename(target)
         sync_folder(self._folder)
 
     def _remove_older(self, step: int) -> str | None:
-        # Newer ones are those that were too damaged to go on from: they do not count.
-        older = [before for before in self.steps() if before < step]
+        # Newer checkpoints were too damaged for the run to go on from: they do not count.
+        older = [earlier for earlier in self.steps() if earlier < step]
         surplus = older[: max(0, len(older) - self._keep + 1)]
-        there = _checkpoints(self._folder)
-        spared, _ = _healthiest([checkpoint for checkpoint in there if checkpoint[0] <= step])
+        checkpoints = _checkpoints(self._folder)
+        healthiest, _ = _healthiest([checkpoint for checkpoint in checkpoints if checkpoint[0] <= step])
         try:
-            for number, path in there:
-                if (number in surplus and number != spared) or (number == step and path != self._path(step)):
+            for number, path in checkpoints:
+                if (number in surplus and number != healthiest) or (number == step and path != self._path(step)):
                     self._discard(path)
         except OSError as error:
             self._report("checkpoint not removed", error=str(error))
@@ -215,14 +215,14 @@ class CheckpointStore:
         return None
 
     def _discard(self, path: Path) -> None:
-        """Remove a checkpoint, if there is one: under another name, so that half of it is never taken for one."""
+        """Remove a checkpoint, if it exists, under another name, so that half of it is never taken for a checkpoint."""
         if path.exists():
             temporary = self._temporary()
             path.rename(temporary)
             _remove(temporary)
 
     def _placing(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._rights is None else self._rights.placing()
+        return nullcontext() if self._writer is None else self._writer.placing()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
@@ -235,12 +235,12 @@ def load_weights(path: str | Path) -> dict[str, Any]:
     """The model's state by name, from a checkpoint's folder, or from the newest whole one of a run folder.
 
     Raises:
-        CheckpointError: there is none, or none is whole.
+        CheckpointError: there is no checkpoint, or none is whole.
     """
     path = Path(path)
     if not path.is_dir():
-        trouble = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {trouble}: name a run folder, or a folder checkpoints/step-… in one")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {problem}: name a run folder, or a folder checkpoints/step-… in one")
     if (path / MANIFEST).exists() or _CHECKPOINT.fullmatch(path.name):
         return read_model(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -253,7 +253,7 @@ def load_weights(path: str | Path) -> dict[str, Any]:
 def _newest(folder: Path, read: Callable[[Path], S], report: Callable[..., None]) -> S | None:
     damage: dict[Path, str] = {}
     tried: set[Path] = set()
-    # Looked up again after each failure: a running job may have written a newer one, and removed this one.
+    # The folder is listed again after each failure: a running job may have written a newer one, and removed this one.
     while untried := [checkpoint for checkpoint in _checkpoints(folder) if checkpoint[1] not in tried]:
         step, path = _healthiest(untried)
         tried.add(path)
@@ -264,9 +264,9 @@ def _newest(folder: Path, read: Callable[[Path], S], report: Callable[..., None]
                 damage[path] = str(error)
                 report("checkpoint damaged", step=step, error=str(error))
             continue
-        for newer, odd in untried[untried.index((step, path)) + 1 :]:
-            names = ", ".join(map(short, Health.of(odd).first[:NAMED]))
-            damage[odd] = f"{odd} holds weights or optimizer state that are NaN or infinite: {names}"
+        for newer, not_finite in untried[untried.index((step, path)) + 1 :]:
+            names = ", ".join(map(short, Health.of(not_finite).first[:NAMED]))
+            damage[not_finite] = f"{not_finite} holds weights or optimizer state that are NaN or infinite: {names}"
             report("checkpoint not finite", step=newer, tensors=names)
         if damage:
             skipped = "; ".join(damage.values())
@@ -279,22 +279,22 @@ def _newest(folder: Path, read: Callable[[Path], S], report: Callable[..., None]
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Checkpoints by step, whole or not, oldest first; before each the one that it was about to replace."""
+    """The checkpoints with their steps, whole or not, oldest first; before each the one that it has replaced."""
     folders = [(_CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir()]
     ordered = sorted((int(match[1]), match[2] is None, path) for match, path in folders if match)
     return [(step, path) for step, _, path in ordered]
 
 
 def _healthiest(checkpoints: list[tuple[int, Path]]) -> tuple[int, Path]:
-    """The one to go on from: the newest of those with the fewest tensors that are not finite."""
+    """The checkpoint to go on from: the newest of those with the fewest tensors that are not finite."""
     return min(reversed(checkpoints), key=lambda checkpoint: Health.of(checkpoint[1]).tensors)
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Whether nobody writes here any more."""
+    """Whether no process writes into a temporary folder any more."""
     match = _TEMPORARY.fullmatch(temporary.name)
     if match is None:
-        return False  # not from here
+        return False  # another program made it
     pid, mark = int(match[1]), match[2]
     if mark == origin():
         return pid == os.getpid() or not psutil.pid_exists(pid)
@@ -302,7 +302,7 @@ def _is_abandoned(temporary: Path) -> bool:
     return time.time() - last_change > SILENT_S
 
 
-def _made(folder: Path) -> str:
+def _make(folder: Path) -> str:
     folder.mkdir(parents=True)
     return str(folder)
 

@@ -28,7 +28,7 @@ SUPPORTED = (
 
 
 def flatten(tree: Any, *, hollow: bool = False, name: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Take a tree of state apart.
+    """Take a tree of state apart, into JSON and tensors.
 
     Args:
         tree: dicts, lists and tuples of numbers, text, tensors and arrays, as in any ``state_dict()``.
@@ -36,18 +36,18 @@ def flatten(tree: Any, *, hollow: bool = False, name: str = "") -> tuple[Any, di
         name: the name of the tree, with which messages and names of tensors begin.
 
     Returns:
-        a JSON value without NaN and infinities, and the tensors it refers to by name: the tree's own, not copies,
-        detached. Tensors that are one and the same (tied weights) appear once.
+        a JSON value without NaN and infinities, and the tensors to which it refers by name: the tree's own, not copies,
+        detached. A tensor that is in several places (tied weights) appears once.
 
     Raises:
-        CheckpointError: something else is in it; names the place and the type.
+        CheckpointError: the tree holds a value of another type; names the place and the type.
     """
     encoder = _Encoder(hollow)
     return encoder.encode(tree, _Place(name)), encoder.tensors
 
 
 def can_keep(tree: Any) -> bool:
-    """Whether a tree of state can be taken apart."""
+    """Whether :func:`flatten` accepts a tree of state."""
     try:
         flatten(tree)
     except CheckpointError:
@@ -58,17 +58,17 @@ def can_keep(tree: Any) -> bool:
 def unflatten(skeleton: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Put a tree of state together again: the inverse of :func:`flatten`, types, order and memory layout included.
 
-    A parameter comes back as a plain tensor. All tensors are where ``tensors`` are. Whatever wrote the two, nothing
-    comes of them but what :func:`flatten` takes, and no more memory is taken than they have, several times over.
+    A parameter comes back as a plain tensor. All tensors are on the devices of ``tensors``. Even if the arguments are
+    hostile, the result holds only types that :func:`flatten` accepts, and takes a small multiple of their memory.
 
     Raises:
-        CheckpointError: they are no result of :func:`flatten`; says what is wrong.
+        CheckpointError: the arguments are no result of :func:`flatten`; says what is wrong.
     """
     return _Decoder(tensors).tree(skeleton)
 
 
 class _Place(NamedTuple):
-    """A place in a tree: in words, and how deep it is."""
+    """A place in a tree: its path, for messages, and its depth."""
 
     path: str = ""
     depth: int = 0
@@ -105,7 +105,7 @@ class _Encoder:
 
     def _encode_dict(self, value: dict[Any, Any], place: _Place) -> Any:
         if type(value) is OrderedDict:
-            # Module.state_dict notes the versions of its parts here, and load_state_dict goes by them.
+            # Module.state_dict keeps the versions of its modules here, which load_state_dict reads.
             versions = getattr(value, "_metadata", None)
             return _marked(
                 "ordered", self._encode_dict(dict(value), place), self.encode(versions, place.key("_metadata"))
@@ -124,7 +124,7 @@ class _Encoder:
     def _encode_numbers(self, value: Tensor | np.ndarray[Any, Any] | np.generic, place: _Place) -> Any:
         if isinstance(value, Tensor):
             _require_dense(value, place, self._hollow)
-            if value.dtype == torch.complex128:  # which safetensors does not have
+            if value.dtype == torch.complex128:  # safetensors does not have it
                 return _marked("pairs", self._encode_tensor(torch.view_as_real(value.detach().resolve_conj()), place))
             return self._encode_tensor(value, place)
         if not is_kept(value.dtype) or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
@@ -139,7 +139,7 @@ class _Encoder:
         return _marked("tensor", name, *_strides(self.tensors[name]))
 
     def _name(self, tensor: Tensor, place: _Place) -> str:
-        """The name of a tensor among those that are kept; the same tensor has one."""
+        """The name under which a tensor is kept; a tensor that is in several places has one name."""
         _require_dense(tensor, place, self._hollow)
         identity = _identity(tensor)
         if identity not in self._names:
@@ -148,7 +148,7 @@ class _Encoder:
         return self._names[identity]
 
     def _new_name(self, place: _Place) -> str:
-        # Two places may have one path, as {"a": {"b": 1}, "a.b": 2} has; "__metadata__" is taken by safetensors.
+        # Two places may have one path, as in {"a": {"b": 1}, "a.b": 2}; safetensors reserves "__metadata__".
         path = place.path.encode(errors="replace").decode() or "value"
         name, number = path, 1
         while name in self.tensors or name == "__metadata__":
@@ -165,9 +165,9 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_meta:
         return (id(tensor),)
     if not tensor.numel():
-        return (object(),)  # owns no memory that could be shared
-    form = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return tensor.device, tensor.data_ptr(), *form
+        return (object(),)  # it has no memory that another one could share
+    layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), *layout
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
@@ -176,15 +176,15 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> list[list[int]]:
-    """The strides that a copy of a tensor has, unless it lies row by row.
+    """A list with the strides of a dense copy of a tensor; an empty list if they are those of a contiguous tensor.
 
-    Fused optimizers go through parameters and state by address, so state needs to lie as its parameters do.
+    Fused optimizers pair elements of parameters and state by address, so state needs the layout of its parameter.
     """
     strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-    return [] if strides == _row_by_row(tensor.shape) else [list(strides)]
+    return [] if strides == _contiguous_strides(tensor.shape) else [list(strides)]
 
 
-def _row_by_row(shape: torch.Size) -> tuple[int, ...]:
+def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * max(size, 1))
@@ -200,8 +200,8 @@ def _require_dense(tensor: Tensor, place: _Place, hollow: bool) -> None:
         "quantized": tensor.is_quantized,
         "meta": tensor.is_meta and not hollow,
     }
-    if unwanted := [trait for trait, has_it in traits.items() if has_it]:
-        raise _unsupported(f"{unwanted[0]} tensor", place)
+    if unsupported := [trait for trait, has_it in traits.items() if has_it]:
+        raise _unsupported(f"{unsupported[0]} tensor", place)
 
 
 def _type(value: Any) -> str:
@@ -215,7 +215,7 @@ def _unsupported(kind: str, place: _Place) -> CheckpointError:
 
 
 def tree_digest(tree: Any) -> int:
-    """A number of 64 bits for a tree of state: its tensors' words, and all numbers and text beside them.
+    """The quick digest of a tree of state, of 64 bits, over the bits of its tensors and all other values.
 
     Raises:
         CheckpointError: it holds something that cannot be kept; names it.
@@ -224,16 +224,16 @@ def tree_digest(tree: Any) -> int:
 
 
 def flat_digest(text: Any, tensors: Mapping[str, Tensor]) -> int:
-    """The digest of a tree that is taken apart; see :func:`flatten`."""
-    of_text = blake2b(json.dumps(text).encode(), digest_size=8).digest()
+    """The quick digest of a tree that :func:`flatten` has taken apart; it is never 0."""
+    text_digest = blake2b(json.dumps(text).encode(), digest_size=8).digest()
     sums = sums_of_words([tensors[name] for name in sorted(tensors)])
-    return (int.from_bytes(of_text, "big") + combined(sums)) % MODULUS or 1
+    return (int.from_bytes(text_digest, "big") + combined(sums)) % MODULUS or 1
 
 
-# How values that JSON does not have are written by means of those that it has.
+# How values that JSON does not have are written as JSON.
 
 MARK = "~"
-"""A JSON object whose only key is this stands for something that JSON does not have: ``{"~": [kind, …]}``."""
+"""A JSON object whose only key is this stands for a value that JSON does not have: ``{"~": [kind, …]}``."""
 
 DEEPEST = 100
 """The most levels of containers in a state: far more than any has, and few enough to be read back."""
@@ -242,12 +242,12 @@ _DEVICE = re.compile(r"[a-z]{1,16}(:[0-9]{1,4})?")
 
 
 class Form(NamedTuple):
-    """A way to write values of one type by means of simpler ones, of the type ``written``."""
+    """The way in which values of the type ``kind`` are written, as simpler values of the type ``written``."""
 
     kind: type
     written: type
     simpler: Callable[[Any], Any]
-    build: Callable[[Any], Any]  # may raise anything for a value that was never written
+    build: Callable[[Any], Any]  # the inverse; may raise anything for a value that ``simpler`` never returns
 
 
 def _deque(parts: dict[str, Any]) -> deque[Any]:
@@ -287,31 +287,33 @@ NAMES = {form.kind: name for name, form in FORMS.items()}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON has this value as it is; of lists and objects that depends on their elements."""
+    """Whether JSON has this value, which is no container."""
     kind = type(value)
     return value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value))
 
 
-# From a skeleton and tensors to a tree of state, from any source.
+# From a skeleton and tensors, which may be hostile, to a tree of state.
 
 _LEVELS = 2 * DEEPEST + 8
 """The most levels of lists and objects in a skeleton that stands for a tree of at most ``DEEPEST`` levels."""
 
 
 class _Decoder:
-    """Puts one tree together, of tensors by name."""
+    """Puts one tree together, from a skeleton and tensors by name. Each tensor is converted once, to stay tied."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._laid: dict[str, Tensor] = {}
-        self._paired: dict[int, Tensor] = {}
+        self._decoded: dict[str, Tensor] = {}
+        self._complexes: dict[int, Tensor] = {}
         self._bytes: dict[str, np.ndarray[Any, Any]] = {}
 
     def tree(self, skeleton: Any) -> Any:
         try:
             return self._decode(skeleton, 0)
         except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error) as error:
-            raise CheckpointError(f"it says what was never written: {type(error).__name__}: {error}"[:400]) from error
+            raise CheckpointError(
+                f"it holds values that Unisono never writes: {type(error).__name__}: {error}"[:400]
+            ) from error
 
     def _decode(self, skeleton: Any, depth: int) -> Any:
         if is_plain(skeleton):
@@ -329,7 +331,7 @@ class _Decoder:
     def _marked(self, parts: Any, depth: int) -> Any:
         match parts:
             case [str(kind), simpler] if kind in FORMS:
-                return self._built(kind, self._decode(simpler, depth))
+                return self._build(kind, self._decode(simpler, depth))
             case ["pairs", pairs]:
                 return self._complex(self._decode(pairs, depth))
             case ["tensor", str(name)]:
@@ -346,7 +348,7 @@ class _Decoder:
                 return dict(self._pair(pair, depth) for pair in pairs)
         raise CheckpointError(f"{short(parts)} stands for nothing that is kept")
 
-    def _built(self, kind: str, simpler: Any) -> Any:
+    def _build(self, kind: str, simpler: Any) -> Any:
         form = FORMS[kind]
         if type(simpler) is not form.written:
             raise CheckpointError(f"a {kind} is not made of a {type(simpler).__name__}")
@@ -366,20 +368,20 @@ class _Decoder:
         return built
 
     def _tensor(self, name: str, strides: list[int] | None) -> Tensor:
-        if name not in self._laid:
+        if name not in self._decoded:
             stored = self._stored(name)
             if strides is not None and list(stored.stride()) != strides:
                 require_dense(stored.shape, strides)
-                laid = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=stored.device)
-                stored = laid.copy_(stored)
-            self._laid[name] = stored
-        return self._laid[name]
+                empty = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=stored.device)
+                stored = empty.copy_(stored)
+            self._decoded[name] = stored
+        return self._decoded[name]
 
     def _complex(self, pairs: Any) -> Tensor:
-        """Float64 pairs as complex128: a view. Safetensors does not have complex128."""
+        """A view of pairs of float64 as complex128, which safetensors does not have."""
         if not isinstance(pairs, Tensor) or pairs.dtype != torch.float64 or pairs.shape[-1:] != (2,):
             raise CheckpointError("complex128 is not made of anything but pairs of float64")
-        return self._paired.setdefault(id(pairs), torch.view_as_complex(pairs))
+        return self._complexes.setdefault(id(pairs), torch.view_as_complex(pairs))
 
     def _array(self, dtype_name: Any, shape: list[int], names: list[Any]) -> np.ndarray[Any, Any]:
         dtype = numpy_dtype(dtype_name)
@@ -390,7 +392,7 @@ class _Decoder:
         return array_of(data, dtype, shape) if needed else np.empty(shape, dtype)
 
     def _data(self, name: Any) -> np.ndarray[Any, Any]:
-        """A copy of a tensor's bytes. There is one of each, or a few names could stand for any amount of memory."""
+        """A copy of a tensor's bytes, made once: else a hostile skeleton could copy one tensor any number of times."""
         if name not in self._bytes:
             stored = self._stored(name)
             if stored.dtype != torch.uint8 or stored.dim() != 1:

@@ -23,9 +23,9 @@ UNPROVEN = "by a fault of the memory, or by what the script does on some workers
 class RunFolder:
     """``job.json``, ``journal.jsonl``, ``metrics.jsonl``, ``checkpoints/``, ``logs/`` and ``result.json``.
 
-    Files, and the folder itself, are made when they are first written; opening a folder on a worker that writes
-    nothing leaves no trace. What cannot be written while a run is under way (a full disk, say) is warned of and
-    left out: no run ends for want of a line in its journal.
+    Files, and the folder itself, are made when they are first written; a worker that only opens a folder leaves no
+    trace. If a line cannot be written during a run (a full disk, say), a warning says so, and the line is left out: no
+    run ends because of its journal.
 
     Args:
         path: the absolute path, so that the script may change its working directory.
@@ -38,7 +38,7 @@ class RunFolder:
         self._hold: Hold | None = None
 
     def written_by(self, writer: Writer) -> None:
-        """Let a worker write here from now on, as long as it has the right to."""
+        """Write from now on only as long as this writer has the right to."""
         self.writer = writer
 
     def _obstacle(self) -> str:
@@ -48,7 +48,7 @@ class RunFolder:
         """Wait until results can be written.
 
         Raises:
-            LaunchError: they cannot for so long; says why.
+            LaunchError: they still cannot after this time; says why.
             Superseded: the job goes on without this worker.
         """
         if self.writer is not None and (why := self.writer.wait(timeout_s)):
@@ -72,24 +72,24 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def logs(self) -> Path:
-        """Where the workers' output is."""
+        """The folder of the workers' output."""
         return self.path / "logs"
 
     def log_of(self, worker: int | str) -> Path:
-        """The output of one worker, named by its rank, or by its id where ranks change."""
+        """The file with the output of one worker, named by its rank, or by its id where ranks change."""
         return self.logs / f"{_file_of(worker)}.log"
 
     def error_of(self, worker: int | str) -> Path:
-        """The error that ended one worker, named in the same way."""
+        """The file with the error that ended one worker."""
         return self.logs / f"{_file_of(worker)}.error.json"
 
     def ended_of(self, worker: int | str) -> Path:
-        """The exit code of one worker's script, there once nothing of the script is left to do."""
+        """The file with the exit code of one worker's script, written when the script has ended."""
         return self.logs / f"{_file_of(worker)}.ended"
 
     def read_job(self) -> dict[str, Any] | None:
@@ -101,7 +101,7 @@ class RunFolder:
         return _read(self.path / "job.json")
 
     def write_job(self, job: Mapping[str, Any]) -> None:
-        """Make this the folder of a job.
+        """Write ``job.json``, which makes this the folder of a job.
 
         Raises:
             JobError: nothing can be written here; says why.
@@ -120,11 +120,11 @@ class RunFolder:
         return _read(self.path / "result.json")
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Say how the run ended; unless another start or generation writes here, or may be writing.
+        """Write ``result.json``, unless another start or generation writes here, or may do so.
 
         Raises:
             OSError: the file cannot be written.
-            Superseded: another one does.
+            Superseded: another start or generation writes here.
         """
         path = self.path / "result.json"
         if self._hold is not None and newest_term(self.path) > self._hold.term:
@@ -136,7 +136,7 @@ class RunFolder:
         write_json(path, result)
 
     def journal(self, event: str, **fields: Any) -> None:
-        """Append an event with the time it happened. A line is written at once and whole."""
+        """Append an event with the present time. The line is written whole, and at once."""
         if self.writer is not None and self.writer.is_superseded:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -153,11 +153,11 @@ class RunFolder:
 
     def has_event(self, event: str, fields: Mapping[str, Any]) -> bool:
         """Whether the journal has a line of this event with these fields."""
-        wanted = parse_json(to_json({"event": event, **fields}))
-        return any(all(line.get(name) == value for name, value in wanted.items()) for line in self._events())
+        expected = parse_json(to_json({"event": event, **fields}))  # as values of JSON, such as lists for tuples
+        return any(all(line.get(name) == value for name, value in expected.items()) for line in self._events())
 
     def mended(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the journal's lines about wrong states: which workers got the right state, when the run went back."""
+        """Return the journal's lines about wrong states: states that were healed, steps to which the run went back."""
         events = self._events()
         return {
             name: [
@@ -175,11 +175,11 @@ class RunFolder:
     def _events(self) -> list[dict[str, Any]]:
         try:
             return read_lines(self.path / "journal.jsonl")
-        except (OSError, Unreadable):  # what could not be written either was warned of
+        except (OSError, Unreadable):  # there is no journal yet, or a warning about it was given when it was written
             return []
 
     def close(self) -> None:
-        """Close all files, and let other starts have the folder."""
+        """Close all files, and release the folder for other starts."""
         self.metrics.close()
         if self._hold is not None:
             self._hold.release()
@@ -187,16 +187,16 @@ class RunFolder:
 
 
 class MetricsFile:
-    """A file of JSON lines, each written at once: a worker that is killed takes none with it.
+    """A file of JSON lines, each written at once, so that none is lost if the worker is killed.
 
     Args:
-        obstacle: a function that returns why nothing may be written now, or an empty text. Lines wait until they may.
+        obstacle: a function that returns why nothing may be written now, or an empty text. Lines wait until then.
     """
 
     def __init__(self, path: Path, obstacle: Callable[[], str] = lambda: "") -> None:
         self.path, self._obstacle = path, obstacle
         self._descriptor: int | None = None
-        self._waiting: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append a line. NaN and infinities, which JSON does not have, become null.
@@ -204,12 +204,12 @@ class MetricsFile:
         Raises:
             Superseded: the job goes on without this worker.
         """
-        self._waiting.append(dict(line))
+        self._pending.append(dict(line))
         if self._obstacle():
             return
-        waiting, self._waiting = self._waiting, []
+        pending, self._pending = self._pending, []
         try:
-            for line in waiting:
+            for line in pending:
                 if self._descriptor is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
                     self._descriptor = open_lines(self.path)
@@ -218,12 +218,12 @@ class MetricsFile:
             warn_unwritten(self.path, error)
 
     def truncate_after(self, step: int) -> list[dict[str, Any]]:
-        """Drop a torn line, and every line of a step beyond ``step``: a run that resumes writes them again.
+        """Remove incomplete lines and the lines of steps after ``step``, which a run that resumes writes again.
 
         Return the lines that stay.
 
         Raises:
-            JobError: the file is none that could be read; says what to do.
+            JobError: the file cannot be read; says what to do.
             Superseded: the job goes on without this worker.
         """
         self._obstacle()
@@ -240,12 +240,12 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file; writing opens it again."""
         if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None  # also where closing it fails
+            descriptor, self._descriptor = self._descriptor, None  # even if closing fails, it is not closed twice
             os.close(descriptor)
 
 
 def new_run_folder(base: Path, stem: str) -> Path:
-    """Make ``base/<time>-<stem>``, with a number behind it if two runs start in one second.
+    """Make ``base/<time>-<stem>``, followed by a number if two runs start in one second.
 
     Raises:
         JobError: it cannot be made; says why.
@@ -268,7 +268,7 @@ def new_run_folder(base: Path, stem: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one piece: a reader sees the old one or the new one."""
+    """Write a JSON file atomically: a reader sees the old content or the new."""
     _replace(path, to_json(value, indent=2))
 
 
@@ -291,15 +291,15 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(beside, "wb", opener=_no_link) as file:
+        with open(temporary, "wb", opener=_no_link) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -313,10 +313,10 @@ def _belongs(line: bytes, step: int) -> bool:
         return False
     if not isinstance(value, dict):
         return False
-    its_step = value.get("step")
-    return not isinstance(its_step, int) or its_step <= step
+    line_step = value.get("step")
+    return not isinstance(line_step, int) or line_step <= step
 
 
 def warn_unwritten(path: Path, error: OSError) -> None:
-    """Tell that a file of the run lacks something, and that the run goes on."""
+    """Warn that a file of the run is incomplete, and that the run goes on."""
     warn(f"{path} is incomplete: {error}. The run goes on")

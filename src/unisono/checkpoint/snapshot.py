@@ -40,11 +40,11 @@ DIGESTED = ("model", "optimizer")
 """The parts that an update changes."""
 
 NAMED = 8
-"""Tensors that are not finite, of which a manifest gives the names."""
+"""The most tensors that are not finite whose names a manifest gives."""
 
 _Written = tuple[dict[str, dict[str, Any]], dict[str, list[str]], list[str]]
-"""A process's report of what it has written: the manifest's entries for its files, the names of tensors by part, and of
-those that are not finite."""
+"""A process's report about its share: the manifest's entries for its files, the names of its tensors by part, and the
+names of those that are not finite."""
 
 _FILE = re.compile(rf"({'|'.join(PARTS)})(-[1-9][0-9]{{0,5}})?\.safetensors")
 
@@ -54,13 +54,13 @@ Digests = dict[str, int]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a run needs to go on, and nothing that depends on the number of workers.
+    """The state that a run needs to go on, of which nothing depends on the number of workers.
 
     Attributes:
         step: the number of committed steps.
         model: the modules' ``state_dict``: parameters and buffers by name.
         optimizer: the optimizers' state.
-        state: position, registered objects, whose state this is.
+        state: the position, the state of registered objects, and the names of trained parameters.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Snapshot:
     state: Any
 
     def digests(self) -> Digests:
-        """Quick digests of what an update changes.
+        """Quick digests of the parts that an update changes.
 
         Raises:
             CheckpointError: it holds something that cannot be kept; names it.
@@ -87,10 +87,10 @@ def as_tree(snapshot: Snapshot) -> list[Any]:
 
 
 def as_snapshot(tree: Any) -> Snapshot:
-    """The inverse of :func:`as_tree`, of what another worker has sent.
+    """The inverse of :func:`as_tree`, for a tree that another worker has sent.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: the tree is no snapshot.
     """
     match tree:
         case [int(step), dict(model), list(optimizer), dict(state)] if step >= 0:
@@ -100,7 +100,7 @@ def as_snapshot(tree: Any) -> Snapshot:
 
 @dataclass(frozen=True)
 class FrozenSnapshot:
-    """A copy of a snapshot, or of a share of it, on the CPU, taken apart for writing: later updates do not reach it.
+    """A copy of a snapshot, or of a share of it, on the CPU, taken apart for writing. Later updates do not change it.
 
     Attributes:
         step: the number of committed steps.
@@ -108,9 +108,9 @@ class FrozenSnapshot:
         copies: copies of the tensors of each part that this process writes, by name; see :attr:`tensors`.
         verified: digests on which all workers agreed before it was copied; None if they were not compared.
         names: the names of all tensors of each part.
-        trained: the names of the parameters that are trained, as far as they are known.
-        registered: a digest of position and registered objects, from before it was copied; 0 for a share.
-        arrived: the moments at which the copies are there, one for each device that they come from.
+        trained: the names of the parameters that are trained, as far as the snapshot has them.
+        registered: the digest of position and registered objects, from before it was copied; 0 for a share.
+        handovers: the events after which the copies are complete, one for each device from which they come.
     """
 
     step: int
@@ -120,18 +120,18 @@ class FrozenSnapshot:
     names: Mapping[str, list[str]] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     registered: int = 0
-    arrived: tuple[Handover, ...] = ()
+    handovers: tuple[Handover, ...] = ()
 
     @property
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The copies, once they are there: a step that makes them waits for no device."""
-        for moment in self.arrived:
-            moment.wait()
+        """The copies, once they are complete. Only readers wait for the devices, not the step that makes the copies."""
+        for handover in self.handovers:
+            handover.wait()
         return self.copies
 
     @classmethod
     def of(cls, snapshot: Snapshot, verified: Digests | None = None, share: Share = WHOLE) -> FrozenSnapshot:
-        """Copy a snapshot, or this process's share of it. Then it is collective.
+        """Copy a snapshot, or this process's share of it, which is a collective call.
 
         Raises:
             CheckpointError: it holds something that cannot be kept; names it.
@@ -150,11 +150,11 @@ class FrozenSnapshot:
         trained = snapshot.state.get("trained", ()) if isinstance(snapshot.state, dict) else ()
         names = {part: list(tensors[part]) for part in PARTS}
         devices = {tensor.device for part in PARTS for tensor in tensors[part].values()}
-        arrived = tuple(map(Handover, devices))
-        return cls(snapshot.step, text, own, verified, names, frozenset(trained), registered, arrived)
+        handovers = tuple(map(Handover, devices))
+        return cls(snapshot.step, text, own, verified, names, frozenset(trained), registered, handovers)
 
     def require_verified(self) -> None:
-        """Refuse a copy that is not what all workers held.
+        """Refuse a copy that differs from the state that all workers held.
 
         Raises:
             CheckpointError: a bit of it has changed.
@@ -169,16 +169,16 @@ class FrozenSnapshot:
         return Snapshot(self.step, *(_with_own_tensors(self.text[part], self.tensors[part]) for part in PARTS))
 
     def digests(self) -> Digests:
-        """As :meth:`Snapshot.digests` of the snapshot of which this is a copy: others, if the copy has changed."""
+        """The digests of the copy: those of :meth:`Snapshot.digests`, unless a bit of the copy has changed."""
         return {part: flat_digest(self.text[part], self.tensors[part]) for part in DIGESTED}
 
     def write(self, folder: Path, share: Share = WHOLE, written_by: Mapping[str, int] = NOBODY) -> int:
-        """Write everything into an empty folder, the manifest last. With others, if this is a share.
+        """Write the snapshot into an empty folder, the manifest last; a share is written with other processes.
 
-        ``written_by`` is the turn in which it was written, for the manifest. Return the number of bytes.
+        ``written_by`` is the writer's term and generation, for the manifest. Return the number of bytes.
 
         Raises:
-            CheckpointError: another process cannot write its share, or the shares are not all of it.
+            CheckpointError: another process cannot write its share, or a tensor is in no share or in two.
             OSError: it cannot be written; the disk is full, say.
         """
         replies = share.together(
@@ -193,7 +193,7 @@ class FrozenSnapshot:
         return size
 
     def _write_share(self, folder: Path, share: Share) -> dict[str, Any]:
-        """Write the state that only this process has; return the manifest's entries for the files."""
+        """Write this process's tensors; return the manifest's entries for the files."""
         ending = f"-{share.number}.safetensors" if share.number else ".safetensors"
         files = {
             f"{part}{ending}": _write(folder / f"{part}{ending}", pieces(self.tensors[part]))
@@ -204,7 +204,7 @@ class FrozenSnapshot:
         return files
 
     def _not_finite(self) -> list[str]:
-        """The tensors that an update has spoiled. Buffers may hold infinities, a mask say, but no NaN."""
+        """The names of the tensors that are not finite. Buffers may hold infinities, as masks do, but no NaN."""
         return [
             name
             for part in DIGESTED
@@ -214,20 +214,20 @@ class FrozenSnapshot:
 
     def _write_rest(self, folder: Path, written: Sequence[_Written], written_by: Mapping[str, int]) -> int:
         for part, names in self.names.items():
-            require_each_once(names, [theirs.get(part, []) for _, theirs, _ in written], part)
-        files = {name: entry for theirs, _, _ in written for name, entry in theirs.items()}
-        odd = sorted(name for _, _, theirs in written for name in theirs)
+            require_each_once(names, [names_of.get(part, []) for _, names_of, _ in written], part)
+        files = {name: entry for entries, _, _ in written for name, entry in entries.items()}
+        not_finite = sorted(name for _, _, names in written for name in names)
         files[STATE] = _write(folder / STATE, [json.dumps(self.text, allow_nan=False).encode()])
         manifest: dict[str, Any] = {"format": FORMAT, "step": self.step, **written_by, "files": files}
-        manifest["not_finite"] = {"tensors": len(odd), "first": odd[:NAMED]}
+        manifest["not_finite"] = {"tensors": len(not_finite), "first": not_finite[:NAMED]}
         manifest["verified"] = self.verified is not None
         if self.verified is not None:
             digests = {**self.verified, **({"state": self.registered} if self.registered else {})}
             manifest["digests"] = {part: f"{digest:016x}" for part, digest in digests.items()}
         manifest["sha256"] = _own_digest(manifest)
-        last = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
+        manifest_entry = _write(folder / MANIFEST, [json.dumps(manifest, indent=2).encode()])
         sync_folder(folder)
-        return sum(file["bytes"] for file in [*files.values(), last])
+        return sum(entry["bytes"] for entry in [*files.values(), manifest_entry])
 
 
 def _with_own_tensors(text: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -247,7 +247,7 @@ def read_snapshot(path: Path, read: Callable[[Path], dict[str, Tensor]] = read_t
 def read_some(path: Path, cut: Callable[[Snapshot], Snapshot]) -> Snapshot:
     """Read the part of a checkpoint that a process needs, without memory for all of it.
 
-    ``cut`` leaves a part of a snapshot, whose tensors lie in the files.
+    ``cut`` returns that part of a snapshot whose tensors are mapped from the files.
 
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
@@ -256,7 +256,7 @@ def read_some(path: Path, cut: Callable[[Snapshot], Snapshot]) -> Snapshot:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """Read the parameters and buffers in one checkpoint's folder; its other parts are not looked at.
+    """Read the parameters and buffers in one checkpoint's folder, and none of its other parts.
 
     Raises:
         CheckpointError: a file is missing, cut off or changed; names it.
@@ -274,17 +274,17 @@ class Health:
 
     @classmethod
     def of(cls, path: Path) -> Health:
-        """Read the manifest in a folder. Older manifests say nothing; damage is found when the snapshot is read."""
+        """Read the manifest in a folder. Older manifests have no such entry; reading the snapshot finds damage."""
         try:
-            written = read_object(path / MANIFEST).get("not_finite", {"tensors": 0, "first": []})
-            health: Health = value_of(cls, written, "not_finite")
+            entry = read_object(path / MANIFEST).get("not_finite", {"tensors": 0, "first": []})
+            health: Health = value_of(cls, entry, "not_finite")
         except (OSError, Unreadable):
             return cls()
         return health
 
 
 def sync_folder(path: Path) -> None:
-    """Have the system write down which names a folder holds."""
+    """Flush the names in a folder to the disk, so that a rename survives a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -305,7 +305,7 @@ def _write(path: Path, content: Iterable[bytes | memoryview]) -> dict[str, Any]:
 
 
 def _read(path: Path, parts: Sequence[str], read: Callable[[Path], dict[str, Tensor]]) -> tuple[int, dict[str, Any]]:
-    """The step, and some parts, once all files that they need are known to be whole."""
+    """The step, and some parts, after a check of size and sha256 of all files that they need."""
     manifest = _read_manifest(path)
     listed, files = manifest["files"], {part: [f"{part}.safetensors"] for part in parts}
     for name in listed:
@@ -333,17 +333,17 @@ def _read_part(
     tensors: dict[str, Tensor] = {}
     try:
         for name in files:
-            some = read(path / name)
-            if twice := sorted(some.keys() & tensors.keys()):
+            read_here = read(path / name)
+            if twice := sorted(read_here.keys() & tensors.keys()):
                 raise CheckpointError(f"{short(twice[0])} is in {name} and in another file")
-            tensors |= some
+            tensors |= read_here
         return unflatten(text, tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: its {part} cannot be read: {error}") from error
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest, with size and sha256 of each file, and check that it is as it was written."""
+    """Read the manifest, with size and sha256 of each file, and check its own sha256."""
     try:
         manifest = read_object(path / MANIFEST)
         version, digest, own = manifest["format"], manifest.pop("sha256"), _own_digest(manifest)
@@ -362,12 +362,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _require_digests(path: Path, written: Any, trees: Mapping[str, Any]) -> None:
-    """Refuse what was read if it is not what all workers held when it was written."""
+    """Refuse trees whose digests differ from those on which all workers agreed when they were written."""
     if written is None:
         return
     for part, tree in trees.items():
         if part not in DIGESTED and isinstance(written, dict) and part not in written:
-            continue  # an older one
+            continue  # older checkpoints have no digest of the part "state"
         if not isinstance(written, dict) or written.get(part) != f"{tree_digest(tree):016x}":
             raise CheckpointError(f"{path}: its {part} is not what all workers held when it was written")
 
@@ -379,9 +379,9 @@ def _own_digest(manifest: Mapping[str, Any]) -> str:
 def _check(path: Path, size: int, sha256: str) -> None:
     try:
         with open_file(path) as file:
-            present = os.fstat(file.fileno()).st_size
-            if present != size:
-                raise CheckpointError(f"{path} has {present} bytes instead of {size}: it was cut off or replaced")
+            actual = os.fstat(file.fileno()).st_size
+            if actual != size:
+                raise CheckpointError(f"{path} has {actual} bytes instead of {size}: it was cut off or replaced")
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
                 raise CheckpointError(f"{path} has another sha256 than its manifest: its contents changed")
     except (OSError, Unreadable) as error:

@@ -1,7 +1,7 @@
-"""Tensors and arrays as bytes: the closed lists of what bytes may become, and a safetensors file, piece by piece.
+"""Tensors and arrays as bytes: the closed lists of dtypes that bytes may become, and the content of safetensors files.
 
-The file is written here rather than by the library, whose writer hides the system's error number, leaves files that
-only their owner can read, and in older releases copies everything once more. It is the library that reads them.
+The files are written here rather than by the library, whose writer hides the system's error number, makes files that
+only their owner can read, and in older releases copies everything once more. The library reads them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NUMPY = re.compile(
     r"|[<>][mM]8(?:\[(?:[1-9][0-9]{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
     r"|\|S[1-9][0-9]{0,8}|[<>]U[1-9][0-9]{0,8}"
 )
-"""Numbers, times, bytes and text: values without pointers, from any source."""
+"""The dtypes of numbers, times, bytes and text, whose values hold no pointers: any bytes can safely become them."""
 
 _MOST_DIMENSIONS = 64
 _LARGEST_SIZE = 2**63 - 1
@@ -67,7 +67,7 @@ _LAST_CHARACTER = 0x10FFFF
 
 
 def is_kept(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of this dtype can be kept: their bytes and ``dtype.str`` say everything."""
+    """Whether arrays of this dtype can be kept: their bytes and ``dtype.str`` determine them."""
     return dtype.names is None and _NUMPY.fullmatch(dtype.str) is not None
 
 
@@ -86,10 +86,10 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
 
 
 def torch_dtype(name: Any) -> torch.dtype:
-    """A dtype of tensors whose bytes travel, by its name in torch.
+    """A dtype of tensors that workers send to each other, by its name in torch.
 
     Raises:
-        CheckpointError: it is none of these.
+        CheckpointError: there is no such dtype, or workers do not send it.
     """
     dtype = DTYPES.get(name) if isinstance(name, str) else None
     if dtype not in _ON_THE_WIRE:
@@ -118,7 +118,7 @@ def bytes_of(shape: Sequence[int], itemsize: int) -> int:
         CheckpointError: more than this host has memory.
     """
     needed = math.prod(shape) * itemsize
-    # An empty one needs none, but torch and NumPy compute with its other sizes, in 64 bits.
+    # An empty tensor needs no memory, but torch and NumPy multiply its other sizes, in 64 bits.
     if needed > memory() or math.prod(size for size in shape if size) * itemsize > _LARGEST_SIZE:
         raise CheckpointError(f"a shape of {short(list(shape))} needs more memory than this host has")
     return needed
@@ -130,10 +130,10 @@ def form_of(tensor: Tensor) -> list[Any]:
 
 
 def empty_as(form: Any, device: torch.device | str = "cpu") -> Tensor:
-    """Room for a tensor whose :func:`form_of` was told.
+    """An uninitialised tensor of a dtype and shape, as :func:`form_of` gives them.
 
     Raises:
-        CheckpointError: no tensor has this form, or this host has no room for it.
+        CheckpointError: no tensor has this form, or this host has no memory for it.
     """
     match form:
         case [name, shape]:
@@ -147,10 +147,10 @@ def empty_as(form: Any, device: torch.device | str = "cpu") -> Tensor:
 
 
 def require_dense(shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Refuse strides with which elements would overlap, or lie apart.
+    """Refuse strides with which elements would overlap, or have gaps between them.
 
     Raises:
-        CheckpointError: these are such.
+        CheckpointError: the strides are not dense.
     """
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
@@ -160,7 +160,7 @@ def require_dense(shape: Sequence[int], strides: Sequence[int]) -> None:
 
 
 def require_values(tensor: Tensor) -> Tensor:
-    """Refuse a tensor of bool in which a byte is neither 0 nor 1: what torch computes with it would be undefined.
+    """Refuse a tensor of bool in which a byte is neither 0 nor 1, since operations of torch on it are undefined.
 
     Raises:
         CheckpointError: there is such a byte.
@@ -171,7 +171,7 @@ def require_values(tensor: Tensor) -> Tensor:
 
 
 def array_of(data: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Bytes as an array: a view.
+    """A view of bytes as an array.
 
     Raises:
         CheckpointError: not every element is a value of the dtype.
@@ -183,11 +183,11 @@ def array_of(data: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: Sequence[i
     return data.view(dtype).reshape(shape)
 
 
-# A checkpoint's tensors, and who of several processes writes which.
+# A checkpoint's tensors, and the process that writes each.
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that lies row by row, as safetensors wants it; from an accelerator it is under way yet."""
+    """A contiguous copy on the CPU, as safetensors needs it. From an accelerator the copy is asynchronous."""
     if is_accelerator(tensor.device):
         return sent_to(torch.device("cpu"), tensor.detach().contiguous())
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -198,11 +198,11 @@ class Share:
     """This process's share of a checkpoint. Its tensors are whole, and each is written by one process.
 
     Attributes:
-        number: the number of the process. The first one, 0, has the last word: it writes what is no tensor, says which
-            files there are, and puts the checkpoint in its place.
-        copy: a function that returns a tensor's part to write here; None for a tensor of another process. Called by
-            all, in the same order.
-        gather: a function that gives the JSON value of each process, in their order.
+        number: the number of the process. The first one, 0, also writes all that is no tensor, and the manifest, and
+            gives the checkpoint its name.
+        copy: a function that returns the copy of a tensor to write here; None for a tensor that another process writes.
+            It is a collective call.
+        gather: a function that returns the JSON values of all processes, in their order.
     """
 
     number: int = 0
@@ -211,26 +211,26 @@ class Share:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the last word."""
+        """Whether this is the first of the processes."""
         return self.number == 0
 
     def together(self, act: Callable[[], T]) -> list[T]:
-        """Do something on all processes; return the result of each process, as JSON values.
+        """Call a function on all processes; return the result of each process, as JSON values.
 
         Raises:
-            CheckpointError: one of them could not; says which, and why.
-            OSError: this one could not.
+            CheckpointError: the function has failed on another process; says on which, and why.
+            OSError: the function has raised it here.
             Superseded: the job goes on without this worker.
         """
         result: T | None = None
-        failed: CheckpointError | OSError | Superseded | None = None
+        failure: CheckpointError | OSError | Superseded | None = None
         try:
             result = act()
         except (CheckpointError, OSError, Superseded) as error:
-            failed = error
-        replies = self.gather([result, "" if failed is None else str(failed) or type(failed).__name__])
-        if failed is not None:
-            raise failed
+            failure = error
+        replies = self.gather([result, "" if failure is None else str(failure) or type(failure).__name__])
+        if failure is not None:
+            raise failure
         for number, reply in enumerate(replies):
             match reply:
                 case [_, ""]:
@@ -246,25 +246,25 @@ WHOLE = Share()
 
 
 def require_each_once(names: Sequence[str], written: Sequence[Sequence[str]], part: str) -> None:
-    """Refuse a checkpoint in which a tensor is missing, or is there twice.
+    """Refuse a checkpoint in which a tensor is missing, or was written twice.
 
     Raises:
         CheckpointError: names one.
     """
     counts = Counter(chain.from_iterable(written))
-    if odd := next((name for name in names if counts[name] != 1), ""):
-        raise CheckpointError(f"{odd} of its {part} was written by {counts[odd]} devices of its worker, and not by one")
+    if wrong := next((name for name in names if counts[name] != 1), ""):
+        raise CheckpointError(f"{wrong} of its {part} was written by {counts[wrong]} devices of its worker, not by one")
 
 
 def copies(tensors: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor | None] = copied) -> dict[str, Tensor]:
-    """Copies on the CPU that lie row by row, the largest elements first, as safetensors wants them.
+    """Contiguous copies on the CPU, those with the largest elements first, as safetensors needs them for alignment.
 
     Raises:
         CheckpointError: a dtype that safetensors does not have; names the tensor.
     """
     require_kept(tensors)
     ordered = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    return {name: made for name in ordered if (made := copy(tensors[name])) is not None}
+    return {name: copied_tensor for name in ordered if (copied_tensor := copy(tensors[name])) is not None}
 
 
 def require_kept(tensors: Mapping[str, Tensor]) -> None:
@@ -280,7 +280,7 @@ def require_kept(tensors: Mapping[str, Tensor]) -> None:
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file, without another copy."""
+    """The content of a safetensors file in pieces, of which the tensors are no copies."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -300,35 +300,35 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: it cannot be read; says why.
     """
-    # A copy stays what it is if the file goes.
+    # Copies do not change if the file is removed or overwritten.
     return {name: tensor.clone() for name, tensor in mapped_tensors(path).items()}
 
 
 def mapped_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file where they lie in it: to be read, and not to be written to.
+    """The tensors of a safetensors file, mapped into memory read-only.
 
-    They take no memory that the system could not take back. The file has to stay as it is.
+    The system can free their pages at any time. The file must not change while they are used.
 
     Raises:
         CheckpointError: it cannot be read; says why.
     """
-    return _checked(path.name, lambda: _mapped(path))
+    return _load_checked(path.name, lambda: _map(path))
 
 
 def tensors_of(data: bytes) -> dict[str, Tensor]:
     """The tensors in the content of a safetensors file.
 
     Raises:
-        CheckpointError: it is none; says why.
+        CheckpointError: the bytes are no such content; says why.
     """
-    return _checked("what should be tensors", lambda: load(data))
+    return _load_checked("what should be tensors", lambda: load(data))
 
 
 DAMAGE = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 """The errors that a file of another kind raises when it is read."""
 
 
-def _checked(source: str, load: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+def _load_checked(source: str, load: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
         tensors = load()
     except DAMAGE as error:
@@ -340,15 +340,15 @@ def _checked(source: str, load: Callable[[], dict[str, Tensor]]) -> dict[str, Te
     return tensors
 
 
-_NAMED = {name: dtype for dtype, name in KEPT.items()}
+_DTYPE_OF = {name: dtype for dtype, name in KEPT.items()}
 
 
-def _mapped(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, "np") as file:  # which checks that tensors fill the file
+def _map(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, "np") as file:  # checks the header, and that the tensors fill the file
         names = file.keys()
     with catch_warnings():
         filterwarnings("ignore", message=".*not writable")
-        # The library would map the file as memory of this process, of which the system has no more than it has.
+        # Not by the library, which maps the file privately, so that the system counts it as memory of this process.
         data = torch.from_numpy(np.memmap(path, np.uint8, "r"))
     begin = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
     header = parse_json(data[8:begin].numpy().tobytes())
@@ -356,8 +356,8 @@ def _mapped(path: Path) -> dict[str, Tensor]:
 
 
 def _tensor(data: Tensor, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
-    if dtype not in _NAMED:
+    if dtype not in _DTYPE_OF:
         raise ValueError(f"a tensor has the dtype {dtype}")
     piece = data[slice(*data_offsets)]
-    is_aligned = piece.storage_offset() % _NAMED[dtype].itemsize == 0
-    return (piece if is_aligned else piece.clone()).view(_NAMED[dtype]).reshape(shape)
+    is_aligned = piece.storage_offset() % _DTYPE_OF[dtype].itemsize == 0
+    return (piece if is_aligned else piece.clone()).view(_DTYPE_OF[dtype]).reshape(shape)

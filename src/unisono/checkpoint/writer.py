@@ -22,35 +22,35 @@ from unisono.errors import JobError, Superseded, Unreadable
 from unisono.host.tracebacks import warn
 from unisono.received import open_file, parse_json
 
-# Which processes this one can see: those of one origin can look for each other by their numbers.
+# The origin of a process: two processes of one origin can find each other by their process ids.
 
 
 @cache
 def origin() -> str:
-    """16 hex digits that stand for this host's kernel since it was started, and a namespace of process numbers in it.
+    """16 hex digits that identify the present boot of this host's kernel, and this process's namespace of process ids.
 
-    Containers may have one hostname, and processes in them one number: neither says who is meant.
+    Hostname and process id do not suffice: two containers may have the same hostname, and use the same ids.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return mark_of(kernel, Path("/proc/self/ns/pid").stat().st_ino)
-    except OSError:  # then the host's name has to do
+    except OSError:  # without /proc only the host's name is left
         return mark_of(socket.gethostname(), 0)
 
 
 def mark_of(kernel: str, namespace: int) -> str:
-    """Other for every other kernel, start of it, and namespace."""
+    """A hash of the id of a kernel's boot and of a namespace."""
     return sha256(f"{kernel} {namespace}".encode()).hexdigest()[:16]
 
 
-# Who writes into a run folder: a worker of the newest start and the newest generation, and nobody before it.
+# The writer of a run folder: a worker of the newest start and the newest generation, and none of earlier ones.
 
 WRITER = "writer.json"
-"""In the run folder: who writes there."""
+"""The file in the run folder that names its writer."""
 
 LOOK_S = 0.05
 PLACING_S = 2.0
-"""Seconds that putting a file in place may take: a process that does so may have been stopped."""
+"""The longest wait for a process that puts a file in place: it may have been stopped."""
 
 _LONGEST = 4096
 
@@ -72,15 +72,15 @@ class Writer:
     """A worker's right to write into a run folder.
 
     A host that is cut off trains on for a while, and the job may meanwhile go on elsewhere from its newest checkpoint.
-    A writer first puts its turn into the folder, and a writer of an earlier turn that comes back finds it. Before that,
-    a worker that has received nothing from the coordinator for too long writes nothing.
+    A writer first puts its turn into a file of the folder, where a worker of an earlier turn that comes back finds it. A
+    worker that has received nothing from the coordinator for too long writes nothing, even without such a file.
 
     Args:
         away: why the job may go on without this worker; empty if it cannot.
-        placing_s: the longest wait for another process that is putting something in place, in seconds.
+        placing_s: the longest wait for another process that is putting a file in place, in seconds.
 
     Attributes:
-        is_superseded: whether it has been found that others write there.
+        is_superseded: whether a worker of a later turn was found to write there.
     """
 
     def __init__(
@@ -91,36 +91,34 @@ class Writer:
         placing_s: float = PLACING_S,
     ) -> None:
         self._path, self._turn, self._away, self._placing_s = folder / WRITER, turn, away, placing_s
-        # What is in the file, as this worker wrote it.
-        self._seen: tuple[WriterOrder, tuple[int, int, int]] | None = None
+        # The turn that this worker claimed, and the state of the file then; see _file_state.
+        self._claimed: tuple[WriterOrder, tuple[int, int, int]] | None = None
         self._is_away = False
         self.is_superseded = False
 
     @property
     def about(self) -> dict[str, int]:
-        """The present turn, as it is written into files."""
+        """The present turn, as fields of the files that are written."""
         return asdict(self._turn())
 
     def obstacle(self) -> str:
         """Why nothing may be written now; empty if it may.
 
         Raises:
-            Superseded: others write there, now and later.
+            Superseded: workers of a later turn write there.
         """
         why = self._away()
         if why and not self._is_away:
-            warn(
-                f"{why}: no checkpoint, no result and no metrics are written until it is heard of again",
-            )
+            warn(f"{why}: no checkpoint, no result and no metrics are written until it is heard of again")
         self._is_away = bool(why)
         turn = self._turn()
-        if self._seen is None or self._seen != (turn, self._mark()):
-            with suppress(OSError):  # then nothing else can be written either, which is said elsewhere
+        if self._claimed is None or self._claimed != (turn, self._file_state()):
+            with suppress(OSError):  # then nothing else can be written either, and that failure is reported
                 self._claim(turn, writes=not why)
         return why
 
     def is_ours(self) -> bool:
-        """Whether this worker may write, as far as it knows. From any thread: says and claims nothing."""
+        """Whether this worker may write, as far as it knows. From any thread: it claims nothing, and warns of nothing."""
         if self._away() or self.is_superseded:
             return False
         try:
@@ -130,10 +128,10 @@ class Writer:
             return True
 
     def wait(self, timeout_s: float) -> str:
-        """Wait until something may be written; returns why it still may not.
+        """Wait until this worker may write; returns why it still may not, empty if it may.
 
         Raises:
-            Superseded: others write there, now and later.
+            Superseded: workers of a later turn write there.
         """
         deadline = time.monotonic() + timeout_s
         while (why := self.obstacle()) and time.monotonic() < deadline:
@@ -144,10 +142,11 @@ class Writer:
     def placing(self) -> Iterator[None]:
         """Within the context, files are put in place before any later start of the job writes.
 
-        A member that leaves may finish a checkpoint while the others go on: its bits are those that theirs would have.
+        Only the start counts, not the generation: a worker that leaves may finish a checkpoint while the others go on,
+        since theirs of that step would have the same bits.
 
         Raises:
-            Superseded: one does already.
+            Superseded: a later start writes already.
         """
         with self._opened() as descriptor:
             with suppress(OSError):  # not every network file system has locks
@@ -167,7 +166,7 @@ class Writer:
                 return
             if theirs < mine:
                 _write(descriptor, {**asdict(mine), "host": socket.gethostname(), "pid": os.getpid()})
-            self._seen = mine, self._mark()
+            self._claimed = mine, self._file_state()
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
@@ -178,7 +177,7 @@ class Writer:
         finally:
             os.close(descriptor)
 
-    def _mark(self) -> tuple[int, int, int]:
+    def _file_state(self) -> tuple[int, int, int]:
         try:
             status = self._path.stat()
         except OSError:
@@ -195,7 +194,7 @@ class Writer:
 
 
 def _lock(descriptor: int, patience_s: float) -> None:
-    """Lock the file against processes that place files now, unless they take too long, or there are no locks here."""
+    """Lock the file against processes that put files in place; give up if they take too long, or locks do not work."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         try:
@@ -227,19 +226,19 @@ def _write(descriptor: int, about: dict[str, Any]) -> None:
 
 
 LOCK = "lock"
-"""In the run folder: who holds it, or has held it last."""
+"""The file in the run folder that names the process which holds it, or has held it last."""
 
 _open: weakref.WeakSet[Hold] = weakref.WeakSet()
 
 
 class Hold:
-    """Keeps others from starting a job in a run folder, until this is released or the process has ended, however.
+    """Keeps other processes from starting a job in a run folder, until it is released or this process ends.
 
     The file stays. Each hold has a term, one more than the one before it in this folder. Where a file system has no
-    locks, nobody is kept out. A process that begins again in its own folder takes it from its earlier run.
+    locks, no process is kept out. A process that starts again in its own folder takes it over from its earlier run.
 
     Args:
-        folder: the run folder; it exists. An absolute path.
+        folder: the absolute path of the run folder, which exists.
 
     Attributes:
         term: 1, 2, 3 …
@@ -251,17 +250,17 @@ class Hold:
 
     def __init__(self, folder: Path) -> None:
         self.folder: Path = folder
-        for mine in [hold for hold in _open if hold.folder == folder]:
-            mine.release()
+        for earlier in [hold for hold in _open if hold.folder == folder]:
+            earlier.release()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(folder / LOCK, flags, 0o666)  # what the umask leaves: a group may share it
-        self._end = weakref.finalize(self, os.close, self._descriptor)
+        self._descriptor = os.open(folder / LOCK, flags, 0o666)  # the umask decides whether a group shares the folder
+        self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 holder = describe_holder(folder)
-                self._end()
+                self._close()
                 raise JobError(
                     f"the run folder {folder} is in use: {holder}. Wait until that job has ended, or name another "
                     f"folder with --run-dir or run_dir="
@@ -274,22 +273,22 @@ class Hold:
         _open.add(self)
 
     def release(self) -> None:
-        """Let another start have the folder."""
-        if self._end.alive:
-            with suppress(OSError):  # there are no locks here
+        """Release the folder for another start."""
+        if self._close.alive:
+            with suppress(OSError):  # the file system has no locks
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the folder in a fork: it must not be held when the process that holds it has ended."""
+        """Close the file without unlocking it, as each fork does: the hold must end with the process that has it."""
         _open.discard(self)
-        self._end()
+        self._close()
 
 
 def newest_term(folder: Path) -> int:
     """The term of the newest start in a run folder; 0 before the first.
 
-    Somebody may have removed the lock, or copied the folder without it: each writer has noted its term there, too.
+    A person may have removed the lock, or copied the folder without it: so the term in the writer's file counts, too.
     """
     terms = (_read_about(folder / name).get("term") for name in (LOCK, WRITER))
     return max(0, *(term if isinstance(term, int) else 0 for term in terms))
@@ -311,9 +310,9 @@ def _read_about(path: Path) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _forked() -> None:
-    for hold in list(_open):  # a loader process, say
+def _forget_all() -> None:
+    for hold in list(_open):
         hold.forget()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forget_all)  # in loader processes, say

@@ -1,4 +1,4 @@
-"""The agent of an elastic job: starts and ends this host's workers as the coordinator decides, and reports their end."""
+"""The agent of an elastic job: it starts and ends this host's workers for the coordinator, and reports their ends."""
 
 import asyncio
 import os

@@ -354,7 +354,7 @@ def _failed_after_training(failed: AgentEnd, over: JobOver) -> JobConclusion:
 
 
 def lines_about(over: JobOver, agent_ends: Sequence[AgentEnd]) -> list[str]:
-    """The lines about lost agents that did not have the main worker: without them a complete training has not failed."""
+    """The lines about agents that were lost after complete training, and did not have the main worker."""
     others = {*over.agents} - {over.main_agent}
     lost = [end for end in agent_ends if end.code is None and end.agent in others]
     return [f"an agent on {end.where} was killed or lost ({NOT_MISSED})" for end in lost]
