@@ -34,11 +34,11 @@ class ShardLimit:
             raise JobError(f"largest_shard={self.samples}: a shard needs room for 1 sample at least")
 
     def shards(self, batch_size: int, view: View) -> int | None:
-        """Into how many shards a batch is to be cut; None if it does not matter."""
+        """The number of shards into which to split a batch; None to keep the present number."""
         return None if self.samples is None else shards_for(batch_size, view.base_shards, self.samples)
 
     def keep(self, policy: Policy, view: View) -> None:
-        """Have a policy cut the batch as it should be."""
+        """Have a policy split the batch by this limit."""
         if (shards := self.shards(view.batch_size, view)) not in (None, view.shards):
             policy.set_batch_size(view.batch_size, shards, largest_shard=self.samples)
 
@@ -144,44 +144,44 @@ class NoiseScalePolicy(Policy):
     ) -> None:
         require_kinds(NoiseScalePolicy.__init__, locals())
         if largest < 1 or every < 1 or ramp < 1 or not share > 0:
-            given = f"largest={largest}, every={every}, ramp={ramp}, share={share}"
-            raise JobError(f"NoiseScalePolicy({given}): all need to be above 0")
-        self._largest, self._rule, self._every, self._ramp, self._share = largest, rule, every, ramp, share
+            arguments = f"largest={largest}, every={every}, ramp={ramp}, share={share}"
+            raise JobError(f"NoiseScalePolicy({arguments}): all need to be above 0")
+        self._largest, self._rule, self._every, self._ramp_steps, self._share = largest, rule, every, ramp, share
         self._limit = ShardLimit(largest_shard)
-        self._follows = Ramp()
+        self._ramp = Ramp()
 
     def before_train(self, view: View) -> None:
         """Split the first batch if it may be too large for a worker."""
         self._limit.keep(self, view)
 
     def after_step(self, view: View) -> None:
-        """Go on with the ramp, or look."""
-        if self._follows.steps_left:
-            factor, self._follows = self._follows.step()
-            self.set_learning_rate(view.learning_rate * factor, steps_left=self._follows.steps_left)
+        """Go on with the ramp, or compare the batch with the noise scale."""
+        if self._ramp.steps_left:
+            factor, self._ramp = self._ramp.step()
+            self.set_learning_rate(view.learning_rate * factor, steps_left=self._ramp.steps_left)
         elif view.step % self._every == 0 and view.noise is not None and view.noise.scale is not None:
-            self._follow(view, view.noise.scale)
+            self._follow_noise(view, view.noise.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The ramp."""
-        return asdict(self._follows)
+        return asdict(self._ramp)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
-        self._follows = value_of(Ramp, state, "ramp")
+        self._ramp = value_of(Ramp, state, "ramp")
 
-    def _follow(self, view: View, scale: float) -> None:
-        wanted = self._share * scale
-        if wanted >= 2 * view.batch_size and 2 * view.batch_size <= self._largest:
+    def _follow_noise(self, view: View, scale: float) -> None:
+        target = self._share * scale
+        if target >= 2 * view.batch_size and 2 * view.batch_size <= self._largest:
             batch = 2 * view.batch_size
-        elif wanted < view.batch_size / 2 and view.batch_size > view.base_batch_size:
+        elif target < view.batch_size / 2 and view.batch_size > view.base_batch_size:
             batch = view.batch_size // 2
         else:
             return
         self.set_batch_size(batch, self._limit.shards(batch, view), noise_scale=scale, before=view.batch_size)
         power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[self._rule]
         if power:
-            self._follows = Ramp(self._ramp, (batch / view.batch_size) ** power)
+            self._ramp = Ramp(self._ramp_steps, (batch / view.batch_size) ** power)
 
 
 # A learning rate that grows to what a large batch allows.
@@ -208,19 +208,19 @@ class LinearScaling(Policy):
         self.reached = 1.0
 
     def after_step(self, view: View) -> None:
-        """Raise the learning rate a little."""
-        wanted = 1 + (self._factor - 1) * min(1.0, view.samples / self._samples)
-        if wanted != self.reached and view.learning_rate != 0:  # of 0, as at a schedule's end, there are no multiples
-            self.set_learning_rate(view.learning_rate * wanted / self.reached, samples=view.samples)
-            self.reached = wanted
+        """Raise the learning rate by its share for the samples so far."""
+        factor = 1 + (self._factor - 1) * min(1.0, view.samples / self._samples)
+        if factor != self.reached and view.learning_rate != 0:  # a rate of 0, as at a schedule's end, stays 0
+            self.set_learning_rate(view.learning_rate * factor / self.reached, samples=view.samples)
+            self.reached = factor
 
 
 FORGETS_ALL = 1000
-"""The ratio of a batch to the base from which on its noise needs no average any more."""
+"""The ratio of a batch to the base from which on its noise needs no average."""
 
 
 class AdaScale(Policy):
-    """Multiplies the learning rate by what a step is worth, and counts steps by that.
+    """Multiplies the learning rate by the gain of a step, and counts steps by their gain.
 
     A large batch does not make steps better in proportion to its size, but by its gain r, which is 1 without noise and
     S = batch / base where there is nothing else. So the rate that was made for the base batch is multiplied by r, and
@@ -264,7 +264,7 @@ class AdaScale(Policy):
         if (base is not None and base < 1) or (until is not None and not until > 0):
             raise JobError(f"AdaScale(base={base}, until={until}): both need to be above 0")
         self._base, self._power, self._schedule, self._until = base, 0.5 if rule == "sqrt" else 1.0, schedule, until
-        self._seen = NoiseAverage.of(0.0)
+        self._average = NoiseAverage.of(0.0)
         self.tau, self.gain, self.factor = 0.0, 1.0, 1.0
 
     def before_train(self, view: View) -> None:
@@ -272,34 +272,34 @@ class AdaScale(Policy):
         self._set_rate(view)
 
     def after_step(self, view: View) -> None:
-        """Count the step for what it was worth, and see what the next one is."""
+        """Count the step by its gain, and set the gain and the rate of the next one."""
         self.tau += self.gain
         if self._until is not None and self.tau >= self._until:
             self.stop(tau=self.tau)
             return
         base = self._base or view.base_batch_size / view.base_shards
         if view.norms is not None:
-            self._see(view.norms, decay=max(1 - view.batch_size / base / FORGETS_ALL, 0.0))
-        if self._seen.noise is not None:
-            self.gain = self._seen.noise.gain(base, view.batch_size)
+            self._add(view.norms, decay=max(1 - view.batch_size / base / FORGETS_ALL, 0.0))
+        if self._average.noise is not None:
+            self.gain = self._average.noise.gain(base, view.batch_size)
         self._set_rate(view)
 
     def state_dict(self) -> dict[str, Any]:
         """The public attributes, and the averages."""
-        return {**super().state_dict(), "seen": asdict(self._seen)}
+        return {**super().state_dict(), "seen": asdict(self._average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
-        others = dict(state)
-        seen = value_of(NoiseAverage, others.pop("seen", None), "seen")
+        attributes = dict(state)
+        average = value_of(NoiseAverage, attributes.pop("seen", None), "seen")
         if not 0 <= state["tau"] < math.inf or not state["gain"] > 0 or not state["factor"] > 0:
-            raise Unreadable(f"tau is from 0 on, gain and factor are above 0, unlike {short(others)}")
-        super().load_state_dict(others)
-        self._seen = seen
+            raise Unreadable(f"tau is from 0 on, gain and factor are above 0, unlike {short(attributes)}")
+        super().load_state_dict(attributes)
+        self._average = average
 
-    def _see(self, norms: GradientNorms, decay: float) -> None:
-        variance, signal = (replace(average, decay=decay) for average in (self._seen.variance, self._seen.signal))
-        self._seen = NoiseAverage(variance, signal).after(norms)
+    def _add(self, norms: GradientNorms, decay: float) -> None:
+        variance, signal = (replace(average, decay=decay) for average in (self._average.variance, self._average.signal))
+        self._average = NoiseAverage(variance, signal).after(norms)
 
     def _set_rate(self, view: View) -> None:
         factor = self.gain**self._power * self._schedule(math.floor(self.tau))
@@ -310,7 +310,7 @@ class AdaScale(Policy):
 
 
 class EdgeOfStability(Policy):
-    """Keeps the learning rate at a share of what the critical sharpness allows. Experimental.
+    """Keeps the learning rate at a share of the one that the critical sharpness allows. Experimental.
 
     It is measured before the update of every so many steps. A script may measure it instead, with
     ``run.curvature(loss_fn)`` before ``step.run``.
@@ -347,6 +347,6 @@ class EdgeOfStability(Policy):
         sharpness = view.metrics.get("critical_sharpness")
         if not isinstance(sharpness, int | float) or not math.isfinite(sharpness) or sharpness <= 0:
             return
-        wanted = min(self._share * 2 / sharpness, self._growth * view.learning_rate)
-        if wanted != view.learning_rate:
-            self.set_learning_rate(wanted, critical_sharpness=sharpness, before=view.learning_rate)
+        rate = min(self._share * 2 / sharpness, self._growth * view.learning_rate)
+        if rate != view.learning_rate:
+            self.set_learning_rate(rate, critical_sharpness=sharpness, before=view.learning_rate)

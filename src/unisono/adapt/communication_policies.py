@@ -10,10 +10,10 @@ from unisono.adapt.view import Figure, Policy, ReadStrategy, View
 from unisono.arguments import require_kinds
 from unisono.errors import JobError
 
-# What to do about a worker that is slower than the others.
+# Workers that are slower than the others.
 
 UNEVEN_S = 20.0
-"""Seconds of training after which shards that could be split better have been: from then on they stay as they are."""
+"""Seconds of training after which shards are split by speed, if that is possible at all."""
 
 
 class StragglerPolicy(Policy):
@@ -44,7 +44,7 @@ class StragglerPolicy(Policy):
         self._factor, self._replace_at, self._patience = factor, replace_at, patience
         self.generation = 0
         self.slow: dict[str, list[float]] = {}
-        self.balanced: list[float] = []  # in which generation that was asked for, and after how many seconds
+        self.balanced: list[float] = []  # the generation, and the seconds of training, of the request to split by speed
 
     def after_step(self, view: View) -> None:
         """Compare the workers' times for a shard."""
@@ -75,23 +75,23 @@ class StragglerPolicy(Policy):
 
 
 def _ratios(seconds: list[float]) -> list[float]:
-    """The ratio of each worker's time to that of the others. A worker that only serves takes none for a shard."""
+    """The ratio of each worker's time to the median of the others, without those that have no shards and a time of 0."""
     others = ([other for other in seconds[:rank] + seconds[rank + 1 :] if other > 0] for rank in range(len(seconds)))
     return [own / median(other) if other else 1.0 for own, other in zip(seconds, others, strict=True)]
 
 
-# Another way for the sums when the one in use has become slow.
+# Another topology when the one in use has become slow.
 
 SETTLED = 3
-"""Steps in one setting after which its times are usual ones."""
+"""The number of steps in one setting after which times are steady."""
 
 
 class TopologyPolicy(Policy):
     """Measures again when communication takes longer than it used to, and takes the topology that is fastest then.
 
-    Looked at is the exposed communication of the worker that waits least: a slow worker makes all others wait, a slow
-    connection makes all of them. What it was at first, in a setting, is what is usual there. When it stays far above
-    that, the connections are measured, so that the journal says which one has become slow, and then all topologies.
+    The policy compares the exposed communication of the worker that waits least: a slow worker makes all others wait, a
+    slow connection makes all of them wait. The usual time of a setting is that of its first steps. When the time stays
+    far above that, the connections are measured, so that the journal says which one is slow, and then all topologies.
 
     Args:
         factor: a step is too long if it takes so many times the usual time.
@@ -118,13 +118,13 @@ class TopologyPolicy(Policy):
         self.measures = False
 
     def after_step(self, view: View) -> None:
-        """Compare."""
+        """Compare the newest step with the first ones of its setting."""
         if view.generation != self.generation:
             self._begin(view.generation)
         if not view.topology or view.steady < SETTLED:
             return
         if self.measures:
-            self.set_topology("auto", before=view.topology, **self._why(view))
+            self.set_topology("auto", before=view.topology, **self._figures(view))
             self._begin(view.generation)
             return
         exposed_s = min(worker.exposed_s for worker in view.workers)
@@ -140,18 +140,18 @@ class TopologyPolicy(Policy):
     def _begin(self, generation: int) -> None:
         self.generation, self.first, self.above, self.measures = generation, [], [], False
 
-    def _why(self, view: View) -> dict[str, Figure]:
-        why: dict[str, Figure] = {"exposed_s": median(self.above), "usual_s": median(self.first)}
+    def _figures(self, view: View) -> dict[str, Figure]:
+        figures: dict[str, Figure] = {"exposed_s": median(self.above), "usual_s": median(self.first)}
         if view.links is None:
-            return why
+            return figures
         a, b = view.links.slowest
-        return why | {"slowest_link": f"{a}-{b}", "bytes_per_s": view.links.bytes_per_s[a][b]}
+        return figures | {"slowest_link": f"{a}-{b}", "bytes_per_s": view.links.bytes_per_s[a][b]}
 
 
-# When to synchronise in another way.
+# Another strategy when the number of workers or the noise changes.
 
 MEASURED = 50
-"""Steps of all-reduce after which averages of the noise are good enough to go by."""
+"""The number of steps of all-reduce after which averages of the noise are good enough."""
 
 
 class StrategyPolicy(Policy):
@@ -180,14 +180,14 @@ class StrategyPolicy(Policy):
         require_kinds(StrategyPolicy.__init__, locals())
         if (workers is None) == (noise is None):
             raise JobError("StrategyPolicy: give workers={number: strategy} or noise={ratio: strategy}, one of them")
-        given: dict[float, object] = {float(bound): strategy for bound, strategy in (workers or noise or {}).items()}
+        strategies: dict[float, object] = {float(bound): name for bound, name in (workers or noise or {}).items()}
         least = 1 if workers is not None else 0
-        if not given or min(given) > least or look_every < 1:
+        if not strategies or min(strategies) > least or look_every < 1:
             raise JobError(
-                f"StrategyPolicy({given}, look_every={look_every}): needs a strategy from {least} on, such as "
+                f"StrategyPolicy({strategies}, look_every={look_every}): needs a strategy from {least} on, such as "
                 f"{{{least}: 'all-reduce'}}, and at least 1 step"
             )
-        self._bounds = sorted((bound, str(strategy)) for bound, strategy in given.items())
+        self._bounds = sorted((bound, str(strategy)) for bound, strategy in strategies.items())
         self._by_workers, self._look_every = workers is not None, look_every
         self.since = 0
         self.chosen = ""
@@ -198,7 +198,7 @@ class StrategyPolicy(Policy):
         return not self._by_workers
 
     def read_strategies(self, read: ReadStrategy) -> None:
-        """Read the strategies that were given."""
+        """Read the strategies of the arguments."""
         self._bounds = [(bound, read(strategy)) for bound, strategy in self._bounds]
 
     def before_train(self, view: View) -> None:
@@ -218,9 +218,9 @@ class StrategyPolicy(Policy):
             self._choose(view, view.noise.scale / view.batch_size)
 
     def _choose(self, view: View, value: float) -> None:
-        fitting = [strategy for bound, strategy in self._bounds if bound <= value]
-        wanted = fitting[-1] if fitting else self._bounds[0][1]
-        if wanted != (self.chosen or view.strategy):
-            self.since, self.chosen = view.step, wanted
+        reached = [strategy for bound, strategy in self._bounds if bound <= value]
+        strategy = reached[-1] if reached else self._bounds[0][1]
+        if strategy != (self.chosen or view.strategy):
+            self.since, self.chosen = view.step, strategy
             figure = {"workers": view.world_size} if self._by_workers else {"noise_to_batch": value}
-            self.set_strategy(wanted, **figure)
+            self.set_strategy(strategy, **figure)

@@ -1,4 +1,4 @@
-"""The batch and the workers with which training comes forward fastest, or costs least; also of hosts that may go."""
+"""Policies that choose the batch and the number of workers by speed or cost, also on hosts that may be taken away."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.received import value_of
 RateRule = Literal["gain", "linear", "sqrt", "none"]
 
 SAME = 0.05
-"""Share by which a time may differ from the one that a fit knows, and the fit still holds."""
+"""The share by which a time may differ from the one to which a model was fitted, before the model is fitted anew."""
 
 
 class GoodputPolicy(Policy):
@@ -28,16 +28,17 @@ class GoodputPolicy(Policy):
 
         goodput(W, B) = B / T(W, B) · (φ + B0) / (φ + B)
 
-    T, the seconds of a step, is what was timed; where nothing was tried yet it is what a model says that is fitted to
-    what was (:class:`~unisono.adapt.layouts.StepTime`). What cannot be known yet is taken to be favourable. The
-    policy aims at the best of all batches and of up to double the workers that were seen, and goes there one step at a
-    time: to the next number of workers or the next batch beyond those that were seen, never both at once.
+    T, the seconds of a step, was timed for layouts that were tried; for others it comes from a model that is fitted to
+    these times (:class:`~unisono.adapt.layouts.StepTime`). Quantities that the times do not show yet are taken to be
+    favourable. The policy aims at the best of all batches and of up to double the largest number of workers that was
+    tried, and goes there one step at a time: to the next number of workers or the next batch beyond those that were
+    tried, never both at once.
 
     Batches grow by factors of √2 from the one that the job began with. The learning rate follows over a ramp: ``gain``
     by AdaScale's gain (Johnson et al., ICML 2020), for SGD; ``linear`` (Goyal et al., arXiv 1706.02677); ``sqrt`` for
     Adam and RMSProp (Malladi et al., arXiv 2205.10287).
 
-    The main worker judges, and all do what it says: a fit may differ in its last bits between kinds of processors.
+    The main worker decides for all workers, since a fit may differ in its last bits between kinds of processors.
 
     Args:
         largest: the largest number of samples in a batch: what the workers' memory allows.
@@ -69,51 +70,51 @@ class GoodputPolicy(Policy):
         again_s: float = 1800.0,
     ) -> None:
         require_kinds(GoodputPolicy.__init__, locals())
-        given = f"GoodputPolicy(largest={largest}, fewest={fewest}, most={most}, ramp={ramp}, patience={patience})"
+        call = f"GoodputPolicy(largest={largest}, fewest={fewest}, most={most}, ramp={ramp}, patience={patience})"
         if min(largest, fewest, ramp, patience) < 1 or (most is not None and most < fewest):
-            raise JobError(f"{given}: all need to be above 0, and most no less than fewest")
+            raise JobError(f"{call}: all need to be above 0, and most no less than fewest")
         if not 0 <= margin < 1 or not again_s > 0:
             raise JobError(f"GoodputPolicy(margin={margin}, again_s={again_s}): 0 up to 1, and above 0")
         self._largest, self._fewest, self._most, self._rule = largest, fewest, most, rule
-        self._steps, self._patience, self._margin, self._again_s = ramp, patience, margin, again_s
+        self._ramp_steps, self._patience, self._margin, self._again_s = ramp, patience, margin, again_s
         self._trials, self._ramp, self._decided_at = LayoutTrials(), Ramp(), 0
         self._fitted: tuple[Mapping[Layout, float], StepTime | None] = {}, None
 
     def after_step(self, view: View) -> None:
-        """Time it, go on with the ramp, and do what was found best."""
+        """Note the step's time, go on with the ramp, and change the layout as the main worker has decided."""
         if self._ramp.steps_left:
             factor, self._ramp = self._ramp.step()
             self.set_learning_rate(view.learning_rate * factor, steps_left=self._ramp.steps_left)
         self._trials = self._trials.after(view, self._patience, self._again_s)
         best = view.observed.get(self.name, {})
-        if best and self._may_judge(view) and int(best["at_step"] or 0) > self._entered(view):
-            self._go(int(best["next_workers"] or 0), int(best["next_batch_size"] or 0), best, view)
+        if best and self._may_decide(view) and int(best["at_step"] or 0) > self._entered(view):
+            self._change(int(best["next_workers"] or 0), int(best["next_batch_size"] or 0), best, view)
 
     def observe(self, view: View) -> Mapping[str, Figure]:
-        """Judge: where to go next, and what speaks for it; nothing if there is nothing better."""
+        """Return the next layout with the figures behind it; nothing if there is no better one."""
         noise = view.noise
-        if not self._may_judge(view) or noise is None or not (noise.scale or 0.0) > 0:
+        if not self._may_decide(view) or noise is None or not (noise.scale or 0.0) > 0:
             return {}
         now, model, seconds = layout_of(view), self._model(), self._trials.seconds
         most = min(self._most or now.job_shards, now.job_shards)
         bounds = Bounds(view.base_batch_size, self._largest, self._fewest, most)
-        promise = {
+        expected = {
             layout: goodput(layout, seconds.get(layout) or model.seconds(layout), noise, view.base_batch_size)
             for layout in (now, *bounds.layouts(now, seconds))
             if layout.workers == now.workers or self._trials.may_have(layout.workers)
         }
-        goal = max(promise, key=lambda layout: (promise[layout], -layout.workers, -layout.batch_size))
-        if promise[goal] < (1 + self._margin) * promise[now]:
+        goal = max(expected, key=lambda layout: (expected[layout], -layout.workers, -layout.batch_size))
+        if expected[goal] < (1 + self._margin) * expected[now]:
             return {}
-        following = bounds.step_towards(goal, seconds)
+        next_layout = bounds.step_towards(goal, seconds)
         return {
             "at_step": view.step,
-            "next_workers": following.workers,
-            "next_batch_size": following.batch_size,
+            "next_workers": next_layout.workers,
+            "next_batch_size": next_layout.batch_size,
             "goal_workers": goal.workers,
             "goal_batch_size": goal.batch_size,
-            "goal_goodput": promise[goal],
-            "goodput": promise[now],
+            "goal_goodput": expected[goal],
+            "goodput": expected[now],
             "noise_scale": noise.scale,
             **asdict(model),
         }
@@ -124,27 +125,27 @@ class GoodputPolicy(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
-        kept = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
-        self._trials = LayoutTrials.of(kept["trial"])
-        self._ramp, self._decided_at = kept["ramp"], kept["decided_at"]
+        values = value_of({"trial": Any, "ramp": Ramp, "decided_at": int}, state, "state")
+        self._trials = LayoutTrials.of(values["trial"])
+        self._ramp, self._decided_at = values["ramp"], values["decided_at"]
 
     def _entered(self, view: View) -> int:
-        """The step since which nothing has changed, and nothing was decided."""
+        """The step of the last change of the layout, or of the last decision, whichever is later."""
         return max(self._decided_at, view.step - view.steady)
 
-    def _may_judge(self, view: View) -> bool:
-        """Whether there are times of this layout since it was entered, and nothing is under way."""
+    def _may_decide(self, view: View) -> bool:
+        """Whether this layout was timed since it was entered, and neither a ramp nor a request is under way."""
         is_quiet = not self._ramp.steps_left and not self._trials.workers
         return is_quiet and self._trials.noted > self._entered(view)
 
-    def _go(self, workers: int, samples: int, why: Mapping[str, Figure], view: View) -> None:
+    def _change(self, workers: int, samples: int, why: Mapping[str, Figure], view: View) -> None:
         if workers != view.world_size:
             self.resize(workers, before=view.world_size, **why)
             self._trials = self._trials.asking(workers, view)
         if samples != view.batch_size:
             self.set_batch_size(samples, None, before=view.batch_size, **why)
             factor = self._rate_factor(samples, view)
-            self._ramp = Ramp(self._steps, factor) if factor != 1 else Ramp()
+            self._ramp = Ramp(self._ramp_steps, factor) if factor != 1 else Ramp()
         if (workers, samples) != (view.world_size, view.batch_size):
             self._decided_at = view.step
 
@@ -157,13 +158,13 @@ class GoodputPolicy(Policy):
         return float((samples / view.batch_size) ** power)
 
     def _model(self) -> StepTime:
-        """The fitted one, as long as the figures are nearly those that it was fitted to."""
+        """The model of the step time, fitted anew if the times have changed by more than ``SAME``."""
         seconds = self._trials.seconds
-        known, model = self._fitted
+        fitted, model = self._fitted
         if (
             model is None
-            or known.keys() != seconds.keys()
-            or any(_differ(known[layout], seconds[layout]) for layout in known)
+            or fitted.keys() != seconds.keys()
+            or any(_differ(fitted[layout], seconds[layout]) for layout in fitted)
         ):
             model = fit(seconds)
             self._fitted = seconds, model
@@ -181,22 +182,22 @@ class ScalingPolicy(Policy):
 
         cost(W) = (1 + price · W) · T(W)
 
-    with T seconds on W workers, and the number with the lowest cost is wanted: one more worker pays if it makes
-    training faster by a larger factor than it makes an hour dearer. By Amdahl's law with a serial share s of the work
-    that is W = √((1 - s) / (price · s)).
+    with T seconds on W workers, and the policy looks for the number with the lowest cost: one more worker pays if it
+    makes training faster by a larger factor than it makes an hour dearer. By Amdahl's law with a serial share s of the
+    work that is W = √((1 - s) / (price · s)).
 
-    Nothing is guessed: a number of workers is tried, its steps are timed, and it is left again if it costs more. Only
-    the next two larger and smaller ones are tried, larger ones if they would pay, did they scale perfectly.
+    The policy tries numbers of workers, times their steps, and leaves those that cost more. It tries only the next two
+    larger and smaller numbers, and a larger one only if it would pay with perfect scaling.
 
     Args:
         price: the price of a worker's hour. 1 is as much as it is worth to end the job an hour earlier; 0 is for the
             fastest.
-        fewest: workers.
-        most: workers; None for as many as there are shards.
-        patience: steps that are timed before anything follows from them.
-        margin: share of the cost that a change has to save.
-        again_s: seconds of training, and at least 2000 steps, after which what was timed, or could not be had, may be
-            tried again.
+        fewest: the smallest number of workers.
+        most: the largest number of workers; None for as many as there are shards.
+        patience: the number of steps that are timed before the policy decides.
+        margin: the least share of the cost that a change has to save.
+        again_s: the seconds of training, and at least 2000 steps, after which a timed or refused number may be tried
+            again.
 
     Raises:
         JobError: a number is out of range.
@@ -212,25 +213,25 @@ class ScalingPolicy(Policy):
         again_s: float = 900.0,
     ) -> None:
         require_kinds(ScalingPolicy.__init__, locals())
-        given = f"ScalingPolicy(price={price}, fewest={fewest}, most={most}, patience={patience}, margin={margin})"
+        call = f"ScalingPolicy(price={price}, fewest={fewest}, most={most}, patience={patience}, margin={margin})"
         if not price >= 0 or not 0 <= margin < 1 or patience < 1 or not again_s > 0:
-            raise JobError(f"{given}: price from 0, margin from 0 and below 1, patience from 1, again_s above 0")
+            raise JobError(f"{call}: price from 0, margin from 0 and below 1, patience from 1, again_s above 0")
         if fewest < 1 or (most is not None and most < fewest):
-            raise JobError(f"{given}: fewest is at least 1, and most is no less")
+            raise JobError(f"{call}: fewest is at least 1, and most is no less")
         self._price, self._fewest, self._most = price, fewest, most
         self._patience, self._margin, self._again_s = patience, margin, again_s
         self._trials = LayoutTrials()
 
     def after_step(self, view: View) -> None:
-        """Time it; after some steps, compare."""
+        """Note the step's time; when a layout is timed, compare the numbers of workers."""
         self._trials = self._trials.after(view, self._patience, self._again_s)
         if self._trials.noted == view.step and not self._trials.workers:
             now = layout_of(view)
-            seen = {layout.workers: step_s for layout, step_s in self._trials.seconds.items() if _is_like(layout, now)}
-            if (wanted := self._wanted(now, seen)) != now.workers:
-                figures = {f"step_s_{workers}": step_s for workers, step_s in sorted(seen.items())}
-                self.resize(wanted, before=now.workers, price=self._price, **figures)
-                self._trials = self._trials.asking(wanted, view)
+            timed = {layout.workers: step_s for layout, step_s in self._trials.seconds.items() if _is_like(layout, now)}
+            if (workers := self._best(now, timed)) != now.workers:
+                figures = {f"step_s_{number}": step_s for number, step_s in sorted(timed.items())}
+                self.resize(workers, before=now.workers, price=self._price, **figures)
+                self._trials = self._trials.asking(workers, view)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tried layouts."""
@@ -240,24 +241,24 @@ class ScalingPolicy(Policy):
         """Restore the result of :meth:`state_dict`."""
         self._trials = LayoutTrials.of(state)
 
-    def _wanted(self, now: Layout, seen: Mapping[int, float]) -> int:
-        """The best of those that were tried; if that is what there is, a neighbour that was not."""
+    def _best(self, now: Layout, timed: Mapping[int, float]) -> int:
+        """The best number of workers that was timed; if that is the present one, a neighbour that was not timed."""
         most = min(self._most or now.job_shards, now.job_shards)
         bounded = max(min(now.workers, most), min(self._fewest, most))
-        costs = {workers: self._cost(workers, step_s) for workers, step_s in seen.items()}
+        costs = {workers: self._cost(workers, step_s) for workers, step_s in timed.items()}
         limit = (1 - self._margin) * costs[now.workers]
         better = [workers for workers, cost in costs.items() if cost < limit and self._fewest <= workers <= most]
         sizes = useful_sizes(now.job_shards, self._fewest, most)
-        larger = [workers for workers in sizes if workers > now.workers and self._could_pay(workers, seen, now, limit)]
+        larger = [workers for workers in sizes if workers > now.workers and self._could_pay(workers, timed, now, limit)]
         smaller = [workers for workers in reversed(sizes) if workers < now.workers]
-        new = [workers for workers in (*larger[:2], *smaller[:2]) if workers not in seen]
-        in_turn = [bounded] if bounded != now.workers else [*sorted(better, key=lambda workers: costs[workers]), *new]
-        return next((workers for workers in in_turn if self._trials.may_have(workers)), now.workers)
+        new = [workers for workers in (*larger[:2], *smaller[:2]) if workers not in timed]
+        in_order = [bounded] if bounded != now.workers else [*sorted(better, key=lambda workers: costs[workers]), *new]
+        return next((workers for workers in in_order if self._trials.may_have(workers)), now.workers)
 
-    def _could_pay(self, workers: int, seen: Mapping[int, float], now: Layout, limit: float) -> bool:
-        """Whether more workers would, if they scaled perfectly from each smaller number that was timed."""
+    def _could_pay(self, workers: int, timed: Mapping[int, float], now: Layout, limit: float) -> bool:
+        """Whether more workers would cost less, with perfect scaling from each smaller number that was timed."""
         widest = replace(now, workers=workers).widest
-        shares = [s / replace(now, workers=fewer).widest for fewer, s in seen.items() if fewer < workers]
+        shares = [s / replace(now, workers=fewer).widest for fewer, s in timed.items() if fewer < workers]
         return self._cost(workers, widest * max(shares)) < limit
 
     def _cost(self, workers: int, step_s: float) -> float:
@@ -265,7 +266,7 @@ class ScalingPolicy(Policy):
 
 
 def _is_like(first: Layout, second: Layout) -> bool:
-    """Whether two layouts are alike but for the number of workers."""
+    """Whether two layouts differ at most in the number of workers."""
     return replace(first, workers=second.workers) == second
 
 
@@ -273,10 +274,10 @@ def _is_like(first: Layout, second: Layout) -> bool:
 
 
 def mean_time_between_failures(seconds: float, failures: int, prior_s: float) -> float:
-    """The expected time after so many failures in so many seconds, if one in ``prior_s`` was expected before.
+    """The expected seconds between failures, after a number of failures in a time, given the seconds expected before.
 
-    The mean of the rate under a Gamma prior with one failure in ``prior_s`` seconds: before anything has failed the
-    estimate is the prior, or what was survived and the prior together; after many failures the prior counts for one.
+    It follows from the mean of the failure rate under a Gamma prior with one failure in ``prior_s`` seconds. Without a
+    failure the estimate is the prior plus the time so far; after many, the prior counts as one failure.
     """
     return (seconds + prior_s) / (failures + 1)
 
@@ -291,8 +292,8 @@ def daly_s(checkpoint_s: float, between_failures_s: float) -> float:
         √(2 δ M) · (1 + √(δ / 2M) / 3 + (δ / 2M) / 9) - δ        if δ < 2 M, and M otherwise
 
     Args:
-        checkpoint_s: δ, that writing one takes; above 0.
-        between_failures_s: M, on average; above 0.
+        checkpoint_s: δ, the seconds that writing one takes; above 0.
+        between_failures_s: M, the mean seconds between failures; above 0.
     """
     share = checkpoint_s / (2 * between_failures_s)
     if share >= 1:
@@ -302,7 +303,7 @@ def daly_s(checkpoint_s: float, between_failures_s: float) -> float:
 
 
 Market = Callable[[], Mapping[str, float | int | None]]
-"""Says the ``price`` of one worker, and for how many of them there are ``notices`` now; either may be absent."""
+"""Returns the ``price`` of one worker, and the number of workers with ``notices`` now; either may be absent."""
 
 
 class SpotPolicy(Policy):
@@ -310,13 +311,12 @@ class SpotPolicy(Policy):
 
     - **Size**: the largest useful number of workers with ``price · workers <= budget``. It shrinks at once when they
       get too dear, and grows only if the price could rise by ``margin`` meanwhile.
-    - **Notices**: for each new one a checkpoint is written after the same step, and with a budget one worker more is
-      asked for, in place of the one that is about to go, until that has left. All that is affordable stays asked for:
-      the coordinator gives it as soon as there is room.
-    - **Checkpoints**: every τ + δ seconds, with Daly's τ for δ, the seconds that a checkpoint takes, and the mean time
-      between failures that was observed (:mod:`unisono.adapt.layout_policies`). Each worker that is lost, or leaves on
-      notice, counts as a failure: machines of one market tend to be taken together, and then there is only the
-      checkpoint.
+    - **Notices**: for each new notice a checkpoint is written after the same step. With a budget one more worker is
+      requested, in place of the one that is about to go, until that has left. The request for all affordable workers
+      stays: the coordinator starts them as soon as there is room.
+    - **Checkpoints**: every τ + δ seconds, with Daly's τ for δ, the seconds of a checkpoint, and the mean time between
+      failures that was observed (:mod:`unisono.adapt.layout_policies`). Each worker that is lost, or leaves on notice,
+      counts as a failure: machines of one market tend to be taken together, and then only the checkpoint is left.
 
     Args:
         market: a function without arguments that the main worker calls every so many steps, and that returns a mapping
@@ -325,8 +325,8 @@ class SpotPolicy(Policy):
         budget: the budget for all workers together, in the unit of the price; None leaves their number to others.
         fewest: the smallest number of workers, however dear they are.
         most: the largest number of workers; None for as many as there are shards.
-        every: the number of steps from one look at the market to the next.
-        margin: the share by which the price may rise before a number of workers that was just asked for is too dear.
+        every: the number of steps from one call of ``market`` to the next.
+        margin: the share by which the price may rise before a number of workers that was just requested is too dear.
         prior_s: the expected seconds between failures before anything was observed.
         checkpoint_s: the expected seconds of a checkpoint before one was written.
 
@@ -334,12 +334,12 @@ class SpotPolicy(Policy):
         JobError: a number is out of range.
 
     Attributes:
-        target: the number of workers that the price allows; 0 before the first look.
-        asked_for: the number of workers asked for last; 0 if that was never necessary.
-        notices: the notices at the newest look.
-        departures: the departures of workers at the newest look.
-        gone_by: the number of departures with which all are gone that notices are about; 0 while there are none.
-        kept_s: the seconds of training at which the newest checkpoint was asked for.
+        target: the number of workers that the price allows; 0 before the first price.
+        asked_for: the number of workers requested last; 0 if none was.
+        notices: the number of notices at the newest call of ``market``.
+        departures: the number of departures of workers at that call.
+        gone_by: the number of departures at which all workers with notices are gone; 0 while there are no notices.
+        kept_s: the seconds of training at which the newest checkpoint was requested.
     """
 
     def __init__(
@@ -354,11 +354,11 @@ class SpotPolicy(Policy):
         checkpoint_s: float = 1.0,
     ) -> None:
         require_kinds(SpotPolicy.__init__, locals())
-        given = f"SpotPolicy(budget={budget}, fewest={fewest}, most={most}, every={every}, margin={margin})"
+        call = f"SpotPolicy(budget={budget}, fewest={fewest}, most={most}, every={every}, margin={margin})"
         if (budget is not None and not budget > 0) or every < 1 or not margin >= 0:
-            raise JobError(f"{given}: budget above 0, every from 1, margin from 0")
+            raise JobError(f"{call}: budget above 0, every from 1, margin from 0")
         if fewest < 1 or (most is not None and most < fewest):
-            raise JobError(f"{given}: fewest is at least 1, and most is no less")
+            raise JobError(f"{call}: fewest is at least 1, and most is no less")
         if not prior_s > 0 or not checkpoint_s > 0:
             raise JobError(f"SpotPolicy(prior_s={prior_s}, checkpoint_s={checkpoint_s}): both above 0")
         self.observe_every = every
@@ -368,7 +368,7 @@ class SpotPolicy(Policy):
         self.kept_s = 0.0
 
     def observe(self, view: View) -> Mapping[str, Figure]:
-        """Look at the market."""
+        """Return the price and the notices of the market."""
         try:
             market = dict(self._market())
         except OSError as error:
@@ -378,22 +378,22 @@ class SpotPolicy(Policy):
         return {"price": market.get("price"), "notices": market.get("notices") or 0}
 
     def after_step(self, view: View) -> None:
-        """Answer what the market says, and write a checkpoint if one is due."""
-        seen = view.observed.get(self.name, {})
-        is_warned = "notices" in seen and self._heed(int(seen["notices"] or 0), view)
-        if seen:
-            self._resize(seen.get("price"), view)
-        self._keep(view, at_once=is_warned)
+        """React to the price and to notices, and write a checkpoint if one is due."""
+        market = view.observed.get(self.name, {})
+        has_new_notices = "notices" in market and self._take_notices(int(market["notices"] or 0), view)
+        if market:
+            self._resize(market.get("price"), view)
+        self._write_checkpoint(view, at_once=has_new_notices)
 
     def state_dict(self) -> dict[str, Any]:
         """The attributes that change."""
         names = ("target", "asked_for", "notices", "departures", "gone_by", "kept_s")
         return {name: getattr(self, name) for name in names}
 
-    def _heed(self, notices: int, view: View) -> bool:
-        """Whether there are new ones."""
+    def _take_notices(self, notices: int, view: View) -> bool:
+        """Note the number of notices; return whether there are new ones."""
         new, self.notices = notices - self.notices, notices
-        if new > 0:  # some may have left already, as soon as their hosts were warned
+        if new > 0:  # from the departures of the last call, since workers with new notices may have left since then
             self.gone_by = max(self.gone_by, self.departures) + new
         elif not notices:
             self.gone_by = 0
@@ -407,19 +407,19 @@ class SpotPolicy(Policy):
         if isinstance(price, float | int):
             self.target = self._affordable(self._budget, price, view)
         about_to_go = min(self.notices, max(0, self.gone_by - view.departures))
-        wanted = max(self.target, min(self.target + about_to_go, self._most or view.base_shards, view.base_shards))
+        workers = max(self.target, min(self.target + about_to_go, self._most or view.base_shards, view.base_shards))
         before = self.asked_for or view.world_size
-        if wanted != before:
-            self.resize(wanted, before=before, price=price, budget=self._budget, notices=self.notices)
-            self.asked_for = wanted
+        if workers != before:
+            self.resize(workers, before=before, price=price, budget=self._budget, notices=self.notices)
+            self.asked_for = workers
 
     def _affordable(self, budget: float, price: float, view: View) -> int:
         sizes = useful_sizes(view.base_shards, self._fewest, self._most or view.base_shards)
-        paid = [workers for workers in sizes if workers * price <= budget] or sizes[:1]
-        safe = [workers for workers in paid if workers * price * (1 + self._margin) <= budget] or sizes[:1]
-        return paid[-1] if self.target > paid[-1] else max(safe[-1], self.target)
+        affordable = [workers for workers in sizes if workers * price <= budget] or sizes[:1]
+        safe = [workers for workers in affordable if workers * price * (1 + self._margin) <= budget] or sizes[:1]
+        return affordable[-1] if self.target > affordable[-1] else max(safe[-1], self.target)
 
-    def _keep(self, view: View, *, at_once: bool) -> None:
+    def _write_checkpoint(self, view: View, *, at_once: bool) -> None:
         checkpoint_s = max((worker.checkpoint_s for worker in view.workers), default=0.0) or self._checkpoint_s
         between_s = mean_time_between_failures(view.seconds, view.departures, self._prior_s)
         every_s = daly_s(checkpoint_s, between_s)

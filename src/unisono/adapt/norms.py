@@ -1,4 +1,4 @@
-"""The noise of gradients, from the squared norms of a step; and which figures are measured in the steps themselves."""
+"""The noise of gradients, from the squared norms of a step; and the settings of measurements in the steps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +10,9 @@ from unisono.errors import JobError
 from unisono.received import short
 
 if TYPE_CHECKING:
-    from torch import Tensor  # what policies have decided is shown without torch
+    from torch import Tensor  # not at run time, since commands that show decisions of policies do not load torch
 
-# Moving averages that know how much they have seen.
+# Moving averages that know the weight of their values.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class GradientNorms:
 
     @property
     def are_enough(self) -> bool:
-        """Whether anything can be said of the noise: it takes two groups at least."""
+        """Whether the noise can be estimated: that takes two groups at least."""
         return len(self.groups) > 1
 
     @property
@@ -112,13 +112,13 @@ class Noise:
         return self.variance / self.signal if self.signal > 0 else None
 
     def gain(self, base: float, batch: float) -> float:
-        """Return how many steps of ``base`` samples a step of ``batch`` is worth: AdaScale's gain, 1 … batch/base.
+        """Return AdaScale's gain, 1 … batch/base: the number of steps of ``base`` samples that one of ``batch`` is worth.
 
         Johnson et al., ICML 2020: r = (σ² + μ²) / (σ²/S + μ²), where σ² = tr(Σ) / base, μ² = |G|² and S = batch / base.
 
         Args:
-            base: samples of the batch for which the learning rates were made.
-            batch: samples of the batch.
+            base: the number of samples of the batch for which the learning rates were made.
+            batch: the number of samples of the batch.
         """
         if self.variance <= 0:
             return 1.0
@@ -135,7 +135,7 @@ class Noise:
         return 1.0 if scale is None else (scale + base) / (scale + batch)
 
 
-# The samples' losses, by the shards' losses.
+# The variance of samples' losses, from the losses of shards.
 
 
 def loss_variance(losses: Sequence[float], sizes: Sequence[float]) -> float | None:
@@ -156,10 +156,10 @@ def loss_variance(losses: Sequence[float], sizes: Sequence[float]) -> float | No
     return sum(size * (loss - mean) ** 2 for loss, size in zip(losses, sizes, strict=True)) / (len(losses) - 1)
 
 
-# Which steps are watched, and how closely.
+# The steps that are watched, and the part of a gradient that is read.
 
 ELEMENTS = 2**20
-"""The elements of a gradient that are read at least by default: so watching costs next to nothing."""
+"""The elements of a gradient that are read by default, if it has more: watching costs next to nothing then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class NoiseAverage:
         return cls(Average(decay), Average(decay))
 
     def after(self, norms: GradientNorms) -> "NoiseAverage":
-        """With one more step; a step that says nothing changes nothing."""
+        """The averages with one more step; a step with fewer than two groups changes nothing."""
         if not norms.are_enough:
             return self
         noise = norms.noise

@@ -27,15 +27,15 @@ def policies_named(names: Sequence[str], batch_size: int, where: str = "--policy
     """Make policies.
 
     Args:
-        names: names of our own policies, of those that packages bring, or ``module:Class``; what is not
-            ours is called without arguments.
+        names: names of our own policies, of policies of other packages, or ``module:Class``; a class of another package
+            is called without arguments.
         batch_size: the job's global batch size.
-        where: the variable or option that they stand in, for errors.
+        where: the variable or option that has the names, for errors.
 
     Raises:
         JobError: there is no such policy; says which there are, or what failed.
     """
-    return [_made(name, batch_size, where) for name in names]
+    return [_make(name, batch_size, where) for name in names]
 
 
 def require_policies(names: Sequence[str], where: str) -> None:
@@ -43,7 +43,7 @@ def require_policies(names: Sequence[str], where: str) -> None:
     require_named(names, NAMED, "policy", where)
 
 
-def _made(name: str, batch_size: int, where: str) -> Policy:
+def _make(name: str, batch_size: int, where: str) -> Policy:
     make = thing_named(name, NAMED, "policy", where)
     if name in NAMED:
         return NAMED[name](batch_size)

@@ -8,27 +8,28 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 SMALL = 2**16
-"""Elements up to which a tensor is kept until the gradient is whole, for one call to read all of these."""
+"""The most elements of a tensor that is kept until the gradient is complete, when one call reads all such tensors."""
 
 BLOCK = 4096
-"""Elements whose squares are added by one call: short enough for float32, and what is left out or not as one."""
+"""The elements of a block, which is read whole or not at all: few enough for a sum of their squares in float32."""
 
 LARGE = 2**22
-"""Elements above which the mean gradient is distributed, if all of it is read: less is read sooner than asked for."""
+"""The elements above which workers share the reading of the mean gradient, if all of it is read: sharing takes time."""
 
 PIECE = 2**20
-"""Elements of the mean gradient that one worker reads for all of them. No number of workers decides where one ends."""
+"""The elements of a piece of the mean gradient, which one worker reads for all; it does not depend on their number."""
 
 
 class SquaredNorms:
-    """Adds up squares in an order that nothing but the tensors' sizes decides, so that it always gives the same bits.
+    """Adds up squares in an order that depends on the tensors' sizes alone, so the result always has the same bits.
 
-    With ``one_in`` above 1 only every so many-th block of a tensor is read, and stands for the others. Which ones
-    changes with ``offset``: over the steps all of them come by. Small tensors, tensors that have fewer blocks, and what
-    the last block lacks, are always read.
+    With ``one_in`` above 1 only one in so many blocks of a tensor is read, and stands for the others. ``offset`` says
+    with which block that begins: when it changes with the steps, all blocks are read in turn. Small tensors, tensors
+    with fewer blocks, and the elements after the last block, are always read.
 
     Args:
-        one_in: the number of blocks that one block stands for.
+        tensors: the number of tensors.
+        one_in: the number of blocks for which one block stands.
 
     Attributes:
         offset: the number of the first block that is read.
@@ -42,12 +43,12 @@ class SquaredNorms:
         self._scales: dict[tuple[tuple[int, float], ...], Tensor] = {}
 
     def begin(self) -> None:
-        """Begin with another gradient."""
+        """Forget the gradient, and begin with the next one."""
         self._parts = [()] * len(self._parts)
         self._small = {}
 
     def take(self, number: int, tensor: Tensor | None) -> None:
-        """Take a tensor of the gradient, in any order; it stays unchanged until :meth:`total`. Absent ones are 0."""
+        """Take a tensor of the gradient, in any order. It must not change before :meth:`total`; None counts as 0."""
         if tensor is None or not tensor.numel():
             return
         if tensor.numel() <= SMALL:
@@ -67,7 +68,7 @@ class SquaredNorms:
         self._parts[number] = parts
 
     def total(self) -> float:
-        """The squared norm. Reading it waits for a GPU."""
+        """The squared norm. The call waits for a GPU."""
         parts = [part for parts in self._parts for part in parts]
         total = 0.0
         if self._small:
@@ -88,28 +89,28 @@ class SquaredNorms:
 
 
 def squares_of(tensors: Sequence[Tensor | None], rank: int, workers: int) -> Tensor:
-    """The squared norms of the pieces of a gradient that are one worker's to read.
+    """The squared norms of the pieces of a gradient that one worker reads.
 
-    The places of the others are 0, so the sum over all workers has every piece's, with the same bits for any number.
-    The result is 1-D, of float64, with a place per piece.
+    The elements of other workers' pieces are 0, so the sum over all workers has the squares of every piece, with the
+    same bits for any number of workers. The result is 1-D, of float64, with an element for each piece.
     """
     pieces = [piece for tensor in tensors if tensor is not None for piece in _pieces(tensor.detach().reshape(-1))]
     squares = torch.zeros(len(pieces), dtype=torch.float64)
-    if mine := pieces[rank::workers]:
-        norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1)) for rows in mine]
+    if own := pieces[rank::workers]:
+        norms = [torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1)) for rows in own]
         squares[rank::workers] = torch.stack(norms).double().square()
     return squares
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
-    """Blocks as rows of matrices, and what the last block lacks in one of a single row."""
+    """Matrices whose rows are blocks, and a matrix of one row with the elements after the last block."""
     whole = flat.numel() // BLOCK * BLOCK
     pieces = [*flat[:whole].view(-1, BLOCK).split(PIECE // BLOCK), flat[whole:].view(1, -1)]
     return [piece for piece in pieces if piece.numel()]
 
 
 class _Part(NamedTuple):
-    """Norms of some blocks of a tensor, and how many blocks each of them stands for."""
+    """Norms of some blocks of a tensor, and the number of blocks for which each of them stands."""
 
     norms: Tensor
     scale: float

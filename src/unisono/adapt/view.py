@@ -1,4 +1,4 @@
-"""Policies, which watch training from inside and change it while it runs; and their view of it."""
+"""Policies, which watch training from inside and change it while it runs, and the view of it that they get."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Decision:
 
 
 def decisions_digest(decisions: Sequence[Decision]) -> int:
-    """A number above 0 and below 2**49 that differs where decisions do; the figures behind them do not count."""
+    """A number above 0 and below 2**49 that differs if decisions differ; the figures behind them do not count."""
     text = json.dumps([[decision.policy, decision.verb, decision.value, decision.shards] for decision in decisions])
     return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
 
@@ -93,7 +93,7 @@ class Timings:
     sent_messages: float = 0.0
 
 
-# How a step was computed.
+# The conditions under which a step was computed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,10 @@ class Setting:
     Attributes:
         generation: the number of the workers' generation.
         world_size: the number of workers.
-        batch_size: samples in the global batch that was wanted; the last one of an epoch may have had fewer.
-        shards: into which it was cut.
+        batch_size: the number of samples in a global batch; the last one of an epoch may have had fewer.
+        shards: the number of shards of the batch.
         topology: the way of the partial sums over a process group; empty where there was none.
-        departures: workers that had been lost by then, or had left on notice, in the whole job.
+        departures: the number of workers that had been lost by then, or had left on notice, in the whole job.
     """
 
     generation: int = 0
@@ -117,7 +117,7 @@ class Setting:
     departures: int = 0
 
 
-# How large a global batch is, and how fine it is cut.
+# The size of a global batch, and of its shards.
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +134,27 @@ class BatchShape:
 
     @property
     def largest_shard(self) -> int:
-        """Samples in the largest shard."""
+        """The number of samples in the largest shard."""
         return -(-self.samples // self.shards)
 
 
 def shards_for(batch_size: int, base_shards: int, largest_shard: int) -> int:
-    """Into how many shards a batch is cut so that none is larger than a worker's memory allows.
+    """The number of shards into which to split a batch so that none is larger than a worker's memory allows.
 
     Args:
-        batch_size: samples in the batch.
+        batch_size: the number of samples in the batch.
         base_shards: the job's number of shards.
-        largest_shard: samples in one shard at most.
+        largest_shard: the largest number of samples in one shard.
 
     Returns:
-        the smallest power of two times ``base_shards`` that does it.
+        the smallest sufficient number that is a power of two times ``base_shards``.
 
     Raises:
         ValueError: a number is below 1.
     """
     if min(batch_size, base_shards, largest_shard) < 1:
-        given = f"batch_size={batch_size}, base_shards={base_shards}, largest_shard={largest_shard}"
-        raise ValueError(f"shards_for({given}): all need to be above 0")
+        arguments = f"batch_size={batch_size}, base_shards={base_shards}, largest_shard={largest_shard}"
+        raise ValueError(f"shards_for({arguments}): all need to be above 0")
     shards = base_shards
     while BatchShape(batch_size, shards).largest_shard > largest_shard:
         shards *= 2
@@ -171,8 +171,8 @@ LOCAL = ("seconds", "samples_per_s", "generation", "world_size")
 class View:
     """A run as it stands at a step boundary.
 
-    All workers see the same view. On another number of workers, and in another run, all is the same but what depends
-    on workers and on time: a policy whose decisions are to be so as well leaves these aside.
+    All workers see the same view. With another number of workers, and in another run, only the values that depend on
+    workers and on time differ: a policy that is to decide the same there must not use them.
 
     Attributes:
         step: the number of steps committed so far.
@@ -184,15 +184,15 @@ class View:
         base_shards: the number of shards that the job began with; ``shards`` is a multiple of it.
         world_size: the number of workers that computed the step.
         learning_rate: the present learning rate of the first parameter group.
-        metrics: the newest line of ``metrics.jsonl``, without what each worker measures by itself.
+        metrics: the newest line of ``metrics.jsonl``, without the values that each worker measures by itself.
         noise: the averaged noise of the gradients; None as long as it is unknown.
         norms: the squared norms of the newest step's gradients; None if they were not measured.
         workers: the measurements of each worker, by rank.
-        steady: steps in a row, with this one, that these workers computed with this batch and these shards. Timings of
-            the step before belong to the present setting from 2 on; below 3, memory was still made anew.
+        steady: the number of steps in a row, with this one, that these workers computed with this batch and these
+            shards. Timings of the step before belong to this setting from 2 on; below 3, memory was still allocated.
         seconds: the seconds of training so far: the sum of the slowest worker's step times.
         generation: the number of the workers' generation.
-        departures: workers that were lost or left on notice so far, in the whole job.
+        departures: the number of workers that were lost or left on notice so far, in the whole job.
         topology: the way of the partial sums over a process group; empty where there is none.
         strategy: the strategy in use, as its text.
         links: the newest measurement of the connections between the workers; None before the first, or where workers
@@ -229,20 +229,20 @@ class View:
 
 
 ReadStrategy = Callable[[object], str]
-"""The canonical text of a strategy, or of its text. Raises ``JobError`` where there is none that the run can use."""
+"""Returns the canonical text of a strategy, or of its text. Raises ``JobError`` for one that the run cannot use."""
 
 
 @cache
-def _in_small_letters(name: str) -> str:
+def _name_of_class(name: str) -> str:
     return "-".join(re.findall(r"[A-Z][a-z0-9]*", name.removesuffix("Policy"))).lower()
 
 
 class Policy:
     """Base of all policies. Override the hooks that matter, and call the verbs in them.
 
-    Every worker has its own copy of each policy and asks it at the same steps; all have to decide alike, which is
-    checked. What a hook asks for takes effect before the next step, on every worker, and is journalled with the figures
-    that the verb was given. A policy's public attributes (numbers, text, lists and dicts of them) are part of every
+    Every worker has its own copy of each policy and calls it at the same steps; all copies have to decide alike, which
+    is checked. A decision takes effect before the next step, on every worker, and is written into the journal with the
+    figures that the verb got. A policy's public attributes (numbers, text, lists and dicts of them) are part of every
     checkpoint.
 
     Attributes:
@@ -256,18 +256,18 @@ class Policy:
     curvature_every: ClassVar[int] = 0
     observe_every: int = 0
     _forms: ClassVar[Mapping[str, Any]] = {}
-    """Types of public attributes of which the first value says too little."""
+    """The types of public attributes whose first values do not show them, such as those of empty lists."""
 
     @property
     def name(self) -> str:
-        """In the journal, and on the command line: ``NoiseScalePolicy`` is ``noise-scale``."""
-        return _in_small_letters(type(self).__name__)
+        """The name in the journal and on the command line: ``noise-scale`` for ``NoiseScalePolicy``."""
+        return _name_of_class(type(self).__name__)
 
     def read_strategies(self, read: ReadStrategy) -> None:
-        """Have all strategies read that this policy may ever choose, so that a wrong one is refused as the run begins.
+        """Read all strategies that this policy may choose, so that a wrong one is refused when the run begins.
 
         Args:
-            read: a function to call with each of them; what it returns is what ``view.strategy`` will be.
+            read: a function to call with each of them; it returns the text that ``view.strategy`` will have.
         """
 
     # -- hooks
@@ -285,7 +285,7 @@ class Policy:
         """Called when the script finishes the run. Verbs do nothing any more."""
 
     def observe(self, view: View) -> Mapping[str, Figure]:
-        """Look at the world outside: clocks, prices, notices. Called on the main worker alone, before the other hooks.
+        """Observe what is outside of training: clocks, prices, notices. Called on the main worker, before other hooks.
 
         Returns:
             figures, which all workers find in ``view.observed[self.name]`` until the next call.
@@ -341,14 +341,14 @@ class Policy:
         self._decide("measure_links", None, why)
 
     def checkpoint(self, **why: Figure) -> None:
-        """Write one."""
+        """Write a checkpoint."""
         self._decide("checkpoint", None, why)
 
     def stop(self, **why: Figure) -> None:
         """End the loop."""
         self._decide("stop", None, why)
 
-    # -- what carries it
+    # -- state, and decisions
 
     def state_dict(self) -> dict[str, Any]:
         """The public attributes."""
@@ -358,7 +358,7 @@ class Policy:
         """Restore the result of :meth:`state_dict`, and nothing else.
 
         Raises:
-            Unreadable: there is another name in it, or a value of another kind. Then nothing has changed.
+            Unreadable: it has another name, or a value of another kind. Then nothing has changed.
         """
         own = self.state_dict()
         for name, value in state.items():

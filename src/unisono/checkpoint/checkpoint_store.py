@@ -76,9 +76,9 @@ class CheckpointStore:
         """Copy a snapshot now and write it in the background. A share is a collective call of several stores.
 
         One is written at a time: the next waits for it, so there is never more than one copy of the state. If it cannot
-        be written (a full disk, say), a warning says so at the next call of a method here; the checkpoints before it
-        stay as they are. ``verified`` are digests on which all workers have agreed: only if the copy still has them does
-        the checkpoint get its name.
+        be written (a full disk, say), a warning says so at the next call of a method here; earlier checkpoints stay as
+        they are. ``verified`` are digests on which all workers have agreed: only if the copy still has them does the
+        checkpoint get its name.
 
         Raises:
             CheckpointError: the state holds something that cannot be kept; names it.

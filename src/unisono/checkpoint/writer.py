@@ -72,8 +72,8 @@ class Writer:
     """A worker's right to write into a run folder.
 
     A host that is cut off trains on for a while, and the job may meanwhile go on elsewhere from its newest checkpoint.
-    A writer first puts its turn into a file of the folder, where a worker of an earlier turn that comes back finds it. A
-    worker that has received nothing from the coordinator for too long writes nothing, even without such a file.
+    A writer first puts its turn into a file of the folder, where a worker of an earlier turn that comes back finds it.
+    A worker that has received nothing from the coordinator for too long writes nothing, even without such a file.
 
     Args:
         away: why the job may go on without this worker; empty if it cannot.
@@ -118,7 +118,7 @@ class Writer:
         return why
 
     def is_ours(self) -> bool:
-        """Whether this worker may write, as far as it knows. From any thread: it claims nothing, and warns of nothing."""
+        """Whether this worker may write, as far as it knows. From any thread: it claims and warns of nothing."""
         if self._away() or self.is_superseded:
             return False
         try:
