@@ -461,7 +461,7 @@ async def test_a_worker_that_ends_while_the_coordinator_is_away_is_told_when_it_
 @with_host
 async def test_a_wrong_token_is_an_error(host: Host) -> None:
     host.enter("pass", token="another one")  # noqa: S106
-    with pytest.raises(LaunchError, match="lets nobody in: .*each start of a job makes a new one"):
+    with pytest.raises(LaunchError, match="refuses the token: .*each start of a job makes a new one"):
         await host.end()
 
 

@@ -66,15 +66,15 @@ def test_a_metadata_service_that_answers_nothing_sensible_stops_nobody_and_is_to
     until_asked(2)  # the second, when nobody waits for the first answer any more
     service.raw = None
     service.hang(False)
-    training.until_so(lambda: "can be heard again" in training.output.read_text(), "a service that answers")
+    training.until_so(lambda: "can be read again" in training.output.read_text(), "a service that answers")
     assert training.process.poll() is None
     training.hurry()
     assert training.end() == serial.end()
     assert training.steps == serial.steps
     said = training.output.read_text()
-    (told,) = [line for line in said.splitlines() if "no notices of aws can be heard" in line]
+    (told,) = [line for line in said.splitlines() if "notices from aws cannot be read" in line]
     assert "training goes on" in told
-    assert said.count("notices of aws can be heard again") == 1
+    assert said.count("notices from aws can be read again") == 1
     assert not training.journal("notice")
     assert "Traceback" not in said
 

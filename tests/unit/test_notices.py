@@ -89,7 +89,7 @@ def test_a_notice_is_heard_once_and_nothing_before_it(service: Metadata, how: st
     (notice,) = ear.heard
     assert notice.takes_away
     assert "takes this machine away" in notice.text
-    assert ear.said == ([f"notices of {service.cloud} are listened for"] if how == "auto" else [])
+    assert ear.said == ([f"this host listens for notices from {service.cloud}"] if how == "auto" else [])
 
 
 @of_cloud("")
@@ -106,7 +106,7 @@ def test_a_port_at_which_nobody_listens_is_no_cloud() -> None:
     with metadata_service("aws") as gone:
         pass
     ear = listened(gone, lambda ear: ear.until(lambda: ear.said), "aws")
-    assert "no notices of aws can be heard" in ear.said[0]
+    assert "notices from aws cannot be read" in ear.said[0]
 
 
 GARBAGE = {
@@ -136,9 +136,9 @@ def test_garbage_is_said_once_and_the_next_notice_is_heard_all_the_same(service:
         await ear.until(lambda: ear.heard)
 
     ear = listened(service, test)
-    assert f"no notices of {service.cloud} can be heard" in ear.said[0]
+    assert f"notices from {service.cloud} cannot be read" in ear.said[0]
     assert "training goes on" in ear.said[0]
-    assert ear.said[1:] in ([], [f"notices of {service.cloud} can be heard again"])
+    assert ear.said[1:] in ([], [f"notices from {service.cloud} can be read again"])
     assert len(ear.said[0]) < 600
 
 

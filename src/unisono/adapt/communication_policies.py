@@ -75,7 +75,7 @@ class StragglerPolicy(Policy):
 
 
 def _ratios(seconds: list[float]) -> list[float]:
-    """The ratio of each worker's time to the median of the others, without those that have no shards and a time of 0."""
+    """The ratio of each worker's time to the median of the others; workers without shards do not count."""
     others = ([other for other in seconds[:rank] + seconds[rank + 1 :] if other > 0] for rank in range(len(seconds)))
     return [own / median(other) if other else 1.0 for own, other in zip(seconds, others, strict=True)]
 

@@ -112,7 +112,7 @@ class Noise:
         return self.variance / self.signal if self.signal > 0 else None
 
     def gain(self, base: float, batch: float) -> float:
-        """Return AdaScale's gain, 1 … batch/base: the number of steps of ``base`` samples that one of ``batch`` is worth.
+        """Return AdaScale's gain, 1 … batch/base: how many steps of ``base`` samples one of ``batch`` is worth.
 
         Johnson et al., ICML 2020: r = (σ² + μ²) / (σ²/S + μ²), where σ² = tr(Σ) / base, μ² = |G|² and S = batch / base.
 

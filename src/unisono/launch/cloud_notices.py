@@ -350,11 +350,11 @@ class NoticeListener:
             before, obstacle = obstacle, await self._poll(self._cloud)
             if obstacle and not before:
                 self._say(
-                    f"no notices of {self._cloud.name} can be heard ({obstacle}); training goes on, and its metadata "
+                    f"notices from {self._cloud.name} cannot be read ({obstacle}); training goes on, and its metadata "
                     f"service is asked again every {AGAIN_S:g} s"
                 )
             elif before and not obstacle:
-                self._say(f"notices of {self._cloud.name} can be heard again")
+                self._say(f"notices from {self._cloud.name} can be read again")
             await asyncio.sleep(self._pace * (AGAIN_S if obstacle else self._cloud.pause_s))
 
     async def approve(self) -> None:
@@ -371,7 +371,7 @@ class NoticeListener:
         are_here = await asyncio.gather(*map(self._is_here, clouds))
         here = [cloud for cloud, is_here in zip(clouds, are_here, strict=True) if is_here]
         if here:
-            self._say(f"notices of {here[0].name} are listened for")
+            self._say(f"this host listens for notices from {here[0].name}")
             return here[0]
         self._say(f"no metadata service of a cloud answers here ({', '.join(CLOUDS)}): there are no notices")
         return None

@@ -312,7 +312,7 @@ def torch() -> Facts:
     if result.returncode == 0:
         return parse_object(result.stdout.splitlines()[-1])
     errors = result.stderr.strip().splitlines()
-    raise RuntimeError(f"{_end_text(result.returncode)}: {errors[-1] if errors else 'it said nothing'}")
+    raise RuntimeError(f"{_end_text(result.returncode)}: {errors[-1] if errors else 'it wrote no error'}")
 
 
 def _end_text(code: int) -> str:

@@ -160,7 +160,6 @@ def _aliases(tree: ast.Module) -> Aliases:
 
 
 def _full_name(node: ast.expr, aliases: Aliases) -> str:
-    """The full name of an imported object; empty for every other expression."""
     match node:
         case ast.Name(id=name):
             return aliases.get(name, "")

@@ -115,7 +115,6 @@ class WorkerGroup:
 
 @contextmanager
 def _handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Until the context ends, a signal that asks for an end calls ``on_signal`` with its number. In an event loop."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     # A signal that is ignored stays ignored: nohup ignores SIGHUP.
     numbers += [number for number in (signal.SIGHUP, *NOTICES) if signal.getsignal(number) is not signal.SIG_IGN]
@@ -409,7 +408,7 @@ def cause_of(ends: Sequence[Ended]) -> Ended | None:
 
 
 def _request_stacks(worker: _Worker) -> Iterator[float]:
-    """Ask the threads of a worker's devices for their stacks; yields seconds to wait, and stops at a device's end."""
+    """Request the stacks of the threads of a worker's devices; yield seconds to wait, until a device ends."""
     devices = list(worker.processes)
     for process in devices:
         for pause_s in ask_for_stacks(process.pid):

@@ -295,7 +295,7 @@ class Agents:
         self.ends.append(AgentEnd(place.agent, _where(place), None if code == KILLED else code))
 
     def _agent_lost(self, place: _Place, why: str) -> None:
-        self._say(f"an agent is lost with its node or its process, and its bundle is asked for again: {why}")
+        self._say(f"an agent is lost with its node or its process, and Ray places its bundle again: {why}")
         is_soon = time.monotonic() - place.began < SETTLED_S
         place.failures = place.failures + 1 if is_soon else 0
         place.is_over, self.last_end = place.failures >= MOST_FAILURES, why

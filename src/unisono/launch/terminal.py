@@ -72,7 +72,7 @@ class Terminal:
             self._write(stream, text, newest)
 
     def say(self, words: str) -> None:
-        """Write a line of the launcher's own."""
+        """Write a line of the launcher."""
         self._write("err", f"unisono: {words}\n")
 
     def conclude(self, text: str) -> None:

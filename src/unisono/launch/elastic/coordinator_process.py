@@ -126,7 +126,7 @@ class CoordinatorLine:
             await self._reconnection.keep()
         except ShutOut as error:
             why = OUTDATED if error.is_outdated else error.__cause__
-            raise LaunchError(f"the coordinator at {self._address.url} lets nobody in: {why}") from error
+            raise LaunchError(f"the coordinator at {self._address.url} refuses the token: {why}") from error
 
     @asynccontextmanager
     async def _dial(self) -> AsyncIterator[ClientConnection]:

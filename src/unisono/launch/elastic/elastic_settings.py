@@ -337,7 +337,7 @@ def conclusion_of(over: JobOver, agent_ends: Sequence[AgentEnd] = ()) -> JobConc
 
 
 def _failed_agent(over: JobOver, agent_ends: Sequence[AgentEnd]) -> AgentEnd | None:
-    """The end of an agent that makes a job fail after complete training, by the rules of :func:`exits_that_count`."""
+    # By the rules of exits_that_count.
     main = [end for end in agent_ends if end.agent == over.main_agent]
     others = [end for end in agent_ends if end.agent in over.agents and end.code is not None]
     return next((end for end in (*main, *others) if end.code not in (0, PREEMPTED)), None)
