@@ -81,7 +81,7 @@ def test_an_interrupt_in_the_last_checkpoint_of_a_process_that_exits_keeps_nobod
 
     store = CheckpointStore(tmp_path, on_event=interrupt)
     saved(store, 1)
-    store._writer.shutdown()  # type: ignore[union-attr]  # as Python does when it exits
+    store._executor.shutdown()  # type: ignore[union-attr]  # as Python does when it exits
     with pytest.raises(KeyboardInterrupt):
         store.save(snapshot(2))
     store.close()
