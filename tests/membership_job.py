@@ -18,19 +18,19 @@ from unisono.membership.messages import (
 )
 from unisono.membership.state import (
     Action,
-    AgentHeard,
-    Changed,
+    AgentMessage,
+    CloseConnection,
+    DropKeys,
     ElasticConfig,
     Event,
-    Forget,
-    Hangup,
-    Heard,
-    Note,
     Restarted,
+    SaveRows,
+    SendToAgent,
+    SendToWorkers,
     State,
-    Tell,
-    TellAgent,
     Tick,
+    WorkerMessage,
+    WriteJournal,
     next_deadline,
     step,
 )
@@ -47,7 +47,7 @@ class Job:
         self.state = State(settings=ElasticConfig(smallest, largest, **{"failure_timeout_s": 10.0, **settings}))
         self.now = 100.0
         self.told: list[tuple[str, Message]] = []
-        self.notes: list[Note] = []
+        self.notes: list[WriteJournal] = []
         self.forgotten: list[int | None] = []
         self.hung_up: list[str] = []
         self._kept = whole(self.state)
@@ -62,15 +62,15 @@ class Job:
         self.hung_up = []
         for action in actions:
             match action:
-                case Tell(workers, message):
+                case SendToWorkers(workers, message):
                     self.told += [(worker, message) for worker in workers]
-                case TellAgent(agent, message):
+                case SendToAgent(agent, message):
                     self.told.append((agent, message))
-                case Note():
+                case WriteJournal():
                     self.notes.append(action)
-                case Forget(below):
+                case DropKeys(below):
                     self.forgotten.append(below)
-                case Hangup(worker):
+                case CloseConnection(worker):
                     self.hung_up.append(worker)
         return self
 
@@ -79,17 +79,17 @@ class Job:
         if isinstance(event, Restarted):
             self._kept = whole(self.state)
         for action in actions:
-            if isinstance(action, Changed):
+            if isinstance(action, SaveRows):
                 merge(self._kept, json.loads(json.dumps(changes(before, self.state, action.rows))))
                 before = self.state
         merge(self._kept, changes(before, self.state, {}))
         assert self._kept == whole(self.state)
 
     def hear(self, worker: str, message: FromWorker) -> Self:
-        return self.happen(Heard((worker,), message))
+        return self.happen(WorkerMessage((worker,), message))
 
     def agent(self, message: FromAgent, agent: str = "a") -> Self:
-        return self.happen(AgentHeard(agent, message))
+        return self.happen(AgentMessage(agent, message))
 
     def enlist(self, workers: int, agent: str = "a", running: Sequence[str] | None = None) -> Self:
         if running is None:

@@ -20,13 +20,13 @@ MUTANTS = (
     Mutant(
         "the store keeps the keys of all generations",
         TRANSITIONS,
-        "    update.actions.append(Forget(number))\n",
+        "    update.actions.append(DropKeys(number))\n",
         "",
     ),
     Mutant(
         "a job that starts over keeps the published values of before",
         TRANSITIONS,
-        "    update.actions.append(Forget())\n",
+        "    update.actions.append(DropKeys())\n",
         "",
     ),
     Mutant(
@@ -44,8 +44,8 @@ MUTANTS = (
     Mutant(
         "joiners are let in that wait at another loop",
         TRANSITIONS,
-        "for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]",
-        "for worker in _ready(update.state) if not worker.leaving]",
+        "for worker in _ready_candidates(update.state) if worker.loop == loop and not worker.leaving]",
+        "for worker in _ready_candidates(update.state) if not worker.leaving]",
     ),
     Mutant(
         "members that leave go in the middle of a step",
@@ -74,13 +74,13 @@ MUTANTS = (
     Mutant(
         "the next generation is formed before all members have arrived",
         TRANSITIONS,
-        "if current is None or workers.number(MEMBER) > arrived or",
+        "if current is None or workers.count_in_phases(MEMBER) > arrived or",
         "if current is None or not arrived or",
     ),
     Mutant(
         "a generation is formed with a member that has no connection",
         TRANSITIONS,
-        " or workers.number(MEMBER, connected=False):",
+        " or workers.count_in_phases(MEMBER, connected=False):",
         ":",
     ),
     Mutant(
@@ -92,9 +92,9 @@ MUTANTS = (
     Mutant(
         "the first generation does not wait for those that were asked for",
         TRANSITIONS,
-        '    all_ready = state.workers.number(("ready",), connected=True) == candidates\n'
-        "    if candidates >= needed and all_ready and len(_ready(state)) == candidates:\n",
-        "    if len(_ready(state)) >= needed:\n",
+        '    all_ready = state.workers.count_in_phases(("ready",), connected=True) == candidates\n'
+        "    if candidates >= needed and all_ready and len(_ready_candidates(state)) == candidates:\n",
+        "    if len(_ready_candidates(state)) >= needed:\n",
     ),
     Mutant(
         "the first generation is formed with fewer workers than are needed",
@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "members wait for one that has left the work in the middle of it",
         EVENTS,
-        "        update.wake_members()  # they may wait for it, and it comes no more\n",
-        "        pass\n",
+        "        update.wake_members()  # the others may",
+        "        pass  #",
     ),
     Mutant(
         "members wait for one that has left before it had formed the generation",
@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "a joiner that has lost the others leaves its generation, and nobody is told",
         EVENTS,
-        "            _ready(update, worker, message)\n            update.break_up(worker)\n",
+        "            _ready(update, worker, message)\n            update.break_generation(worker)\n",
         "            _ready(update, worker, message)\n",
     ),
     Mutant(
@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "a replacement that was meant for a rank of an earlier generation hits another worker",
         EVENTS,
-        "    if message.generation != update.state.generation:\n        return  # the worker",
-        "    if False:\n        return  # the worker",
+        "    if message.generation != update.state.generation:\n        return  # the rank may",
+        "    if False:\n        return  # the rank may",
     ),
     Mutant(
         "a joiner that cannot join ends the job",
@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant(
         "a worker of an agent that was told to start it, and did not, is awaited for ever",
         EVENTS,
-        "        if worker.id not in hello.running:\n            _ended_unseen(update, worker)\n",
+        "        if worker.id not in hello.running:\n            _ended_unreported(update, worker)\n",
         "        pass\n",
     ),
     # -- restarts of the coordinator
@@ -215,8 +215,7 @@ MUTANTS = (
     Mutant(
         "a coordinator that was killed before it forgot values never forgets them",
         EVENTS,
-        "    update.actions.append(Forget() if state.minted is None else Forget(state.generation))"
-        "  # perhaps it came to nothing\n",
+        "    update.actions.append(DropKeys() if state.minted is None else DropKeys(state.generation))\n",
         "",
     ),
     Mutant(
@@ -247,26 +246,26 @@ MUTANTS = (
     Mutant(
         "a worker that leaves on notice and is then lost counts as two departures",
         STATE_UPDATE,
-        "        if not worker.leaving:  # else it has been counted\n",
+        "        if not worker.leaving:  # a worker that leaves has been counted when it was asked to\n",
         "        if True:\n",
     ),
     Mutant(
         "members are not told of a loss",
         STATE_UPDATE,
-        "        self._tell_working(Lost(generation=self.state.generation, workers=(worker.id,)))\n",
+        "        self._send_to_working(Lost(generation=self.state.generation, workers=(worker.id,)))\n",
         "        pass\n",
     ),
     Mutant(
         "members are not told that a generation is due",
         STATE_UPDATE,
-        "        self._tell_working(RegroupDue(generation=self.state.generation))\n",
+        "        self._send_to_working(RegroupDue(generation=self.state.generation))\n",
         "        pass\n",
     ),
     # -- time
     Mutant(
         "signs of life do not renew a member's deadline",
         EVENTS,
-        "    update.hear_of([worker.id for worker in workers])\n",
+        "    update.record_signs([worker.id for worker in workers])\n",
         "",
     ),
     Mutant(
@@ -315,7 +314,7 @@ MUTANTS = (
     Mutant(
         "who is no member any more still counts as one that has arrived",
         STATE_UPDATE,
-        "            self._let_go(worker)\n",
+        "            self._forget_reports(worker)\n",
         "            pass\n",
     ),
     Mutant(
@@ -327,8 +326,8 @@ MUTANTS = (
     Mutant(
         "of several that say the same, one alone is heard",
         EVENTS,
-        "known = zip(names, update.state.workers.of_ids(names), strict=True)",
-        "known = zip(names[:1], update.state.workers.of_ids(names))",
+        "senders = zip(names, update.state.workers.get_many(names), strict=True)",
+        "senders = zip(names[:1], update.state.workers.get_many(names))",
     ),
     Mutant(
         "a worker that cannot be replaced for want of restarts is replaced",
@@ -359,15 +358,15 @@ MUTANTS = (
     Mutant(
         "a host joins unprobed once its last member has gone",
         REACH,
-        "if begins or agent.id in turned]",
+        "if begins or agent.id in changed]",
         "if begins]",
         REACHES,
     ),
     Mutant(
         "hosts that wait do not probe those that begin to train",
         REACH,
-        "if begins or agent.id in turned]",
-        "if agent.id in turned]",
+        "if begins or agent.id in changed]",
+        "if agent.id in changed]",
         REACHES,
     ),
     Mutant(
@@ -380,7 +379,7 @@ MUTANTS = (
     Mutant(
         "a host that is left out is never tried again",
         REACH,
-        "    probe(update, update.state.agents.of_ids(due))\n",
+        "    probe(update, update.state.agents.get_many(due))\n",
         "",
         REACHES,
     ),
@@ -429,8 +428,8 @@ MUTANTS = (
     Mutant(
         "the job is done while members are still on the way",
         TRANSITIONS,
-        '    if not update.state.workers.number(("finished",)) or update.state.workers.number(MEMBER):\n',
-        '    if not update.state.workers.number(("finished",)):\n',
+        " or update.state.workers.count_in_phases(MEMBER):\n        return\n    finished",
+        ":\n        return\n    finished",
     ),
     # -- what stands beside the values
     Mutant(
@@ -442,7 +441,7 @@ MUTANTS = (
     Mutant(
         "an open table counts the rows with a mark without those that have just come",
         TABLE,
-        "                count += self._more.get(mark, 0)\n",
+        "                count += self._count_changes.get(mark, 0)\n",
         "                pass\n",
         TABLES,
     ),
@@ -468,7 +467,7 @@ MUTANTS = (
     Mutant(
         "hosts whose workers come or go by a rule are not looked at again",
         TRANSITIONS,
-        "for rule in (*reach, *form, keep_in_reach):",
+        "for rule in (*reach, *form, leave_out_unreachable):",
         "for rule in (*reach, *form):",
         REACHES,
     ),
@@ -481,8 +480,8 @@ MUTANTS = (
     Mutant(
         "a worker that hangs is noticed only if others wait for it when it speaks",
         TRANSITIONS,
-        "news = state.members if begins else",
-        "news =",
+        "        state.members if begins else [state.workers",
+        "        [state.workers",
     ),
     Mutant(
         "what changes of a worker is not written down",
@@ -494,14 +493,14 @@ MUTANTS = (
     Mutant(
         "a joiner is told of new hosts alone",
         ROSTER,
-        "and speaker in spoke and speaker in survivors:",
-        "and speaker not in spoke:",
+        "and prober in old_probers and prober in survivors:",
+        "and prober not in old_probers:",
         ROSTERS,
     ),
     Mutant(
         "hosts that are gone are probed for ever",
         ROSTER,
-        "gone = tuple(agent for agent in knew if agent not in hosts)",
+        "gone = tuple(agent for agent in old_hosts if agent not in hosts)",
         "gone = ()",
         ROSTERS,
     ),

@@ -48,11 +48,11 @@ def check_indexes(state: machine.State) -> None:
         for mark, ids in found.items():
             assert {row.id for row in table.marked(mark)} == ids
             assert table.count(mark) == len(ids)
-    assert state.workers.number(PHASES) == len(state.workers)
+    assert state.workers.count_in_phases(PHASES) == len(state.workers)
     for agent in state.agents.values():
         assert agent.started == len([worker for worker in state.workers.values() if worker.agent == agent.id])
         assert {*agent.probing, *agent.unreached} <= {*state.agents} - {agent.id}
-        assert not agent.probing or not state.workers.at(agent.id, "member"), "members wait for a probe"
+        assert not agent.probing or not state.workers.count_of_agent(agent.id, "member"), "members wait for a probe"
 
 
 def _check_progress(world: World, before: machine.State, minted: MintedGeneration) -> None:

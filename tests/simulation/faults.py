@@ -71,16 +71,16 @@ def warn_worker(world: World) -> None:
 
 
 def resize(world: World) -> None:
-    world.service.handle(machine.Resized(world.chance.randint(1, 6)))
+    world.service.handle(machine.ResizeRequested(world.chance.randint(1, 6)))
 
 
 def send_away(world: World) -> None:
-    world.service.handle(machine.LeaveAsked(str(world.chance.randint(0, 3))))
+    world.service.handle(machine.LeaveRequested(str(world.chance.randint(0, 3))))
 
 
 def stop(world: World) -> None:
     if world.chance.random() < 0.3:
-        world.service.handle(machine.StopAsked())
+        world.service.handle(machine.StopRequested())
 
 
 def crash(world: World) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from unisono.membership import state as machine
 from unisono.membership.exposition import exposition, newest_line
 from unisono.membership.messages import AgentHello, Formed, Progress, Pulse, Ready, WorkerHello
-from unisono.membership.state import AgentHeard, ElasticConfig, Heard
+from unisono.membership.state import AgentMessage, ElasticConfig, WorkerMessage
 
 pytestmark = pytest.mark.unit
 
@@ -42,13 +42,19 @@ LINE: dict[str, Any] = {
 def training() -> machine.State:
     """Two workers train, and have told how far they are."""
     state = machine.State(ElasticConfig(smallest=1, largest=4, failure_timeout_s=60.0))
-    events: list[machine.Event] = [AgentHeard("a1", AgentHello(agent="a1", host="here", workers=2))]
+    events: list[machine.Event] = [AgentMessage("a1", AgentHello(agent="a1", host="here", workers=2))]
     for name in ("w1", "w2"):
-        events += [Heard((name,), WorkerHello(worker=name, host="h1", pid=1, shards=8)), Heard((name,), Ready())]
+        events += [
+            WorkerMessage((name,), WorkerHello(worker=name, host="h1", pid=1, shards=8)),
+            WorkerMessage((name,), Ready()),
+        ]
     for name in ("w1", "w2"):
         pulse = Pulse(doing="call", still_s=0.125)
         formed = Formed(generation=1, seconds={"regroup": 0.5, "form": 0.25})
-        events += [Heard((name,), formed), Heard((name,), Progress(acts=42, step=42, samples_per_s=32.0, pulse=pulse))]
+        events += [
+            WorkerMessage((name,), formed),
+            WorkerMessage((name,), Progress(acts=42, step=42, samples_per_s=32.0, pulse=pulse)),
+        ]
     for now, event in enumerate(events):
         state, _ = machine.step(state, event, float(now))
     assert len(state.members) == 2

@@ -42,7 +42,7 @@ def test_whatever_is_done_to_it_it_has_the_entries_of_a_dict(
         assert len(each) == len(entries)
         assert {*each} == {*entries}
         assert sorted(each.values()) == sorted(entries.values())
-        assert each.of(asked) == [entries.get(name) for name in asked]
+        assert each.get_many(asked) == [entries.get(name) for name in asked]
         assert [name in each for name in asked] == [name in entries for name in asked]
         assert each == LayeredMap(entries)
         assert hash(each) == hash(LayeredMap(entries))

@@ -36,7 +36,15 @@ from unisono.membership.messages import (
     from_worker,
     parse,
 )
-from unisono.membership.state import CheckpointAsked, ElasticConfig, LeaveAsked, ReplaceAsked, Resized, State, StopAsked
+from unisono.membership.state import (
+    CheckpointRequested,
+    ElasticConfig,
+    LeaveRequested,
+    ReplaceRequested,
+    ResizeRequested,
+    State,
+    StopRequested,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -309,11 +317,11 @@ said_by_agents = st.one_of(
     st.just(AgentLeaving()),
 )
 people = st.one_of(
-    st.builds(Resized, st.integers(1, 9)),
-    st.builds(LeaveAsked, names | st.just("0")),
-    st.just(StopAsked()),
-    st.just(CheckpointAsked()),
-    st.builds(ReplaceAsked, names | st.just("0")),
+    st.builds(ResizeRequested, st.integers(1, 9)),
+    st.builds(LeaveRequested, names | st.just("0")),
+    st.just(StopRequested()),
+    st.just(CheckpointRequested()),
+    st.builds(ReplaceRequested, names | st.just("0")),
 )
 events = st.one_of(
     st.tuples(st.just("worker"), st.integers(0, 3), said_by_workers),

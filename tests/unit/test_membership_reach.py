@@ -20,7 +20,7 @@ from unisono.membership.messages import (
     Start,
     Unreached,
 )
-from unisono.membership.state import Disconnected, LeaveAsked, Resized, Restarted, next_deadline, status
+from unisono.membership.state import Disconnected, LeaveRequested, ResizeRequested, Restarted, next_deadline, status
 from unisono.membership.state.reach import FRESH_S
 
 pytestmark = pytest.mark.unit
@@ -311,7 +311,7 @@ def test_of_joiners_the_one_goes_that_most_gaps_name() -> None:
 def test_whoever_is_left_out_for_a_joiner_that_never_trains_is_tried_again() -> None:
     job = joined("b", "c")
     job.stop("w1").hear("w2", sized_by("c")).hear("w3", sized_by("b"))
-    job.happen(Resized(1)).end("w2", code=0, agent="b").end("w3", code=0, agent="c").work("w1")
+    job.happen(ResizeRequested(1)).end("w2", code=0, agent="b").end("w3", code=0, agent="c").work("w1")
     assert job.state.agents["c"].left_out
     assert job.train(1.5 * TIMEOUT_S).probed() == {"c": ["a"]}
     assert not job.state.agents["c"].left_out
@@ -329,7 +329,7 @@ def test_a_probe_of_a_host_that_is_gone_is_waited_for_no_longer() -> None:
 def test_a_host_that_leaves_stands_in_nobodys_way() -> None:
     job = with_stranger().fails("b", "a")
     job.come("c").reaches("c", "a").join("w2").stop("w1").work("w1", "w2")
-    job.happen(LeaveAsked("a")).stop("w1", acts=6).stop("w2", acts=6)
+    job.happen(LeaveRequested("a")).stop("w1", acts=6).stop("w2", acts=6)
     assert job.roster == ["w2"]
     job.end("w1", code=0).train(FRESH_S + 1)
     assert job.state.agents["a"].left
@@ -373,7 +373,7 @@ def test_a_generation_that_nobody_forms_twice_counts_against_its_joiners() -> No
     job.end("w3", code=0, agent="b").work("w1", "w2").reaches("b", "a")
     assert not job.state.agents["b"].probing
     assert job.train(5 * TIMEOUT_S).heard(Start) == []
-    assert job.happen(Resized(3)).heard(Start) == ["b"]
+    assert job.happen(ResizeRequested(3)).heard(Start) == ["b"]
 
 
 def test_a_joiner_is_believed_that_says_which_host_it_did_not_reach() -> None:

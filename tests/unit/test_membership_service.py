@@ -54,7 +54,7 @@ from unisono.membership.messages import (
 from unisono.membership.reception import ListenAddress, Rate, RequestLimits, hosts, listen, url
 from unisono.membership.server import Server
 from unisono.membership.service import SendQueue
-from unisono.membership.state import AgentHeard, ElasticConfig, LeaveAsked
+from unisono.membership.state import AgentMessage, ElasticConfig, LeaveRequested
 from unisono.membership.state_log import Journal, StateLog
 from unisono.membership.token import make_token, new_token, read_token, token_file
 from unisono_lab.page.curves import CoordinatorSource
@@ -732,7 +732,7 @@ def test_whoever_takes_no_part_changes_no_value(tmp_path: Path) -> None:
         _greeted(coordinator, "w1")
         assert len(coordinator.values) == 1
         ended = WorkerEnded(worker="w1", code=-9)
-        coordinator.handle(AgentHeard("a1", ended))
+        coordinator.handle(AgentMessage("a1", ended))
         coordinator.values.forget(None)
         assert isinstance(_greeted(coordinator, "w1")[0], Refused)
         assert len(coordinator.values) == 0
@@ -790,7 +790,7 @@ def test_what_did_not_fit_on_the_disk_is_written_with_what_comes_next(tmp_path: 
         one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
         FullNow.fails = True
         one.greet_agent("a2", Nobody(), AgentHello(agent="a2", host="there", workers=1))
-        one.handle(LeaveAsked("a1"))
+        one.handle(LeaveRequested("a1"))
     with closing(Coordinator(tmp_path, SETTINGS)) as other:
         assert list(other.state.agents) == ["a1", "a2"]
         assert other.state.agents["a1"].leaving

@@ -36,21 +36,21 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.membership.state import (
-    AgentHeard,
+    AgentMessage,
     Bundle,
-    CheckpointAsked,
+    CheckpointRequested,
     Disconnected,
     ElasticConfig,
     Event,
-    Heard,
-    LeaveAsked,
-    Note,
-    ReplaceAsked,
-    Resized,
+    LeaveRequested,
+    ReplaceRequested,
+    ResizeRequested,
     Restarted,
     State,
-    StopAsked,
+    StopRequested,
     Tick,
+    WorkerMessage,
+    WriteJournal,
     find,
     next_deadline,
     status,
@@ -128,17 +128,17 @@ def test_fewer_shards_than_the_fewest_workers_end_the_job_and_say_so() -> None:
 
 
 def test_what_a_bundle_says_comes_to_the_same_as_its_messages_one_by_one() -> None:
-    def said(worker: str) -> list[Heard]:
+    def said(worker: str) -> list[WorkerMessage]:
         """Its worker has formed the generation, and stands at the next boundary."""
         arrived = Arrived(generation=1, acts=5, loop=0, at_boundary=True, step=5)
-        return [Heard((worker,), message) for message in (Formed(generation=1, seconds={"form": 0.5}), arrived)]
+        return [WorkerMessage((worker,), message) for message in (Formed(generation=1, seconds={"form": 0.5}), arrived)]
 
     one_by_one, bundled, at_once = with_joiner(3), with_joiner(3), with_joiner(3)
     events = [event for worker in ("w1", "w2", "w3") for event in said(worker)]
     for event in events:
         one_by_one.happen(event)
     bundled.happen(Bundle(events))
-    at_once.happen(Bundle([Heard(("w1", "w2", "w3"), each.message) for each in said("w1")]))
+    at_once.happen(Bundle([WorkerMessage(("w1", "w2", "w3"), each.message) for each in said("w1")]))
     assert bundled.state.generation == 2
     assert bundled.state == one_by_one.state == at_once.state
 
@@ -319,7 +319,7 @@ def test_an_agent_whose_workers_were_turned_away_hears_so_again_and_when_that_is
     job = training(2).enlist(1, "b").end("w3", 1, "ImportError: no such module", agent="b")
     (told,) = [message for _, message in job.enlist(1, "b").told if isinstance(message, TurnedAway)]
     assert "ImportError: no such module" in told.reason
-    job.happen(Resized(3))
+    job.happen(ResizeRequested(3))
     assert ("b", TurnedAway(places=1)) in job.told
     assert job.heard(Start) == ["b"]
 
@@ -549,7 +549,7 @@ def test_a_generation_knows_how_many_were_lost_or_left_on_notice_before_it() -> 
     job.arrive("w2", "w3", "w4", at_boundary=False)
     assert job.state.minted is not None
     assert job.state.minted.departures == 2
-    job.happen(Resized(1)).arrive("w2", "w3", "w4")
+    job.happen(ResizeRequested(1)).arrive("w2", "w3", "w4")
     assert job.state.minted.departures == 2
 
 
@@ -695,7 +695,7 @@ def test_without_restarts_the_survivors_go_on_and_the_last_loss_ends_the_job() -
 
 def test_somebody_who_resizes_gets_workers_in_place_of_those_that_were_lost() -> None:
     job = training(2, largest=2).end("w2").arrive("w1")
-    assert job.happen(Resized(2)).heard(Start) == ["a"]
+    assert job.happen(ResizeRequested(2)).heard(Start) == ["a"]
 
 
 def test_an_exception_of_the_script_ends_the_job_with_its_words() -> None:
@@ -753,7 +753,7 @@ def test_a_member_leaves_at_the_next_boundary_and_is_not_replaced_there() -> Non
     assert job.heard(Removed) == ["w2"]
     assert job.roster == ["w1", "w3"]
     assert job.end("w2", 0).told == []
-    assert job.happen(Resized(3)).heard(Start) == ["a"]
+    assert job.happen(ResizeRequested(3)).heard(Start) == ["a"]
 
 
 def test_a_member_that_leaves_is_replaced_where_there_is_room_if_a_number_was_asked_for() -> None:
@@ -769,10 +769,10 @@ def test_nobody_leaves_away_from_a_boundary() -> None:
 
 def test_a_rank_an_id_and_an_agent_can_be_asked_to_leave() -> None:
     job = training(3)
-    assert job.happen(LeaveAsked("1")).state.workers["w2"].leaving
-    assert job.happen(LeaveAsked("w3")).state.workers["w3"].leaving
-    assert job.happen(LeaveAsked("nobody")).told == []
-    assert job.happen(LeaveAsked("a")).state.agents["a"].leaving
+    assert job.happen(LeaveRequested("1")).state.workers["w2"].leaving
+    assert job.happen(LeaveRequested("w3")).state.workers["w3"].leaving
+    assert job.happen(LeaveRequested("nobody")).told == []
+    assert job.happen(LeaveRequested("a")).state.agents["a"].leaving
 
 
 def test_whoever_is_the_only_one_with_the_weights_leaves_once_another_one_has_them() -> None:
@@ -783,7 +783,7 @@ def test_whoever_is_the_only_one_with_the_weights_leaves_once_another_one_has_th
 
 
 def test_when_all_leave_the_job_is_preempted_and_over_when_they_have_ended() -> None:
-    job = training(2).happen(StopAsked())
+    job = training(2).happen(StopRequested())
     assert job.heard(RegroupDue) == ["w1", "w2"]
     job.arrive("w1", "w2")
     assert [message for _, message in job.told] == [Removed(reason="all were asked to leave", preempted=True)] * 2
@@ -795,7 +795,7 @@ def test_when_all_leave_the_job_is_preempted_and_over_when_they_have_ended() -> 
 
 
 def test_a_worker_that_is_to_be_replaced_leaves_and_another_one_is_started() -> None:
-    job = training(2).happen(ReplaceAsked("1"))
+    job = training(2).happen(ReplaceRequested("1"))
     assert job.heard(RegroupDue) == ["w1", "w2"]
     job.arrive("w1", "w2")
     assert (job.roster, job.heard(Removed)) == (["w1"], ["w2"])
@@ -806,12 +806,12 @@ def test_a_worker_that_is_to_be_replaced_leaves_and_another_one_is_started() -> 
 def test_a_worker_is_not_replaced_if_no_other_one_that_stays_has_the_weights() -> None:
     assert "w1 trains alone" in why_not_replaced(training(1).state, "w1")
     assert why_not_replaced(training(2).state, "w1") == ""
-    assert "w1 trains alone" in why_not_replaced(training(2).happen(LeaveAsked("w2")).state, "0")
+    assert "w1 trains alone" in why_not_replaced(training(2).happen(LeaveRequested("w2")).state, "0")
     assert why_not_replaced(Job().enlist(2).ready("w1").state, "w1") == ""  # it has nothing yet that could be lost
 
 
 def test_a_worker_that_is_lost_while_it_is_to_be_replaced_is_replaced_once() -> None:
-    job = training(2).happen(ReplaceAsked("1")).end("w2", -9)
+    job = training(2).happen(ReplaceRequested("1")).end("w2", -9)
     started = job.heard(Start)
     job.arrive("w1")
     assert [*started, *job.heard(Start)] == ["a"]
@@ -822,27 +822,27 @@ def test_whoever_asks_for_what_cannot_be_is_told_why() -> None:
     job = training(2)
     assert why_not_replaced(job.state, "1") == "" == why_no_checkpoint(job.state)
     assert "agent of a host" in why_not_replaced(job.state, "a")
-    assert why_not_replaced(job.happen(ReplaceAsked("1")).state, "w2") == "w2 leaves already"  # twice in a row
+    assert why_not_replaced(job.happen(ReplaceRequested("1")).state, "w2") == "w2 leaves already"  # twice in a row
     lost = training(2).end("w1", -9).state
     assert why_not_replaced(lost, "0") == "0 is gone already"  # the rank of a worker that has just died
     assert "nobody trains now" in why_no_checkpoint(lost)
-    assert "the job stops" in why_not_replaced(training(2).happen(StopAsked()).state, "0")
-    over = training(1).happen(StopAsked()).arrive("w1").end("w1", 75).state
+    assert "the job stops" in why_not_replaced(training(2).happen(StopRequested()).state, "0")
+    over = training(1).happen(StopRequested()).arrive("w1").end("w1", 75).state
     assert why_not_replaced(over, "w1") == "the job is over" == why_no_checkpoint(over)
 
 
 def test_the_main_worker_alone_is_told_that_a_checkpoint_is_due() -> None:
-    job = training(2).happen(CheckpointAsked())
+    job = training(2).happen(CheckpointRequested())
     assert job.heard(CheckpointDue) == ["w1"]
     assert job.roster == ["w1", "w2"]
 
 
 def test_nobody_is_asked_for_a_checkpoint_who_has_no_weights() -> None:
-    assert Job().enlist(2).connect("w1").happen(CheckpointAsked()).heard(CheckpointDue) == []
+    assert Job().enlist(2).connect("w1").happen(CheckpointRequested()).heard(CheckpointDue) == []
 
 
 def test_a_joiner_without_the_weights_is_not_asked_to_write_them() -> None:
-    job = with_joiner(1).arrive("w1", acts=7).happen(StopAsked()).arrive("w1", acts=7).arrive("w2", acts=0)
+    job = with_joiner(1).arrive("w1", acts=7).happen(StopRequested()).arrive("w1", acts=7).arrive("w2", acts=0)
     assert [(name, message.preempted) for name, message in job.told if isinstance(message, Removed)] == [
         ("w1", True),
         ("w2", False),
@@ -858,14 +858,14 @@ def test_a_place_that_somebody_has_left_is_filled_again_if_the_job_could_not_beg
 
 
 def test_a_checkpoint_on_the_way_out_may_take_its_time() -> None:
-    job = training(1).happen(StopAsked()).arrive("w1")
+    job = training(1).happen(StopRequested()).arrive("w1")
     for _ in range(20):
         assert job.hear("w1", Progress(acts=5, step=5)).wait(9.0).told == []
     assert job.wait(1.0).told == [("a", End(workers=("w1",), how="kill"))]
 
 
 def test_a_removed_worker_that_does_not_end_is_killed() -> None:
-    job = training(3).happen(Resized(2)).arrive("w1", "w2", "w3")
+    job = training(3).happen(ResizeRequested(2)).arrive("w1", "w2", "w3")
     assert job.heard(Removed) == ["w3"]
     for _ in range(5):
         job.hear("w1", Progress(acts=1, step=1)).hear("w2", Progress(acts=1, step=1)).wait(2.0)
@@ -874,7 +874,7 @@ def test_a_removed_worker_that_does_not_end_is_killed() -> None:
 
 
 def test_a_job_that_is_stopped_before_it_trains_is_over_when_its_workers_have_ended() -> None:
-    job = Job().enlist(2).connect("w1").happen(StopAsked())
+    job = Job().enlist(2).connect("w1").happen(StopRequested())
     assert job.heard(Removed) == ["w1"]
     assert job.heard(End) == ["a"]
     over = job.end("w1", 0).end("w2", -15).state.over
@@ -926,7 +926,7 @@ def test_an_agent_that_died_and_is_started_again_under_its_id_says_that_its_work
 
 
 def test_shrinking_first_sends_away_who_is_not_in_yet_and_then_the_end_of_the_roster() -> None:
-    job = with_joiner(3).happen(Resized(2))
+    job = with_joiner(3).happen(ResizeRequested(2))
     assert job.heard(Removed) == ["w4"]
     job.arrive("w1", "w2", "w3")
     assert (job.roster, job.heard(Removed)) == (["w1", "w2"], ["w3"])
@@ -934,14 +934,14 @@ def test_shrinking_first_sends_away_who_is_not_in_yet_and_then_the_end_of_the_ro
 
 def test_a_size_out_of_range_is_brought_into_it() -> None:
     job = training(3, smallest=2, largest=4)
-    assert job.happen(Resized(9)).state.size == 4
+    assert job.happen(ResizeRequested(9)).state.size == 4
     assert job.hear("w1", ResizeRequest(workers=1)).state.size == 2
     assert job.notes[-1].fields == {"workers": 2, "before": 4, "asked_for": 1, "by": "w1"}
 
 
 def test_growing_asks_for_more_workers_where_there_is_room() -> None:
     job = training(2, wanted=2, largest=5).enlist(4)
-    assert job.happen(Resized(4)).told == [("a", Start(workers=("w3", "w4")))]
+    assert job.happen(ResizeRequested(4)).told == [("a", Start(workers=("w3", "w4")))]
 
 
 # -- the end
@@ -998,7 +998,7 @@ def test_whoever_connects_to_a_job_that_is_over_is_told_so() -> None:
     job = training(1).hear("w1", Finished(digest=DIGEST))
     assert job.connect("w1").told == [("w1", done("w1", "w1"))]
     assert job.enlist(1, "b").told == [("b", done("w1", "w1"))]
-    assert job.happen(Resized(3)).told == []
+    assert job.happen(ResizeRequested(3)).told == []
     assert next_deadline(job.state) is None
 
 
@@ -1100,7 +1100,7 @@ def test_the_journal_says_what_forming_took_by_the_slowest_member() -> None:
     job = training(2).hear("w1", Formed(generation=1, seconds={"form": 0.25, "copy": 0.0}))
     assert job.notes[-1].event == "minted"
     job.hear("w2", Formed(generation=1, seconds={"form": 0.125, "copy": 0.5}))
-    assert job.notes[-1] == Note("formed", {"generation": 1, "seconds": {"form": 0.25, "copy": 0.5}})
+    assert job.notes[-1] == WriteJournal("formed", {"generation": 1, "seconds": {"form": 0.25, "copy": 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -1136,17 +1136,17 @@ FROM_WORKER = st.one_of(
     st.builds(ResizeRequest, workers=st.integers(1, 5)),
 )
 EVENTS = st.one_of(
-    st.builds(Heard, WORKERS, FROM_WORKER),
+    st.builds(WorkerMessage, WORKERS, FROM_WORKER),
     WORKERS.flatmap(
         lambda worker: st.builds(
-            Heard,
+            WorkerMessage,
             st.just(worker),
             st.builds(WorkerHello, worker=st.just(worker), host=st.just("h"), pid=SMALL, shards=st.just(4)),
         )
     ),
     AGENTS.flatmap(
         lambda agent: st.builds(
-            AgentHeard,
+            AgentMessage,
             st.just(agent),
             st.builds(
                 AgentHello,
@@ -1163,11 +1163,11 @@ EVENTS = st.one_of(
     ),
     st.builds(Disconnected, worker=WORKERS),
     st.builds(Disconnected, agent=AGENTS),
-    st.builds(Resized, st.integers(1, 5)),
-    st.builds(LeaveAsked, WORKERS | AGENTS | st.just("0")),
-    st.builds(StopAsked),
-    st.builds(CheckpointAsked),
-    st.builds(ReplaceAsked, st.sampled_from(["0", "w1", "w2", "a"])),
+    st.builds(ResizeRequested, st.integers(1, 5)),
+    st.builds(LeaveRequested, WORKERS | AGENTS | st.just("0")),
+    st.builds(StopRequested),
+    st.builds(CheckpointRequested),
+    st.builds(ReplaceRequested, st.sampled_from(["0", "w1", "w2", "a"])),
     st.builds(Restarted),
     st.builds(Tick),
 )  # fmt: skip

@@ -111,10 +111,10 @@ class Coordinator:
         """Let something happen: decide, write down, act; in this order, so that nothing is done that is forgotten."""
         is_said_again = _is_said_again(self.state, event)
         self.state, actions = machine.step(self.state, event, self.now())
-        notes = (action for action in actions if isinstance(action, machine.Note))
+        notes = (action for action in actions if isinstance(action, machine.WriteJournal))
         self._unwritten = [self._journal.line(note.event, note.fields) for note in notes]
         for action in actions:
-            if isinstance(action, machine.Changed):
+            if isinstance(action, machine.SaveRows):
                 for table, ids in action.rows.items():
                     self._unkept.setdefault(table, set()).update(ids)
         if self._unwritten or not is_said_again:
@@ -147,14 +147,14 @@ class Coordinator:
             older.hang_up()
             self.values.drop(worker)
         self._workers[worker] = peer
-        self.handle(machine.Heard((worker,), hello))
+        self.handle(machine.WorkerMessage((worker,), hello))
 
     def greet_agent(self, agent: str, peer: Peer, hello: AgentHello) -> None:
         """An agent has connected."""
         if (older := self._agents.get(agent)) is not None:
             older.hang_up()
         self._agents[agent] = peer
-        self.handle(machine.AgentHeard(agent, hello))
+        self.handle(machine.AgentMessage(agent, hello))
 
     def worker_gone(self, worker: str, peer: Peer) -> None:
         """This connection of a worker has ended; it counts only if there is no newer one."""
@@ -177,15 +177,15 @@ class Coordinator:
 
     def _act(self, action: machine.Action, texts: dict[int, str]) -> None:
         match action:
-            case machine.Tell(workers, message):
+            case machine.SendToWorkers(workers, message):
                 for worker in workers:
                     self._send(self._workers.get(worker), message, texts)
-            case machine.TellAgent(agent, message):
+            case machine.SendToAgent(agent, message):
                 self._send(self._agents.get(agent), message, texts)
-            case machine.Hangup(worker):
+            case machine.CloseConnection(worker):
                 if (peer := self._workers.get(worker)) is not None:
                     peer.hang_up()
-            case machine.Forget(below):
+            case machine.DropKeys(below):
                 self._answer(self.values.forget(below))
 
     def _send(self, peer: Peer | None, message: messages.Message, texts: dict[int, str]) -> None:
@@ -272,10 +272,10 @@ def _is_said_again(state: machine.State, event: machine.Event) -> bool:
     A worker's first hello is kept: what it is told then, whether it joins, decides what it does from there on.
     """
     match event:
-        case machine.Heard((name,), messages.WorkerHello()):
+        case machine.WorkerMessage((name,), messages.WorkerHello()):
             worker = state.workers.get(name)
             return worker is None or worker.phase != "asked"
-        case machine.Heard(_, messages.Ready() | messages.Arrived() | messages.Formed() | messages.Progress()):
+        case machine.WorkerMessage(_, messages.Ready() | messages.Arrived() | messages.Formed() | messages.Progress()):
             return True
         case machine.Disconnected() | machine.Tick():
             return True
@@ -349,7 +349,7 @@ class WorkerSession(Session):
         elif isinstance(message, messages.StoreRequest):
             self._coordinator.store(self._name, message)
         else:
-            self._coordinator.handle(machine.Heard((self._name,), message))
+            self._coordinator.handle(machine.WorkerMessage((self._name,), message))
 
     def _gone(self) -> None:
         self._coordinator.worker_gone(self._name, self._peer)
@@ -365,7 +365,7 @@ class AgentSession(Session):
             self._name = message.agent
             self._coordinator.greet_agent(self._name, self._peer, message)
         else:
-            self._coordinator.handle(machine.AgentHeard(self._name, message))
+            self._coordinator.handle(machine.AgentMessage(self._name, message))
 
     def _gone(self) -> None:
         self._coordinator.agent_gone(self._name, self._peer)

@@ -236,13 +236,13 @@ class Service:
 
     async def _resize(self, request: Request) -> Response:
         body = await _body(request, _resize)
-        return self._done(machine.Resized(body.workers))
+        return self._done(machine.ResizeRequested(body.workers))
 
     async def _leave(self, request: Request) -> Response:
-        return await self._of_one(request, machine.LeaveAsked, lambda state, who: "")
+        return await self._of_one(request, machine.LeaveRequested, lambda state, who: "")
 
     async def _replace(self, request: Request) -> Response:
-        return await self._of_one(request, machine.ReplaceAsked, machine.why_not_replaced)
+        return await self._of_one(request, machine.ReplaceRequested, machine.why_not_replaced)
 
     async def _of_one(
         self, request: Request, event: Callable[[str], machine.Event], obstacle: Callable[[machine.State, str], str]
@@ -257,10 +257,10 @@ class Service:
     async def _checkpoint(self, request: Request) -> Response:
         if why := machine.why_no_checkpoint(self._coordinator.state):
             raise NotAdmitted(409, why)
-        return self._done(machine.CheckpointAsked())
+        return self._done(machine.CheckpointRequested())
 
     async def _stop(self, request: Request) -> Response:
-        return self._done(machine.StopAsked())
+        return self._done(machine.StopRequested())
 
     def _done(self, event: machine.Event) -> Response:
         self._coordinator.handle(event)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from unisono.errors import JobError
 from unisono.host.tracebacks import warn_without_script
 from unisono.jsonl import append_line, open_lines, read_lines, to_json
-from unisono.membership.state.state import SAID_AGAIN, Agent, State, Worker
+from unisono.membership.state.state import REPORTED_AGAIN, Agent, State, Worker
 from unisono.received import parse_json
 
 Plain = dict[str, Any]
@@ -26,7 +26,9 @@ _STATE: TypeAdapter[State] = TypeAdapter(State)
 _ROWS: dict[str, TypeAdapter[Any]] = {"workers": TypeAdapter(Worker), "agents": TypeAdapter(Agent)}
 _TYPES = get_type_hints(State)
 _FIELDS: dict[str, TypeAdapter[Any]] = {
-    field.name: TypeAdapter(_TYPES[field.name]) for field in fields(State) if field.name not in {*_ROWS, *SAID_AGAIN}
+    field.name: TypeAdapter(_TYPES[field.name])
+    for field in fields(State)
+    if field.name not in {*_ROWS, *REPORTED_AGAIN}
 }
 
 

@@ -198,14 +198,14 @@ class Coordination:
         """The agent of a host connects."""
         self._hosts[host.agent] = host
         self._apply(
-            machine.AgentHeard(host.agent, AgentHello(agent=host.agent, host=host.agent, workers=host.kind.workers))
+            machine.AgentMessage(host.agent, AgentHello(agent=host.agent, host=host.agent, workers=host.kind.workers))
         )
         self._release_if_idle(host.agent)
 
     def warn(self, host: Host) -> None:
         """A host will be taken away: its agent leaves."""
         if host.agent in self._hosts:
-            self._apply(machine.AgentHeard(host.agent, AgentLeaving()))
+            self._apply(machine.AgentMessage(host.agent, AgentLeaving()))
 
     def vanish(self, host: Host) -> None:
         """A host vanishes, with all its processes. It sends no message; its connections fall silent."""
@@ -226,7 +226,7 @@ class Coordination:
         """Let an incident happen to the job."""
         current = self._generation
         if incident.resize is not None and self.state.over is None:
-            self._apply(machine.Resized(incident.resize))
+            self._apply(machine.ResizeRequested(incident.resize))
         if incident.kill is None or current is None or current.over or incident.kill >= len(current.workers):
             return
         name = current.workers[incident.kill]
@@ -266,17 +266,17 @@ class Coordination:
         is_due = is_lost = False
         for action in actions:
             match action:
-                case machine.Tell(workers, message):
+                case machine.SendToWorkers(workers, message):
                     is_due, is_lost = is_due or isinstance(message, RegroupDue), is_lost or isinstance(message, Lost)
                     if isinstance(message, Removed):
                         self._part(workers, message)
-                case machine.TellAgent(agent, Start() as order):
+                case machine.SendToAgent(agent, Start() as order):
                     self._start(agent, order)
-                case machine.TellAgent(agent, End() as order):
+                case machine.SendToAgent(agent, End() as order):
                     self._end(agent, order)
-                case machine.TellAgent(agent, JobOver()):
+                case machine.SendToAgent(agent, JobOver()):
                     self._hosts.pop(agent, None)
-                case machine.Note("starts over"):
+                case machine.WriteJournal("starts over"):
                     self._start_over()
         if self.state.generation > before and self.state.minted is not None:
             self._meet()
@@ -286,7 +286,7 @@ class Coordination:
             self._stop()
 
     def _send_all(self, names: Iterable[str], message: FromWorker) -> None:
-        self._apply(machine.Heard(tuple(names), message))
+        self._apply(machine.WorkerMessage(tuple(names), message))
 
     def _start(self, agent: str, order: Start) -> None:
         took_s = self._took.start_s if agent not in self._warm else self._took.later_start_s
@@ -310,10 +310,10 @@ class Coordination:
                 self._where[name] = host
                 names.append(name)
         hellos = [WorkerHello(worker=name, host=self._where[name].agent, pid=1, shards=shards) for name in names]
-        self._apply(machine.Bundle([machine.Heard((hello.worker,), hello) for hello in hellos]))
+        self._apply(machine.Bundle([machine.WorkerMessage((hello.worker,), hello) for hello in hellos]))
         connected = [self.state.workers[name] for name in names if name in self.state.workers]
         ready = {joins: Ready(loop=0 if joins else None) for joins in (False, True)}
-        self._apply(machine.Bundle([machine.Heard((worker.id,), ready[worker.joins]) for worker in connected]))
+        self._apply(machine.Bundle([machine.WorkerMessage((worker.id,), ready[worker.joins]) for worker in connected]))
 
     def _end(self, agent: str, order: End) -> None:
         for name in order.workers:
@@ -330,7 +330,7 @@ class Coordination:
         if agent not in self._hosts or self.state.over is not None:
             return
         self._where.pop(name, None)
-        self._apply(machine.AgentHeard(agent, WorkerEnded(worker=name, code=code)))
+        self._apply(machine.AgentMessage(agent, WorkerEnded(worker=name, code=code)))
         self._release_if_idle(agent)
 
     def _release_if_idle(self, agent: str) -> None:
@@ -498,7 +498,11 @@ class Coordination:
             [name for name in names if (name in without_state) is is_joiner] for is_joiner in (False, True)
         )
         ready = Ready(loop=0, generation=generation.number)
-        self._apply(machine.Bundle([machine.Heard(tuple(complete), arrived), machine.Heard(tuple(joiners), ready)]))
+        self._apply(
+            machine.Bundle(
+                [machine.WorkerMessage(tuple(complete), arrived), machine.WorkerMessage(tuple(joiners), ready)]
+            )
+        )
 
     def _living(self, generation: SimulatedGeneration) -> list[str]:
         return [name for name in generation.workers if name in self._where]

@@ -1,30 +1,30 @@
 """The decisions about membership: one state, and one function that takes it from event to event.
 
-Nothing here knows sockets, clocks or chance. Times are arguments, in seconds from any start. What is told to somebody
-who is not connected is lost; whoever connects again is told what follows from the state, so nothing has to be told
-twice, and a coordinator that starts again from its last state goes on.
+This package uses no sockets, clocks or random numbers. Times are arguments, in seconds from any start. A message to a
+worker that is not connected is lost. When the worker connects again, it is sent what follows from the state: so no
+message has to be kept, and a coordinator that starts again from its last state can go on.
 """
 
 from unisono.membership.state.event import (
     Action,
-    AgentHeard,
+    AgentMessage,
     Bundle,
-    Changed,
-    CheckpointAsked,
+    CheckpointRequested,
+    CloseConnection,
     Disconnected,
+    DropKeys,
     Event,
-    Forget,
-    Hangup,
-    Heard,
-    LeaveAsked,
-    Note,
-    ReplaceAsked,
-    Resized,
+    LeaveRequested,
+    ReplaceRequested,
+    ResizeRequested,
     Restarted,
-    StopAsked,
-    Tell,
-    TellAgent,
+    SaveRows,
+    SendToAgent,
+    SendToWorkers,
+    StopRequested,
     Tick,
+    WorkerMessage,
+    WriteJournal,
 )
 from unisono.membership.state.questions import (
     find,
@@ -38,9 +38,35 @@ from unisono.membership.state.state import Agent, ElasticConfig, Signs, State, W
 from unisono.membership.state.transitions import step
 
 __all__ = [
-    "step", "next_deadline", "find", "status", "takes_part", "why_no_checkpoint", "why_not_replaced",
-    "State", "ElasticConfig", "Worker", "Agent", "Signs",
-    "Event", "Heard", "AgentHeard", "Disconnected", "Resized", "LeaveAsked", "ReplaceAsked", "CheckpointAsked",
-    "StopAsked", "Restarted", "Tick", "Bundle",
-    "Action", "Tell", "TellAgent", "Hangup", "Note", "Forget", "Changed",
+    "Action",
+    "Agent",
+    "AgentMessage",
+    "Bundle",
+    "CheckpointRequested",
+    "CloseConnection",
+    "Disconnected",
+    "DropKeys",
+    "ElasticConfig",
+    "Event",
+    "LeaveRequested",
+    "ReplaceRequested",
+    "ResizeRequested",
+    "Restarted",
+    "SaveRows",
+    "SendToAgent",
+    "SendToWorkers",
+    "Signs",
+    "State",
+    "StopRequested",
+    "Tick",
+    "Worker",
+    "WorkerMessage",
+    "WriteJournal",
+    "find",
+    "next_deadline",
+    "status",
+    "step",
+    "takes_part",
+    "why_no_checkpoint",
+    "why_not_replaced",
 ]  # fmt: skip

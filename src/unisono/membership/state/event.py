@@ -6,19 +6,19 @@ from typing import Any
 
 from unisono.membership.messages import FromAgent, FromWorker, ToAgent, ToWorker
 
-# What the coordinator has to do, once the state is where it outlasts the coordinator.
+# Actions: what the coordinator has to do once it has saved the state.
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Send a message to workers, as far as they are connected."""
+class SendToWorkers:
+    """Send a message to those of these workers that are connected."""
 
     workers: tuple[str, ...]
     message: ToWorker
 
 
 @dataclass(frozen=True, slots=True)
-class TellAgent:
+class SendToAgent:
     """Send a message to an agent, if it is connected."""
 
     agent: str
@@ -26,51 +26,55 @@ class TellAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class Hangup:
-    """End a worker's connection, after what it was told."""
+class CloseConnection:
+    """Close a worker's connection after all messages to it were sent."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Write a line into the journal."""
+class WriteJournal:
+    """Write a line into the run's journal."""
 
     event: str
     fields: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """Drop the store's keys of the generations before this one; with None all keys, for the job starts over."""
+class DropKeys:
+    """Drop the store's keys of the generations below this number; with None all keys, since the job starts over."""
 
     below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """Keep these rows, by the name of their table: they have come, gone, or changed by more than signs of life."""
+class SaveRows:
+    """Save these rows of the state: they are new, gone, or changed by more than signs of life.
+
+    Attributes:
+        rows: the ids of the rows, by the name of their table.
+    """
 
     rows: dict[str, frozenset[str]]
 
 
-Action = Tell | TellAgent | Hangup | Note | Forget | Changed
+Action = SendToWorkers | SendToAgent | CloseConnection | WriteJournal | DropKeys | SaveRows
 
 
-# What happens to the coordinator's state.
+# Events: what changes the coordinator's state.
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """A worker has said something, or several have said the same. Its hello is what connects it."""
+class WorkerMessage:
+    """A worker has sent a message, or several workers have sent the same. A hello connects its worker."""
 
     workers: tuple[str, ...]
     message: FromWorker
 
 
 @dataclass(frozen=True, slots=True)
-class AgentHeard:
-    """An agent has said something. Its hello is what connects it."""
+class AgentMessage:
+    """An agent has sent a message. A hello connects its agent."""
 
     agent: str
     message: FromAgent
@@ -78,46 +82,46 @@ class AgentHeard:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A worker or an agent has no connection any more; not told of one that a newer one has replaced."""
+    """A worker or an agent has no connection any more. No event tells of one that a newer connection has replaced."""
 
     worker: str | None = None
     agent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Resized:
-    """Somebody asks for another number of workers."""
+class ResizeRequested:
+    """A person asks for another number of workers."""
 
     workers: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    """Somebody asks a worker (by its id, or its rank in digits) or an agent (by its id) to leave."""
+class LeaveRequested:
+    """A person asks a worker (by its id, or its rank in digits) or an agent (by its id) to leave."""
 
     who: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceAsked:
-    """Somebody asks for another worker in the place of one, named by its id or its rank in digits."""
+class ReplaceRequested:
+    """A person asks for a new worker in the place of another one, named by its id or its rank in digits."""
 
     who: str
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointAsked:
-    """Somebody asks for a checkpoint."""
+class CheckpointRequested:
+    """A person asks for a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
-    """Somebody asks the whole job to stop, to go on later."""
+class StopRequested:
+    """A person asks the whole job to stop, so that it can be continued later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The coordinator has started again from this state: nobody is connected yet, and clocks begin anew."""
+    """The coordinator has started again from this state: no worker or agent is connected yet, and clocks begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +131,10 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Several events at one moment: all have their effects, in this order, before anything follows from them."""
+    """Several events at one moment: all are applied, in this order, before the rules look at the state."""
 
-    events: Sequence[Heard | AgentHeard | Disconnected]
+    events: Sequence[WorkerMessage | AgentMessage | Disconnected]
 
 
-Asked = Resized | LeaveAsked | ReplaceAsked | CheckpointAsked | StopAsked
-Event = Heard | AgentHeard | Disconnected | Asked | Restarted | Tick | Bundle
+Requested = ResizeRequested | LeaveRequested | ReplaceRequested | CheckpointRequested | StopRequested
+Event = WorkerMessage | AgentMessage | Disconnected | Requested | Restarted | Tick | Bundle

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from unisono.errors import NOT_STARTED, PREEMPTED
 from unisono.membership import messages
 from unisono.membership.state.event import (
-    AgentHeard,
+    AgentMessage,
     Bundle,
-    CheckpointAsked,
+    CheckpointRequested,
     Disconnected,
+    DropKeys,
     Event,
-    Forget,
-    Heard,
-    LeaveAsked,
-    ReplaceAsked,
-    Resized,
+    LeaveRequested,
+    ReplaceRequested,
+    ResizeRequested,
     Restarted,
-    StopAsked,
+    StopRequested,
     Tick,
+    WorkerMessage,
 )
 from unisono.membership.state.questions import (
     agent_deadline,
@@ -30,51 +30,59 @@ from unisono.membership.state.questions import (
     why_not_replaced,
     worker_deadline,
 )
-from unisono.membership.state.reach import doubt, forget_agent, gave_no_answer, not_reached, probe, probed, try_again
+from unisono.membership.state.reach import (
+    drop_probe_results,
+    probe,
+    probe_left_out_again,
+    probe_unless_recent,
+    record_probe_reply,
+    record_probe_timeout,
+    record_unreached,
+)
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, State, Worker, changed
 from unisono.membership.state.state_update import StateUpdate
 from unisono.membership.state.table import LayeredMap
 
-HEARD: tuple[Phase, ...] = ("preparing", "ready", *MEMBER, "finished")
-"""Phases of those who may say something."""
+ACTIVE: tuple[Phase, ...] = ("preparing", "ready", *MEMBER, "finished")
+"""Phases of the workers whose messages count."""
 
 
-def hear(update: StateUpdate, event: Event) -> None:
-    """Let an event have its effect. Of a job that is over, only whoever connects is told so."""
+def apply_event(update: StateUpdate, event: Event) -> None:
+    """Apply an event to the state. When the job is over, only workers and agents that connect get an answer."""
     match event:
-        case Heard(_, messages.WorkerHello() as hello):
-            _greet(update, hello)
+        case WorkerMessage(_, messages.WorkerHello() as hello):
+            _worker_connected(update, hello)
         case Bundle(events):
             with update.in_bulk():
                 for inner in events:
-                    hear(update, inner)
+                    apply_event(update, inner)
         case Restarted():
             _restart(update)
-        case AgentHeard(_, messages.AgentHello() as hello):
-            _enlist(update, hello)
+        case AgentMessage(_, messages.AgentHello() as hello):
+            _agent_connected(update, hello)
         case _ if update.state.over is not None:
             pass
-        case Heard(workers, message):
-            _hear(update, workers, message)
-        case AgentHeard(agent, messages.WorkerEnded() as ended):
-            _ended(update, agent, ended)
-        case AgentHeard(agent, messages.AgentLeaving(reason=reason)):
+        case WorkerMessage(workers, message):
+            _receive(update, workers, message)
+        case AgentMessage(agent, messages.WorkerEnded() as ended):
+            _worker_ended(update, agent, ended)
+        case AgentMessage(agent, messages.AgentLeaving(reason=reason)):
             _agent_leaves(update, agent, reason)
-            if (known := update.state.agents.get(agent)) is not None and not known.workers:
-                _stop(update)
-        case AgentHeard(agent, messages.Probed() as reply) if agent in update.state.agents:
-            probed(update, update.state.agents[agent], reply)
+            if (leaving := update.state.agents.get(agent)) is not None and not leaving.workers:
+                _stop(update)  # an agent without room only keeps the coordinator: with it the whole job stops
+        case AgentMessage(agent, messages.Probed() as reply) if agent in update.state.agents:
+            record_probe_reply(update, update.state.agents[agent], reply)
         case Disconnected(worker, agent):
             _disconnected(update, worker, agent)
-        case Resized(workers):
+        case ResizeRequested(workers):
             _resize(update, workers, "a person")
-        case LeaveAsked(who):
+        case LeaveRequested(who):
             _leave_asked(update, who)
-        case ReplaceAsked(who):
+        case ReplaceRequested(who):
             _replace_asked(update, who)
-        case CheckpointAsked():
+        case CheckpointRequested():
             _checkpoint_asked(update)
-        case StopAsked():
+        case StopRequested():
             _stop(update)
         case Tick():
             _expire(update)
@@ -83,13 +91,13 @@ def hear(update: StateUpdate, event: Event) -> None:
 # -- workers
 
 
-def _greet(update: StateUpdate, hello: messages.WorkerHello) -> None:
+def _worker_connected(update: StateUpdate, hello: messages.WorkerHello) -> None:
     state, worker = update.state, update.state.workers.get(hello.worker)
     if state.over is not None:
-        update.tell_all((hello.worker,), state.over)
+        update.send_to_all((hello.worker,), state.over)
         return
-    if worker is None or _refusal(state, worker, hello):
-        reason = "no worker of this name is expected" if worker is None else _refusal(state, worker, hello)
+    if worker is None or _reason_to_refuse(state, worker, hello):
+        reason = "no worker of this name is expected" if worker is None else _reason_to_refuse(state, worker, hello)
         update.refuse(hello.worker, reason)
         return
     is_new = worker.phase == "asked"
@@ -102,16 +110,16 @@ def _greet(update: StateUpdate, hello: messages.WorkerHello) -> None:
         joins=state.minted is not None if is_new else worker.joins,
         signs=changed(worker.signs, connected=True),
     )
-    update.hear_of([worker.id])
+    update.record_signs([worker.id])
     if worker.farewell is not None:
-        update.tell(worker, worker.farewell)
+        update.send(worker, worker.farewell)
         return
-    update.tell(worker, messages.Welcome(joins=worker.joins))
+    update.send(worker, messages.Welcome(joins=worker.joins))
     if state.is_at_work(worker):
-        _remind(update, worker, hello.generation)
+        _send_missed_messages(update, worker, hello.generation)
 
 
-def _refusal(state: State, worker: Worker, hello: messages.WorkerHello) -> str:
+def _reason_to_refuse(state: State, worker: Worker, hello: messages.WorkerHello) -> str:
     if worker.phase == "lost":
         return f"{worker.id} was given up: {worker.why}"
     if state.shards not in (0, hello.shards):
@@ -126,25 +134,27 @@ def _refusal(state: State, worker: Worker, hello: messages.WorkerHello) -> str:
     return ""
 
 
-def _remind(update: StateUpdate, worker: Worker, generation: int) -> None:
-    """Tell a member what it may have missed while it had no connection."""
+def _send_missed_messages(update: StateUpdate, worker: Worker, generation: int) -> None:
+    """Send a member the messages that it may have missed while it had no connection."""
     current = update.state.minted
     assert current is not None
     if generation < current.generation:
-        update.tell(worker, current.message_for(worker.id))
+        update.send(worker, current.message_for(worker.id))
     if update.state.broken:
-        update.tell(worker, messages.Lost(generation=current.generation, workers=update.state.lost))
+        update.send(worker, messages.Lost(generation=current.generation, workers=update.state.lost))
     elif update.state.due_since is not None:
-        update.tell(worker, messages.RegroupDue(generation=current.generation))
+        update.send(worker, messages.RegroupDue(generation=current.generation))
 
 
-def _hear(update: StateUpdate, names: Sequence[str], message: messages.FromWorker) -> None:
-    """Workers have said the same."""
-    known = zip(names, update.state.workers.of_ids(names), strict=True)
+def _receive(update: StateUpdate, names: Sequence[str], message: messages.FromWorker) -> None:
+    """Apply a message that all of these workers have sent."""
+    senders = zip(names, update.state.workers.get_many(names), strict=True)
     workers = [
-        worker for name, worker in known if (worker and worker.phase in HEARD) or _is_heard(update, name, worker)
+        worker
+        for name, worker in senders
+        if (worker and worker.phase in ACTIVE) or _accepts_inactive(update, name, worker)
     ]
-    update.hear_of([worker.id for worker in workers])
+    update.record_signs([worker.id for worker in workers])
     generation = update.state.generation
     match message:
         case messages.Arrived() | messages.Formed() if message.generation != generation:
@@ -155,27 +165,27 @@ def _hear(update: StateUpdate, names: Sequence[str], message: messages.FromWorke
             _formed(update, [worker for worker in workers if worker.phase in MEMBER], message)
         case _:
             for worker in workers:
-                _hear_one(update, worker, message)
+                _receive_from_one(update, worker, message)
 
 
-def _is_heard(update: StateUpdate, name: str, worker: Worker | None) -> bool:
-    """Whether what a worker says counts that is in another phase than those of :data:`HEARD`."""
+def _accepts_inactive(update: StateUpdate, name: str, worker: Worker | None) -> bool:
+    """Whether a message counts although its worker is not in one of the phases of :data:`ACTIVE`."""
     if worker is None or worker.phase == "lost":
         reason = "no worker of this name is expected" if worker is None else f"{name} was given up: {worker.why}"
         update.refuse(name, reason)
         return False
-    # It writes a checkpoint, which takes as long as it takes.
+    # A preempted worker writes a checkpoint, which may take long: its messages show that it is alive.
     return worker.phase == "removed" and worker.farewell is not None and worker.farewell.preempted
 
 
-def _hear_one(update: StateUpdate, worker: Worker, message: messages.FromWorker) -> None:
+def _receive_from_one(update: StateUpdate, worker: Worker, message: messages.FromWorker) -> None:
     match message:
         case messages.Ready() if worker.phase in ("preparing", "ready"):
             _ready(update, worker, message)
         case messages.Ready() if update.state.is_at_work(worker) and message.generation == update.state.generation:
-            not_reached(update, update.state.agents[worker.agent], message.unreached)
+            record_unreached(update, update.state.agents[worker.agent], message.unreached)
             _ready(update, worker, message)
-            update.break_up(worker)
+            update.break_generation(worker)
         case messages.Leaving() if worker.phase in (*CANDIDATE, *MEMBER):
             _leave(update, worker)
         case messages.Finished(digest=digest) if worker.phase in MEMBER:
@@ -193,7 +203,7 @@ def _ready(update: StateUpdate, worker: Worker, message: messages.Ready) -> None
         update.set(last_turn=update.state.last_turn + 1, quick=0)
         worker = changed(worker, turn=update.state.last_turn)
         if update.state.minted is not None:
-            doubt(update, worker.agent)
+            probe_unless_recent(update, worker.agent)
     update.put(worker, phase="ready", loop=message.loop, address=message.address)
 
 
@@ -201,31 +211,32 @@ def _arrived(update: StateUpdate, workers: Sequence[Worker], message: messages.A
     if not workers:
         return
     for worker in workers if message.unreached else ():
-        not_reached(update, update.state.agents[worker.agent], message.unreached)
+        record_unreached(update, update.state.agents[worker.agent], message.unreached)
     state = update.state
     update.set(
         arrivals=state.arrivals.update(dict.fromkeys([worker.id for worker in workers], message)),
         arrival=update.now if state.arrival is None else state.arrival,
     )
-    update.call_members()
+    update.request_regroup()
     if not message.at_boundary or not (state.formed or all(map(state.has_formed, workers))):
-        update.wake_members()  # they may wait for it, and it comes no more
+        update.wake_members()  # the others may wait for it in a collective call, and it does not come any more
 
 
 def _formed(update: StateUpdate, workers: Sequence[Worker], message: messages.Formed) -> None:
-    known, before = update.state.seconds, update.state.formed_by
-    names = [worker.id for worker in workers if worker.id not in before]
+    seconds, formed_by = update.state.seconds, update.state.formed_by
+    names = [worker.id for worker in workers if worker.id not in formed_by]
     if not names:
         return
-    longer = {part: length for part, length in message.seconds.items() if length > known.get(part, -1.0)}
-    update.set(formed_by=before.update(names), seconds={**known, **longer} if longer else known)
-    for agent in update.state.agents.of_ids({worker.agent for worker in workers}):
+    longer = {part: length for part, length in message.seconds.items() if length > seconds.get(part, -1.0)}
+    update.set(formed_by=formed_by.update(names), seconds={**seconds, **longer} if longer else seconds)
+    for agent in update.state.agents.get_many({worker.agent for worker in workers}):
         if agent.failed:
             update.put_agent(agent, failed=0)
-    update.moved.add(workers[0].agent)  # more than before may hold the weights, by which it is decided who is left out
-    if len(update.state.formed_by) == update.state.workers.number(MEMBER):
+    # More workers than before may hold the weights, on which it depends which hosts are left out.
+    update.touched_agents.add(workers[0].agent)
+    if len(update.state.formed_by) == update.state.workers.count_in_phases(MEMBER):
         update.set(formed=True)
-        update.note("formed", generation=update.state.generation, seconds=dict(update.state.seconds))
+        update.journal("formed", generation=update.state.generation, seconds=dict(update.state.seconds))
 
 
 def _leave(update: StateUpdate, worker: Worker) -> None:
@@ -236,76 +247,76 @@ def _leave(update: StateUpdate, worker: Worker) -> None:
     update.put(worker, leaving=True)
     agent = update.state.agents[worker.agent]
     update.put_agent(agent, given_up=agent.given_up + 1)
-    update.note("asked to leave", worker=worker.id, host=worker.host)
+    update.journal("asked to leave", worker=worker.id, host=worker.host)
 
 
 def _replace(update: StateUpdate, message: messages.Replace) -> None:
-    """A member leaves, and its place is filled again. All members say so, that it may outlive any of them."""
+    """A member leaves, and its place is filled again. All members send this, so that the loss of one loses nothing."""
     if message.generation != update.state.generation:
-        return  # the worker that was meant may have another rank by now
+        return  # the rank may be that of another worker by now
     roster = () if update.state.minted is None else update.state.minted.roster
     if message.rank >= len(roster):
         return
     worker = update.state.workers.get(roster[message.rank].worker)
     if worker is None or worker.phase not in MEMBER or worker.is_faulty:
         return
-    if len(roster) == 1:  # nobody has compared its results, and the job would leave with it
-        update.note("not replaced", worker=worker.id, host=worker.host, why="it trains alone")
+    if len(roster) == 1:  # no other worker has checked its results, and the weights would be lost with it
+        update.journal("not replaced", worker=worker.id, host=worker.host, why="it trains alone")
     else:
         update.put(worker, leaving=True, is_faulty=True)
-        update.note("replaced", worker=worker.id, host=worker.host, rank=message.rank)
+        update.journal("replaced", worker=worker.id, host=worker.host, rank=message.rank)
 
 
 def _progress(update: StateUpdate, worker: Worker, message: messages.Progress) -> None:
     signs = {"step": message.step, "samples_per_s": message.samples_per_s, "pulse": message.pulse}
     update.put(worker, signs=changed(worker.signs, **signs))
-    known = update.state.loop
-    if message.loop is not None and (known is None or message.loop > known):
+    loop = update.state.loop
+    if message.loop is not None and (loop is None or message.loop > loop):
         update.set(loop=message.loop)
 
 
 # -- agents
 
 
-def _enlist(update: StateUpdate, hello: messages.AgentHello) -> None:
+def _agent_connected(update: StateUpdate, hello: messages.AgentHello) -> None:
     if update.state.over is not None:
-        update.tell_agent(hello.agent, update.state.over)
+        update.send_to_agent(hello.agent, update.state.over)
         return
     if hello.agent in update.state.agents and update.state.agents[hello.agent].probes != hello.probes:
-        forget_agent(update, hello.agent)
+        drop_probe_results(update, hello.agent)
     agent = update.state.agents.get(hello.agent)
-    theirs = update.state.workers.of_agent(hello.agent)
+    workers = update.state.workers.of_agent(hello.agent)
     if agent is None:
         number = update.state.last_agent + 1
-        agent = Agent(hello.agent, hello.host, hello.workers, number, started=len(theirs))
+        agent = Agent(hello.agent, hello.host, hello.workers, number, started=len(workers))
         update.set(last_agent=number)
-        update.note("agent joined", agent=agent.id, host=agent.host, workers=agent.workers)
+        update.journal("agent joined", agent=agent.id, host=agent.host, workers=agent.workers)
     signs = AgentSigns(connected=True, at=update.now)
-    leaving = agent.leaving and not agent.left  # who has left, and is there again, was started again
+    leaving = agent.leaving and not agent.left  # an agent that had left and connects was started again
     update.put_agent(
         agent, workers=hello.workers, leaving=leaving, left=False, probes=hello.probes, probing=(), signs=signs
     )
-    update.tell_agent(agent.id, messages.Welcome(joins=update.state.minted is not None))
+    update.send_to_agent(agent.id, messages.Welcome(joins=update.state.minted is not None))
     if agent.turned_away:
-        update.tell_turned_away(agent.id)
-    for worker in theirs:
+        update.send_turned_away(agent.id)
+    for worker in workers:
         if worker.id not in hello.running:
-            _ended_unseen(update, worker)
-    known = {worker.id for worker in theirs if worker.phase != "lost"}
-    if strangers := tuple(worker for worker in hello.running if worker not in known):
-        update.tell_agent(agent.id, messages.End(workers=strangers, how="kill"))
-    probe(update, [update.state.agents[agent.id]])  # it has forgotten what it was asked before
+            _ended_unreported(update, worker)
+    expected = {worker.id for worker in workers if worker.phase != "lost"}
+    if unexpected := tuple(worker for worker in hello.running if worker not in expected):
+        update.send_to_agent(agent.id, messages.End(workers=unexpected, how="kill"))
+    probe(update, [update.state.agents[agent.id]])  # an agent forgets its probes when its connection ends
 
 
-def _ended_unseen(update: StateUpdate, worker: Worker) -> None:
-    """A worker is gone, and its agent cannot say how: it was away, or never heard that it should start it."""
+def _ended_unreported(update: StateUpdate, worker: Worker) -> None:
+    """A worker is gone, and its agent cannot say how: it was away, or never received the order to start it."""
     if worker.phase in ("asked", "removed", "lost"):
         update.drop(worker)
     elif worker.phase != "finished":
         update.lose(worker, "it ended while its agent was away", ended=True)
 
 
-def _ended(update: StateUpdate, agent: str, ended: messages.WorkerEnded) -> None:
+def _worker_ended(update: StateUpdate, agent: str, ended: messages.WorkerEnded) -> None:
     worker = update.state.workers.get(ended.worker)
     if worker is None or worker.agent != agent:
         return
@@ -314,7 +325,7 @@ def _ended(update: StateUpdate, agent: str, ended: messages.WorkerEnded) -> None
         return
     why, is_error = _why_ended(update.state, worker, ended)
     if ended.code == 0 and update.state.minted is None and not worker.leaving:
-        update.put(worker, phase="finished")  # all scripts may end so, as with --help
+        update.put(worker, phase="finished")  # all scripts may end before they train, as with --help
     elif is_error and not worker.leaving and _has_yet_to_join(update.state, worker):
         update.fail_to_join(worker, why)
     elif is_error and not update.state.settings.restart_on_error:
@@ -324,7 +335,7 @@ def _ended(update: StateUpdate, agent: str, ended: messages.WorkerEnded) -> None
 
 
 def _has_yet_to_join(state: State, worker: Worker) -> bool:
-    """Whether others train, and this worker has never been a member of a generation of theirs that formed."""
+    """Whether other workers train, and this one has never been a member of a generation that formed."""
     seats = () if state.minted is None else state.minted.roster
     seat = next((seat for seat in seats if seat.worker == worker.id), None)
     if seat is None:
@@ -351,7 +362,7 @@ def _agent_leaves(update: StateUpdate, name: str, reason: str = "") -> None:
         if worker.phase in MEMBER:
             update.depart(worker)
         update.put(worker, leaving=True)
-    update.note("agent asked to leave", agent=agent.id, host=agent.host, **({"notice": reason} if reason else {}))
+    update.journal("agent asked to leave", agent=agent.id, host=agent.host, **({"notice": reason} if reason else {}))
 
 
 # -- people
@@ -359,11 +370,11 @@ def _agent_leaves(update: StateUpdate, name: str, reason: str = "") -> None:
 
 def _resize(update: StateUpdate, workers: int, by: str) -> None:
     before = update.state.size
-    if by in update.state.workers and update.state.wanted == update.state.within(workers):
-        return  # all members say so, that it may outlive any of them
-    update.set(wanted=update.state.within(workers), unreplaced=0)
-    update.fill_again()
-    update.note("resized", workers=update.state.size, before=before, asked_for=workers, by=by)
+    if by in update.state.workers and update.state.wanted == update.state.clamp(workers):
+        return  # all members send the same request, so that the loss of one loses nothing
+    update.set(wanted=update.state.clamp(workers), unreplaced=0)
+    update.reopen_places()
+    update.journal("resized", workers=update.state.size, before=before, asked_for=workers, by=by)
 
 
 def _leave_asked(update: StateUpdate, who: str) -> None:
@@ -376,45 +387,45 @@ def _leave_asked(update: StateUpdate, who: str) -> None:
 
 
 def _replace_asked(update: StateUpdate, who: str) -> None:
-    """A worker leaves at the next boundary, and its place stays open for another one."""
+    """Have a worker leave at the next boundary. Its place stays open for another worker."""
     worker = update.state.workers.get(find(update.state, who) or "")
     if worker is not None and not why_not_replaced(update.state, who):
         if worker.phase in MEMBER:
             update.depart(worker)
         update.put(worker, leaving=True)
-        update.note("replaced", worker=worker.id, host=worker.host, rank=update.state.ranks.get(worker.id))
+        update.journal("replaced", worker=worker.id, host=worker.host, rank=update.state.ranks.get(worker.id))
 
 
 def _checkpoint_asked(update: StateUpdate) -> None:
-    """The main worker alone is told: all who would hear of it at different steps would each write one."""
+    """Ask the main worker alone for a checkpoint: the others could hear of it at another step, and write one more."""
     main = main_worker(update.state)
     if main is not None and not why_no_checkpoint(update.state):
-        update.tell(main, messages.CheckpointDue())
-        update.note("asked to checkpoint")
+        update.send(main, messages.CheckpointDue())
+        update.journal("asked to checkpoint")
 
 
 def _stop(update: StateUpdate) -> None:
     if update.state.stopping:
         return
     update.set(stopping=True)
-    for worker in update.state.workers.those((*MEMBER, *CANDIDATE)):
+    for worker in update.state.workers.in_phases((*MEMBER, *CANDIDATE)):
         update.put(worker, leaving=True)
-    update.note("asked to stop")
+    update.journal("asked to stop")
 
 
 # -- connections and time
 
 
 def _disconnected(update: StateUpdate, worker: str | None, agent: str | None) -> None:
-    if worker is not None and (known := update.state.workers.get(worker)) is not None:
-        update.put(known, signs=changed(known.signs, connected=False))
-        update.hear_of([known.id], _cut_off(update, update.last_heard(known.id)))
+    if worker is not None and (row := update.state.workers.get(worker)) is not None:
+        update.put(row, signs=changed(row.signs, connected=False))
+        update.record_signs([row.id], _last_sign_at(update, update.last_heard(row.id)))
     if agent is not None and (host := update.state.agents.get(agent)) is not None:
-        update.put_agent(host, signs=AgentSigns(connected=False, at=_cut_off(update, host.signs.at)))
+        update.put_agent(host, signs=AgentSigns(connected=False, at=_last_sign_at(update, host.signs.at)))
 
 
-def _cut_off(update: StateUpdate, heard_at: float) -> float:
-    """A broken connection is no sign of life: whoever was silent for long has half the time left."""
+def _last_sign_at(update: StateUpdate, heard_at: float) -> float:
+    """The time that counts as the last sign of life after a connection broke: at least half the timeout is left."""
     return max(heard_at, update.now - update.state.settings.failure_timeout_s / 2)
 
 
@@ -427,10 +438,11 @@ def _restart(update: StateUpdate) -> None:
         judged_at=update.now,
         due_since=None if state.due_since is None else update.now,
         arrival=None if state.arrival is None else update.now,
-        unformed=0,  # a generation that formed meanwhile met in the store that was gone: it counts against nobody
+        unformed=0,  # the workers of a generation meet in the store, which was gone: no worker is to blame
     )
-    update.actions.append(Forget() if state.minted is None else Forget(state.generation))  # perhaps it came to nothing
-    update.note("coordinator restarted", generation=state.generation)
+    # The coordinator may have ended after the state was saved, and before it dropped these keys.
+    update.actions.append(DropKeys() if state.minted is None else DropKeys(state.generation))
+    update.journal("coordinator restarted", generation=state.generation)
 
 
 def _expire(update: StateUpdate) -> None:
@@ -438,11 +450,11 @@ def _expire(update: StateUpdate) -> None:
         if is_past(agent_deadline(update.state, agent), update.now):
             _lose_agent(update, agent)
         elif is_past(probes_deadline(update.state, update.state.agents[agent.id]), update.now):
-            gave_no_answer(update, agent.id)
-    timeout_s, waits = update.state.settings.failure_timeout_s, waited_since(update.state)
-    try_again(update)
+            record_probe_timeout(update, agent.id)
+    timeout_s, waiting_since = update.state.settings.failure_timeout_s, waited_since(update.state)
+    probe_left_out_again(update)
     for worker in update.state.workers.values():
-        if not is_past(worker_deadline(update.state, worker, waits), update.now):
+        if not is_past(worker_deadline(update.state, worker, waiting_since), update.now):
             continue
         if worker.phase == "removed":
             update.kill(worker, "it did not end")
@@ -456,11 +468,11 @@ def _expire(update: StateUpdate) -> None:
 
 def _lose_agent(update: StateUpdate, agent: Agent) -> None:
     if not agent.left:
-        update.note("agent lost", agent=agent.id, host=agent.host)
+        update.journal("agent lost", agent=agent.id, host=agent.host)
     for worker in update.state.workers.of_agent(agent.id):
         if worker.phase in ("removed", "lost"):
             update.drop(worker)
         elif worker.phase != "finished":
             update.lose(worker, f"its agent on host {agent.host} is gone", ended=True)
-    forget_agent(update, agent.id)
+    drop_probe_results(update, agent.id)
     update.drop_agent(agent)

@@ -1,4 +1,4 @@
-"""What the state answers: who has been silent for too long, whom a name means, and how the job stands."""
+"""Questions to the state: deadlines of workers and agents, the worker of a name, and the status of the job."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -7,45 +7,45 @@ from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, State, Work
 from unisono.membership.state.table import LayeredMap
 
 LONGER = 3.0
-"""How many times as long as ever before a worker may take for something."""
+"""A worker hangs only after this factor times the longest time without progress that it ever had."""
 
 
 def next_deadline(state: State) -> float | None:
-    """When a tick is needed at the latest, whatever happens before; None while nothing is waited for."""
+    """The time at which a tick is needed, whatever happens before; None when the job is over or has no deadline."""
     return None if state.over is not None else state.tick_at
 
 
 def next_tick(state: State, now: float) -> float | None:
-    """When the next tick is needed, seen from one; None while there is nobody to wait for.
+    """The time of the next tick, computed at a tick; None while there are no workers and no agents.
 
-    What happens until then only puts deadlines off, or makes new ones, all of which lie at least half a timeout ahead:
-    so each is met to the moment although nobody looks at all of them but a tick. A coordinator that was itself held up
-    can tell, since ticks are never further apart.
+    Events until then only put deadlines off, or make new ones that lie at least half a timeout ahead. So no deadline is
+    missed although only ticks look at all of them. Since ticks are at most a quarter of a timeout apart, a coordinator
+    that was itself held up notices it.
     """
     if not state.workers and not state.agents:
         return None
-    waits = waited_since(state)
-    deadlines = [worker_deadline(state, worker, waits) for worker in state.workers.values()]
+    waiting_since = waited_since(state)
+    deadlines = [worker_deadline(state, worker, waiting_since) for worker in state.workers.values()]
     deadlines += [agent_deadline(state, agent) for agent in state.agents.values()]
     deadlines += [probes_deadline(state, agent) for agent in state.agents.values()]
-    known = [deadline for deadline in deadlines if deadline is not None]
-    return min([*known, now + state.settings.failure_timeout_s / 4])
+    pending = [deadline for deadline in deadlines if deadline is not None]
+    return min([*pending, now + state.settings.failure_timeout_s / 4])
 
 
 def waited_since(state: State) -> float | None:
-    """Since when somebody has been ready; None while nobody is."""
-    return min((worker.signs.since for worker in state.workers.those(("ready",))), default=None)
+    """The time since which a worker has been ready; None while no worker is."""
+    return min((worker.signs.since for worker in state.workers.in_phases(("ready",))), default=None)
 
 
-def worker_deadline(state: State, worker: Worker, waits: float | None) -> float | None:
-    """When this worker has been silent for too long; None while nothing is expected of it."""
+def worker_deadline(state: State, worker: Worker, waiting_since: float | None) -> float | None:
+    """The time at which this worker has been silent for too long; None while no sign of it is expected."""
     heard_at, timeout_s = state.heard_at.get(worker.id, 0.0), state.settings.failure_timeout_s
     match worker.phase:
         case "working" if worker.id not in state.arrivals:
-            # When others have arrived, it has to as well, and other signs of life count no more.
+            # Once others have arrived it has to arrive as well: other signs of life do not count any more.
             return min(heard_at, heard_at if state.arrival is None else state.arrival) + timeout_s
         case "asked" | "preparing" if state.minted is None and not worker.joins:
-            return _first_deadline(state, worker, waits)
+            return _first_deadline(state, worker, waiting_since)
         case "preparing" | "ready" | "working":
             return None if worker.signs.connected else heard_at + timeout_s
         case "removed":
@@ -53,21 +53,21 @@ def worker_deadline(state: State, worker: Worker, waits: float | None) -> float 
     return None
 
 
-def _first_deadline(state: State, worker: Worker, waits: float | None) -> float | None:
-    """Once connected, it has nothing to do but to be ready. Before, it may take its time while nobody waits for it."""
+def _first_deadline(state: State, worker: Worker, waiting_since: float | None) -> float | None:
+    """The deadline before the first generation. A worker that has not connected has one only while others are ready."""
     since = max(worker.signs.since, worker.signs.started)
     if worker.phase == "asked":
-        if waits is None:
+        if waiting_since is None:
             return None
-        since = max(since, waits)
+        since = max(since, waiting_since)
     return since + state.settings.failure_timeout_s
 
 
 def hangs(state: State, worker: Worker) -> bool:
-    """Whether a member's main thread has come no further for too long, and nobody else is the reason.
+    """Whether a member's main thread has made no progress for too long, although it waits for no other worker.
 
-    Too long is the timeout, or longer where it has worked longer at one thing before. In the script's own work, which
-    may take as long as it takes, it hangs only if others wait for it.
+    Too long is the timeout, or :data:`LONGER` times its longest time without progress if that is more. The script's own
+    work may take any time: there a worker hangs only if others wait for it.
     """
     pulse = worker.signs.pulse
     if not state.is_at_work(worker) or pulse.doing == "wait":
@@ -78,22 +78,22 @@ def hangs(state: State, worker: Worker) -> bool:
 
 
 def agent_deadline(state: State, agent: Agent) -> float | None:
-    """When this agent has been away for too long; None while it is there."""
+    """The time at which this agent has been away for too long; None while it is connected."""
     return None if agent.signs.connected else agent.signs.at + state.settings.failure_timeout_s
 
 
 def probes_deadline(state: State, agent: Agent) -> float | None:
-    """When an agent has taken too long to probe others, which ends sooner; None while it probes none."""
+    """The time at which an agent has taken too long to probe others; None while it probes none."""
     return agent.tried_at + 2 * state.settings.failure_timeout_s if agent.probing else None
 
 
 def is_past(deadline: float | None, now: float) -> bool:
-    """Whether it has come."""
+    """Whether a deadline has come."""
     return deadline is not None and deadline <= now
 
 
-def excused(state: State, now: float) -> State:
-    """The state, with all that is waited for put off if the coordinator was held up: it heard nobody meanwhile."""
+def with_late_deadlines(state: State, now: float) -> State:
+    """The state, with all deadlines put off if the coordinator was held up: it received no messages meanwhile."""
     gap = now - state.now
     if gap <= state.settings.failure_timeout_s / 2:
         return state
@@ -117,14 +117,14 @@ def excused(state: State, now: float) -> State:
 
 
 def find(state: State, who: str) -> str | None:
-    """The id of a worker or an agent, by its id or its rank in digits; None if there is none."""
+    """The id of the worker or agent with this id, or of the worker with this rank in digits; None if there is none."""
     if who in state.workers or who in state.agents:
         return who
     return next((worker for worker, rank in state.ranks.items() if str(rank) == who), None)
 
 
 def why_not_replaced(state: State, who: str) -> str:
-    """What is in the way of a worker that is to be replaced, for people; empty if nothing is."""
+    """The reason, for people, why a worker cannot be replaced; empty if it can."""
     if state.over is not None or state.stopping:
         return "the job is over" if state.over is not None else "all workers leave: the job stops"
     if who in state.agents:
@@ -144,7 +144,7 @@ def why_not_replaced(state: State, who: str) -> str:
 
 
 def why_no_checkpoint(state: State) -> str:
-    """What is in the way of a checkpoint, for people; empty if nothing is."""
+    """The reason, for people, why no checkpoint can be written; empty if one can."""
     if state.over is not None:
         return "the job is over"
     main = main_worker(state)
@@ -160,8 +160,8 @@ def main_worker(state: State) -> Worker | None:
 
 def takes_part(state: State, worker: str) -> bool:
     """Whether a worker is expected and not given up."""
-    known = state.workers.get(worker)
-    return known is not None and known.phase != "lost"
+    row = state.workers.get(worker)
+    return row is not None and row.phase != "lost"
 
 
 def trains_alone(state: State, worker: str) -> bool:
@@ -170,7 +170,7 @@ def trains_alone(state: State, worker: str) -> bool:
 
 
 def status(state: State) -> dict[str, Any]:
-    """All that people want to know, for JSON."""
+    """The status of the job for people, as values for JSON."""
     ranks = state.ranks
     workers = sorted(state.workers.values(), key=lambda worker: ranks.get(worker.id, len(ranks)))
     return {
@@ -182,8 +182,8 @@ def status(state: State) -> dict[str, Any]:
         "shards": state.shards,
         "devices_per_worker": state.settings.devices,
         "restarts": state.restarts,
-        "members": [_of_worker(state, worker, ranks[worker.id]) for worker in workers if worker.id in ranks],
-        "others": [_of_worker(state, worker, None) for worker in workers if worker.id not in ranks],
+        "members": [_worker_status(state, worker, ranks[worker.id]) for worker in workers if worker.id in ranks],
+        "others": [_worker_status(state, worker, None) for worker in workers if worker.id not in ranks],
         "agents": [
             {
                 "agent": agent.id,
@@ -208,7 +208,7 @@ def _phase(state: State) -> str:
     return "training" if state.due_since is None else "regrouping"
 
 
-def _of_worker(state: State, worker: Worker, rank: int | None) -> dict[str, Any]:
+def _worker_status(state: State, worker: Worker, rank: int | None) -> dict[str, Any]:
     return {
         "id": worker.id,
         "rank": rank,

@@ -1,7 +1,8 @@
 """The hosts that reach each other, and which workers are left out where they do not.
 
-Before any worker of a new host is started, and again before members stop for one, its agent probes the hosts of the
-members. No member knows of that. Hosts that begin to train together are probed by their workers.
+Before any worker of a new host is started, and again before members stop to take one in, the host's agent probes the
+hosts of the members. The members take no part in that. When several hosts begin to train together, their workers probe
+the other hosts.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ from unisono.membership.state.state import CANDIDATE, Agent, State
 from unisono.membership.state.state_update import StateUpdate, short
 
 FRESH_S = 5.0
-"""How long a probe is believed before members are stopped for a host, in seconds."""
+"""The age in seconds up to which a probe's result is used before members stop to take workers of a host in."""
 
 ADVICE = (
     "Workers of all hosts connect to each other, at ports that the system chooses: let the firewalls between these "
@@ -22,28 +23,28 @@ ADVICE = (
 )
 
 
-def keep_in_reach(update: StateUpdate) -> None:
-    """Leave out hosts that cannot take part, and have others probe where members have come or gone."""
-    if not update.moved:
+def leave_out_unreachable(update: StateUpdate) -> None:
+    """Leave out hosts that cannot take part, and have hosts probe again where members have come or gone."""
+    if not update.touched_agents:
         return
-    turned = {name for name in update.moved if _trains(update.before, name) != _trains(update.state, name)}
-    update.moved.clear()
+    changed = {name for name in update.touched_agents if _trains(update.before, name) != _trains(update.state, name)}
+    update.touched_agents.clear()
     _leave_out(update)
-    if turned:
-        begins = any(_trains(update.state, name) for name in turned)
-        waiting = [agent for agent in update.state.agents.marked("probed") if begins or agent.id in turned]
+    if changed:
+        begins = any(_trains(update.state, name) for name in changed)
+        waiting = [agent for agent in update.state.agents.marked("probed") if begins or agent.id in changed]
         probe(update, [agent for agent in waiting if agent.probing or not agent.left_out])
 
 
 def _trains(state: State, agent: str) -> bool:
-    return state.workers.at(agent, "member") > 0
+    return state.workers.count_of_agent(agent, "member") > 0
 
 
 # -- probes
 
 
 def probe(update: StateUpdate, agents: Iterable[Agent]) -> None:
-    """Have hosts without members probe those that have some, unless they do already."""
+    """Have hosts without members probe the hosts with members, unless they probe them already."""
     state = update.state
     waiting = [agent for agent in agents if agent.probes and not agent.leaving and not _trains(state, agent.id)]
     if not waiting:
@@ -51,80 +52,81 @@ def probe(update: StateUpdate, agents: Iterable[Agent]) -> None:
     hosts = [host for host in state.agents.marked("probed") if _trains(state, host.id) and not host.left_out]
     targets = [Target(agent=host.id, host=host.host, address=host.probes) for host in hosts]
     for agent in waiting:
-        if asked := tuple(target for target in targets if target.agent not in agent.probing):
-            probing = (*agent.probing, *(target.agent for target in asked))
+        if new_targets := tuple(target for target in targets if target.agent not in agent.probing):
+            probing = (*agent.probing, *(target.agent for target in new_targets))
             update.put_agent(agent, probing=probing, tried_at=update.now)
-            update.tell_agent(agent.id, Probe(targets=asked))
+            update.send_to_agent(agent.id, Probe(targets=new_targets))
 
 
-def doubt(update: StateUpdate, name: str) -> None:
-    """Have a host probe once more, unless it has lately: its connections may have changed since."""
+def probe_unless_recent(update: StateUpdate, name: str) -> None:
+    """Have a host probe again, since its connections may have changed, unless it has just done so."""
     agent = update.state.agents[name]
     if agent.tried_at < update.now - FRESH_S:
         probe(update, [agent])
 
 
-def probed(update: StateUpdate, agent: Agent, reply: Probed) -> None:
-    """What an agent says about those that it was asked to probe."""
-    asked = {*agent.probing}
-    reached = [other for other in reply.reached if other in asked]
-    unreached = [other for other in reply.unreached if other.agent in asked]
+def record_probe_reply(update: StateUpdate, agent: Agent, reply: Probed) -> None:
+    """Record an agent's reply about the hosts that it was asked to probe."""
+    requested = {*agent.probing}
+    reached = [other for other in reply.reached if other in requested]
+    unreached = [other for other in reply.unreached if other.agent in requested]
     answered = {*reached, *(other.agent for other in unreached)}
     probing = tuple(other for other in agent.probing if other not in answered)
     update.put_agent(agent, probing=probing, tried_at=update.now)
-    _learn(update, agent.id, dict.fromkeys(reached, ""))
-    not_reached(update, agent, unreached)
+    _record_reachability(update, agent.id, dict.fromkeys(reached, ""))
+    record_unreached(update, agent, unreached)
 
 
-def gave_no_answer(update: StateUpdate, name: str) -> None:
-    """An agent was asked to probe others, and says nothing about them."""
+def record_probe_timeout(update: StateUpdate, name: str) -> None:
+    """Record hosts as not reached, since an agent was asked to probe them and has not replied in time."""
     agent = update.state.agents[name]
     silent = [Unreached(agent=other, why="its agent has not said whether it does") for other in agent.probing]
-    probed(update, agent, Probed(unreached=tuple(silent)))
+    record_probe_reply(update, agent, Probed(unreached=tuple(silent)))
 
 
-def try_again(update: StateUpdate) -> None:
+def probe_left_out_again(update: StateUpdate) -> None:
     """Have hosts probe again that were left out some time ago.
 
-    Where neither of two hosts has members, only a generation can tell whether they reach each other by now.
+    Hosts without members are not probed. So two such hosts count as connected again until a generation with workers of
+    both shows that they are not.
     """
     state, last = update.state, update.now - update.state.settings.failure_timeout_s
     out = state.agents.marked("out")
     due = dict.fromkeys(agent.id for agent in out if not agent.probing and agent.tried_at <= last)
     _forget(update, lambda ends: any(end in due for end in ends) and not any(_trains(state, end) for end in ends))
-    probe(update, update.state.agents.of_ids(due))
+    probe(update, update.state.agents.get_many(due))
 
 
-# -- what is known
+# -- which hosts reach each other
 
 
-def not_reached(update: StateUpdate, agent: Agent, unreached: Sequence[Unreached]) -> None:
-    """An agent, or a worker of it while its generation formed, did not reach these hosts."""
+def record_unreached(update: StateUpdate, agent: Agent, unreached: Sequence[Unreached]) -> None:
+    """Record the hosts that an agent did not reach, or a worker of it while its generation formed."""
     reasons: dict[str, str] = {}
     for host in unreached:
         other = update.state.agents.get(host.agent)
         if other is not None and other.id != agent.id:
             where = f" at {other.probes}" if other.probes else ""
             reasons[other.id] = short(f"{agent.host} does not reach {other.host}{where}: {host.why}")
-    _learn(update, agent.id, reasons)
+    _record_reachability(update, agent.id, reasons)
 
 
-def _learn(update: StateUpdate, name: str, reasons: Mapping[str, str]) -> None:
-    """Of each other agent, why an agent does not reach it, or nothing if it does. The later of the two keeps it."""
+def _record_reachability(update: StateUpdate, name: str, reasons: Mapping[str, str]) -> None:
+    """Record why an agent does not reach others (empty if it does), in the row of the agent that came later."""
     for other, why in reasons.items():
-        earlier, later = sorted(update.state.agents.of_ids([name, other]), key=lambda agent: agent.number)
-        known = later.unreached.get(earlier.id, "")
-        if why and not known:
-            update.note("no connection", agents=[name, other], why=why)
-        elif known and not why:
-            update.note("connected again", agents=[name, other])
-        if why or known:
+        earlier, later = sorted(update.state.agents.get_many([name, other]), key=lambda agent: agent.number)
+        why_before = later.unreached.get(earlier.id, "")
+        if why and not why_before:
+            update.journal("no connection", agents=[name, other], why=why)
+        elif why_before and not why:
+            update.journal("connected again", agents=[name, other])
+        if why or why_before:
             rest = {host: reason for host, reason in later.unreached.items() if host != earlier.id}
             update.put_agent(later, unreached={**rest, earlier.id: why} if why else rest)
 
 
-def forget_agent(update: StateUpdate, name: str) -> None:
-    """An agent has another address, or is gone."""
+def drop_probe_results(update: StateUpdate, name: str) -> None:
+    """Drop all results of probes of an agent that has another address now, or is gone."""
     _forget(update, lambda ends: name in ends)
     for agent in update.state.agents.values():
         probing = () if agent.id == name else tuple(other for other in agent.probing if other != name)
@@ -158,27 +160,27 @@ def _leave_out(update: StateUpdate) -> None:
 
 
 def _tell(update: StateUpdate, agent: Agent, why: str) -> None:
-    """A host is left out for this reason, or not left out any more."""
+    """Leave a host out for this reason; with an empty reason, take it back."""
     update.put_agent(agent, left_out=why, tried_at=update.now if why else agent.tried_at)
     if not why:
-        doubt(update, agent.id)  # it may have been left out for one that is gone
-    update.note("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
+        probe_unless_recent(update, agent.id)  # the host that it did not reach may just be gone
+    update.journal("left out" if why else "not left out any more", agent=agent.id, host=agent.host, why=why)
     advice = ADVICE.format(seconds=update.state.settings.failure_timeout_s)
-    update.tell_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
+    update.send_to_agent(agent.id, LeftOut(reason=f"{why}. {advice}" if why else ""))
 
 
 def _reason(agent: str, gaps: Mapping[tuple[str, str], str], out: frozenset[str]) -> str:
-    """Why it does not reach a host that stays."""
+    """Why an agent that is left out and one that stays do not reach each other."""
     return next(why for ends, why in gaps.items() if agent in ends and not out.issuperset(ends))
 
 
 def _left_out(state: State, gaps: Iterable[tuple[str, str]]) -> frozenset[str]:
     """The agents without which all others reach each other.
 
-    One by one they go: those without the weights before any that has them, then whoever is named by most gaps, then
-    whoever came last. Whoever was named only by others that go stays after all.
+    They are left out one by one: first agents without the weights, among them those in most gaps, among these the one
+    that came last. An agent whose gaps are all to other agents that are left out is taken back in the end.
     """
-    holding, left = _holding(state), {*gaps}
+    holding, left = _agents_with_weights(state), {*gaps}
     others: dict[str, set[str]] = {}
     for ends in left:
         for name, other in (ends, ends[::-1]):
@@ -194,7 +196,7 @@ def _left_out(state: State, gaps: Iterable[tuple[str, str]]) -> frozenset[str]:
     return frozenset(out)
 
 
-def _holding(state: State) -> set[str]:
-    """The agents whose workers hold the weights, or are to make them."""
+def _agents_with_weights(state: State) -> set[str]:
+    """The agents whose workers hold the weights, or are the first workers, which make them."""
     fresh = set() if state.minted is None else {seat.worker for seat in state.minted.roster if seat.joins}
     return {member.agent for member in state.members if member.id not in fresh or state.has_formed(member)}

@@ -1,4 +1,4 @@
-"""A generation's roster, and what each of its workers is told of it."""
+"""A generation's roster, and the message about it to each of its workers."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterator
@@ -30,7 +30,7 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MintedGeneration:
-    """A generation: all of what its workers are told, each of them a part.
+    """A generation. Each of its workers is sent the part of this that it needs.
 
     Attributes:
         roster: its workers, in the order of ranks.
@@ -48,41 +48,41 @@ class MintedGeneration:
     departures: int = 0
 
     def message_for(self, worker: str) -> NewGeneration:
-        """What a worker is told that does not know the generation before, or whose news were lost."""
+        """The message to a worker that does not know the generation before, or that may have missed this one."""
         seat = next(seat for seat in self.roster if seat.worker == worker)
-        hosts = self._hosts_but(seat.agent) if worker in self._speakers() else ()
-        return self._to_all().model_copy(update={"here": self._neighbours()[seat.host], "hosts": hosts})
+        hosts = self._hosts_except(seat.agent) if worker in self._probers() else ()
+        return self._common_message().model_copy(update={"here": self._neighbours()[seat.host], "hosts": hosts})
 
     def messages(
         self, before: "MintedGeneration | None", survivors: Container[str]
     ) -> Iterator[tuple[tuple[str, ...], NewGeneration]]:
-        """What workers are told. Those of a host are told the same, but for who speaks for it.
+        """The messages to all workers. Workers of a host get the same, except the one that probes for their host.
 
-        The survivors come from the generation before, and know it.
+        Survivors know the generation before, so their messages name only the hosts that are new or gone.
         """
-        speakers, hosts, to_all = self._speakers(), self._hosts(), self._to_all()
-        knew, spoke = ({}, {}) if before is None else (before._hosts(), before._speakers())
-        news = tuple(target for agent, target in hosts.items() if knew.get(agent) != target)
-        gone = tuple(agent for agent in knew if agent not in hosts)
+        probers, hosts, common = self._probers(), self._hosts(), self._common_message()
+        old_hosts, old_probers = ({}, {}) if before is None else (before._hosts(), before._probers())
+        new_hosts = tuple(target for agent, target in hosts.items() if old_hosts.get(agent) != target)
+        gone = tuple(agent for agent in old_hosts if agent not in hosts)
         for here in self._neighbours().values():
-            message, names = to_all.model_copy(update={"here": here}), [neighbour.worker for neighbour in here]
-            for speaker in filter(speakers.__contains__, names):
-                update: dict[str, object] = {"hosts": self._hosts_but(speakers[speaker])}
-                if before is not None and speaker in spoke and speaker in survivors:
-                    update = {"hosts": news, "gone": gone, "hosts_since": before.generation}
-                yield (speaker,), message.model_copy(update=update)
-            if others := tuple(name for name in names if name not in speakers):
+            message, names = common.model_copy(update={"here": here}), [neighbour.worker for neighbour in here]
+            for prober in filter(probers.__contains__, names):
+                update: dict[str, object] = {"hosts": self._hosts_except(probers[prober])}
+                if before is not None and prober in old_probers and prober in survivors:
+                    update = {"hosts": new_hosts, "gone": gone, "hosts_since": before.generation}
+                yield (prober,), message.model_copy(update=update)
+            if others := tuple(name for name in names if name not in probers):
                 yield others, message
 
     def _neighbours(self) -> dict[str, tuple[Neighbour, ...]]:
-        """By host, the workers there, in the order of ranks."""
+        """The workers of each host, in the order of ranks."""
         here: dict[str, list[Neighbour]] = defaultdict(list)
         for rank, seat in enumerate(self.roster):
             here[seat.host].append(_neighbour(rank, seat.worker, seat.address))
         return {host: tuple(neighbours) for host, neighbours in here.items()}
 
-    def _speakers(self) -> dict[str, str]:
-        """Of each agent that answers probes, the worker of the lowest rank: for its host, it probes the others."""
+    def _probers(self) -> dict[str, str]:
+        """The workers that probe other hosts, with their agents: of each agent that answers probes, the lowest rank."""
         first: dict[str, str] = {}
         for seat in self.roster:
             if seat.agent and seat.probes:
@@ -90,16 +90,16 @@ class MintedGeneration:
         return {worker: agent for agent, worker in first.items()}
 
     def _hosts(self) -> dict[str, Target]:
-        """By agent, the hosts that answer probes."""
+        """The hosts that answer probes, by agent."""
         seats = {seat.agent: seat for seat in self.roster if seat.agent and seat.probes}
         return {name: Target(agent=name, host=seat.host, address=seat.probes) for name, seat in seats.items()}
 
-    def _hosts_but(self, agent: str) -> tuple[Target, ...]:
+    def _hosts_except(self, agent: str) -> tuple[Target, ...]:
         return tuple(target for name, target in self._hosts().items() if name != agent)
 
-    def _to_all(self) -> NewGeneration:
-        """What all of them are told."""
-        alike = groupby(zip(self.roster, pairwise(self.bounds), strict=True), key=_what_counts)
+    def _common_message(self) -> NewGeneration:
+        """The part of the message that is the same for all workers."""
+        alike = groupby(zip(self.roster, pairwise(self.bounds), strict=True), key=_rank_key)
         ranks = tuple(
             Ranks(workers=len(list(seats)), shards=shards, acts=acts, joins=joins)
             for (shards, acts, joins), seats in alike
@@ -111,10 +111,10 @@ class MintedGeneration:
 
 @lru_cache(2**16)
 def _neighbour(rank: int, worker: str, address: str) -> Neighbour:
-    """One and the same from generation to generation: most workers keep their ranks."""
+    # Cached over generations, since most workers keep their ranks.
     return Neighbour(rank=rank, worker=worker, address=address)
 
 
-def _what_counts(seat_and_shards: tuple[Seat, tuple[int, int]]) -> tuple[int, int, bool]:
+def _rank_key(seat_and_shards: tuple[Seat, tuple[int, int]]) -> tuple[int, int, bool]:
     seat, (start, stop) = seat_and_shards
     return stop - start, seat.acts, seat.joins

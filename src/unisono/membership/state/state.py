@@ -1,4 +1,4 @@
-"""All that the coordinator knows, as one value: settings, workers, agents, and the generation."""
+"""The coordinator's state as one value: settings, workers, agents, and the generation."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ from unisono.membership.state.table import LayeredMap, Table
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """The settings of an elastic job, as the user has given them.
+    """The user's settings of an elastic job.
 
     Attributes:
         smallest: the fewest workers with which training starts. Once it is under way, survivors go on, however few.
         wanted: the number of workers; None for as many as the agents have room for.
-        max_restarts: times ``largest`` is how many lost workers are replaced at most.
-        restart_on_error: replace a worker that an exception of its script has ended, too.
-        failure_timeout_s: seconds without a sign after which a worker or an agent counts as lost.
+        max_restarts: the number of lost workers that may be replaced, for each worker of ``largest``.
+        restart_on_error: whether a worker is replaced also after an exception in its script.
+        failure_timeout_s: the seconds without a sign of life after which a worker or an agent counts as lost.
 
     Raises:
-        JobError: these contradict each other.
+        JobError: the settings contradict each other.
     """
 
     smallest: int = 1
@@ -49,13 +49,13 @@ class ElasticConfig:
             raise JobError("restarts cannot be fewer than 0, and a timeout has to be longer than 0 s")
 
 
-# What the coordinator knows of each worker and agent.
+# The rows of the state: workers and agents.
 
 T = TypeVar("T")
 
 
 def changed(value: T, **fields: Any) -> T:
-    """The same with other fields. ``dataclasses.replace``, which calls ``__init__``, takes several times as long."""
+    """A copy with some fields changed. ``dataclasses.replace`` takes several times as long: it calls ``__init__``."""
     new, values = object.__new__(type(value)), value.__dict__.copy()
     count = len(values)
     values.update(fields)
@@ -66,7 +66,7 @@ def changed(value: T, **fields: Any) -> T:
 
 @dataclass(frozen=True)
 class Signs:
-    """The newest signs of life of a worker, but for the time of the last one.
+    """The newest signs of life of a worker; the time of the last one is in ``State.heard_at``.
 
     Attributes:
         started: the time at which its process was to start.
@@ -96,22 +96,22 @@ class AgentSigns:
 
 
 Phase = Literal["asked", "preparing", "ready", "working", "finished", "removed", "lost"]
-"""What a worker does:
+"""The phase of a worker:
 
-asked      its agent was told to start it
-preparing  it is connected, and runs its script up to the place where it can be taken in
-ready      it waits there
-working    it is a member of the generation
-finished   its script has finished its run
-removed    it takes part no more, and is about to end
-lost       it is given up, and is about to be killed
+asked      the worker's agent was asked to start it
+preparing  the worker is connected, and runs its script up to the place where it can be taken in
+ready      the worker waits at that place
+working    the worker is a member of the generation
+finished   the worker's script has finished its run
+removed    the worker takes part no more, and is about to end
+lost       the worker was given up, and is about to be killed
 """
 
 CANDIDATE: tuple[Phase, ...] = ("asked", "preparing", "ready")
-"""Phases of those who are to be taken in."""
+"""The phases of workers that are to be taken in."""
 
 MEMBER: tuple[Phase, ...] = ("working",)
-"""Phases of those who train."""
+"""The phases of workers that train."""
 
 
 PART: dict[Phase, str] = {
@@ -119,7 +119,7 @@ PART: dict[Phase, str] = {
     **dict.fromkeys(CANDIDATE, "candidate"),
     **dict.fromkeys(MEMBER, "member"),
 }
-"""Of each phase, the part of an agent's workers that they are counted with."""
+"""The part of an agent's workers with which a worker in this phase is counted."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Worker:
         joins: whether training was under way when it connected.
         leaving: whether it was asked to leave.
         is_faulty: whether it computes wrong results: it is in no generation any more.
-        loop: the number of the loop for which it is ready; None while it is not.
+        loop: the number of the loop for which it is ready; None before the first generation, and while it is not ready.
         address: the address at which its peers reach it.
         turn: its place in the order in which workers became ready.
         farewell: the message that told it to leave.
@@ -161,23 +161,23 @@ class Worker:
 
 @dataclass(frozen=True)
 class Agent:
-    """What the coordinator knows of an agent that is there, or was lately.
+    """An agent that is connected, or was until lately.
 
     Attributes:
         id: the id that it chose for itself.
         number: its place in the order in which agents came.
         started: the number of its workers whose processes may exist.
-        given_up: places of workers that were asked to leave, with which no generation formed, or that failed again and
-            again before they took part: they are not filled again until somebody resizes.
+        given_up: the number of places that are not filled again until a person resizes the job: their workers were
+            asked to leave, kept a generation from forming, or failed again and again before they took part.
         failed: the number of its workers in a row that failed before they took part.
-        turned_away: the end of the last of them, if no other is started in its place; else empty.
+        turned_away: the reason for which the last of them failed, if no other is started in its place; else empty.
         probes: the address at which it answers probes; empty if it does not.
-        probing: the agents that it was asked to probe, and has said nothing about.
-        tried_at: the time at which it was last asked to probe, has answered, or was left out.
+        probing: the agents that it was asked to probe, and has not replied about.
+        tried_at: the time at which it was last asked to probe, replied, or was left out.
         unreached: agents that came earlier whose hosts and its own do not reach each other, each with the reason.
-        left_out: why no worker of it takes part; empty if they can.
+        left_out: the reason for which no worker of it takes part; empty if they can.
         leaving: whether it was asked to leave.
-        left: whether it was told that it has.
+        left: whether it was told that it has left.
     """
 
     id: str
@@ -199,12 +199,12 @@ class Agent:
 
     @property
     def room(self) -> int:
-        """How many workers may run there, if they reach the others."""
+        """The number of workers that may run there if they reach the others."""
         return 0 if self.leaving else max(0, self.workers - self.given_up)
 
     @property
     def places(self) -> int:
-        """How many workers may run there now."""
+        """The number of workers that may run there now."""
         return 0 if self.left_out else self.room
 
 
@@ -232,43 +232,45 @@ class WorkerTable(Table[Worker]):
 
     @classmethod
     def marks(cls, row: Worker) -> tuple[Hashable, ...]:
-        """As in the description of this class."""
+        """The marks that the description of this class lists."""
         waits = row.phase in MEMBER and row.signs.pulse.doing == "wait"
         return _marks_of(row.phase, row.leaving, row.signs.connected, row.agent, waits)
 
     @classmethod
     def place(cls, row: Worker) -> tuple[int, str]:
-        """By number: ``w9`` comes before ``w10``."""
+        """The place by number: ``w9`` comes before ``w10``."""
         return len(row.id), row.id
 
     def of_agent(self, agent: str) -> list[Worker]:
         """The workers of an agent."""
         return self.marked((agent, "candidate"), (agent, "member"), (agent, "other"))
 
-    def at(self, agent: str, *parts: str) -> int:
+    def count_of_agent(self, agent: str, *parts: str) -> int:
         """The number of an agent's workers that are candidates, members or others."""
         return self.count(*((agent, part) for part in parts))
 
-    def number(self, phases: tuple[Phase, ...], leaving: bool | None = None, connected: bool | None = None) -> int:
-        """The number of workers in these phases; of all, or only of those that leave, or are connected, or not."""
-        return self.count(*_stands(phases, leaving, connected))
+    def count_in_phases(
+        self, phases: tuple[Phase, ...], leaving: bool | None = None, connected: bool | None = None
+    ) -> int:
+        """The number of workers in these phases; None counts workers that leave or are connected and others."""
+        return self.count(*_phase_marks(phases, leaving, connected))
 
-    def those(
+    def in_phases(
         self, phases: tuple[Phase, ...], leaving: bool | None = None, connected: bool | None = None
     ) -> list[Worker]:
-        """The workers themselves."""
-        return self.marked(*_stands(phases, leaving, connected))
+        """The workers that :meth:`count_in_phases` counts."""
+        return self.marked(*_phase_marks(phases, leaving, connected))
 
 
 @lru_cache(2**16)
 def _marks_of(phase: Phase, leaving: bool, connected: bool, agent: str, waits: bool) -> tuple[Hashable, ...]:
-    """One and the same tuple for all workers that are alike: most that change keep their marks, or all change alike."""
+    # Cached: workers that are alike share one tuple, so that a table sees at once that a row has kept its marks.
     stands = ((phase, leaving, connected), (agent, PART[phase]))
     return (*stands, "waits") if waits else stands
 
 
 @cache
-def _stands(phases: tuple[Phase, ...], leaving: bool | None, connected: bool | None) -> tuple[Hashable, ...]:
+def _phase_marks(phases: tuple[Phase, ...], leaving: bool | None, connected: bool | None) -> tuple[Hashable, ...]:
     leavings, connecteds = ((False, True) if wanted is None else (wanted,) for wanted in (leaving, connected))
     return tuple(product(phases, leavings, connecteds))
 
@@ -276,9 +278,9 @@ def _stands(phases: tuple[Phase, ...], leaving: bool | None, connected: bool | N
 class AgentTable(Table[Agent]):
     """The agents, in the order in which they came. Their weight is the number of workers that may run now.
 
-    Marks: ``"leaving"`` of those that were asked to, and have not left · ``"free"`` of those that can start another
-    worker now · ``"stays"`` of those that were not asked to leave · ``"probed"`` of those of them that answer probes ·
-    ``"out"`` of those that are left out · ``"cut"`` of those that do not reach some that came earlier.
+    Marks: ``"leaving"`` of agents that were asked to leave, and have not left · ``"free"`` of those that can start
+    another worker now · ``"stays"`` of those that were not asked to leave · ``"probed"`` of those of them that answer
+    probes · ``"out"`` of those that are left out · ``"cut"`` of those that do not reach some that came earlier.
     """
 
     __slots__ = ()
@@ -286,7 +288,7 @@ class AgentTable(Table[Agent]):
 
     @classmethod
     def marks(cls, row: Agent) -> tuple[Hashable, ...]:
-        """As in the description of this class."""
+        """The marks that the description of this class lists."""
         free = row.places > row.started and row.signs.connected and not row.probing
         going = "leaving" if row.leaving and not row.left else "left" if row.leaving else "stays"
         probed = going == "stays" and bool(row.probes)
@@ -295,7 +297,7 @@ class AgentTable(Table[Agent]):
 
     @classmethod
     def place(cls, row: Agent) -> int:
-        """As they came."""
+        """The agent's number."""
         return row.number
 
     @classmethod
@@ -308,18 +310,18 @@ if TYPE_CHECKING:
     Times = LayeredMap[float]
     Arrivals = LayeredMap[Arrived]
     Names = HashTrieSet[str]
-else:  # as plain values they are what they are made of
+else:  # what pydantic has to know to convert them to plain values and back
     Times = Annotated[Mapping[str, float], AfterValidator(LayeredMap), PlainSerializer(dict)]
     Arrivals = Annotated[Mapping[str, Arrived], AfterValidator(LayeredMap), PlainSerializer(dict)]
     Names = Annotated[list[str], AfterValidator(HashTrieSet), PlainSerializer(sorted)]
 
-SAID_AGAIN = frozenset({"heard_at", "arrivals", "formed_by"})
-"""Of a state: what workers say again when they connect to a coordinator that has forgotten it."""
+REPORTED_AGAIN = frozenset({"heard_at", "arrivals", "formed_by"})
+"""The fields of a state that are not saved: workers send them again when they connect to a restarted coordinator."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All that the coordinator knows. Pydantic converts it to plain values, and back.
+    """The coordinator's whole state. Pydantic converts it to plain values and back.
 
     Attributes:
         now: the time of the last event.
@@ -330,22 +332,22 @@ class State:
         agents: the agents by id, in the order in which they came.
         last_turn: the number of workers that have become ready.
         turns_seen: the value of ``last_turn`` when the newest generation began.
-        generation: the newest one's number; 0 before the first.
-        minted: the generation that lives; None while none does.
+        generation: the number of the newest generation; 0 before the first.
+        minted: the present generation; None while there is none.
         loop: the number of the loop that its members are in, if it is known.
-        due_since: the time since which it has to end; None while it may go on.
+        due_since: the time since which the generation has to end; None while it may go on.
         judged_at: the time at which its split was last judged.
         arrival: the time at which its first member arrived; None while none has.
-        arrivals: the message with which each member has arrived that waits for the next one.
+        arrivals: the message of each member that has arrived and waits for the next generation.
         formed_by: members that have worked in it.
         lost: its members that were lost.
         broken: whether its work cannot go on: a member was lost, or has left it in the middle.
         formed: whether all its members have worked in it.
         seconds: the seconds that forming it took on its slowest member, by part.
-        unformed: the number of generations in a row, without joiners, that did not form though nobody was lost.
+        unformed: the number of generations in a row, without joiners, that did not form though no worker was lost.
         excluded: workers that were excluded last, the newest at the end.
-        wanted: the number of workers that somebody asked for; None for as many as there is room for.
-        shards: the job's number of shards; 0 until a worker has said it.
+        wanted: the number of workers that was asked for; None for the number that the settings say.
+        shards: the job's number of shards; 0 until a worker has sent it.
         restarts: the number of lost workers that were replaced.
         unreplaced: the number of lost workers that were not replaced, since no restarts were left.
         quick: the number of workers in a row that failed soon after their start.
@@ -393,27 +395,27 @@ class State:
 
     @property
     def members(self) -> tuple[Worker, ...]:
-        """Those of the generation who are neither gone nor finished, in the order of ranks."""
+        """The workers of the generation that are neither gone nor finished, in the order of ranks."""
         seats = () if self.minted is None else self.minted.roster
-        workers = self.workers.of_ids([seat.worker for seat in seats])
+        workers = self.workers.get_many([seat.worker for seat in seats])
         return tuple([worker for worker in workers if worker is not None and worker.phase in MEMBER])
 
     @property
     def candidates(self) -> list[Worker]:
-        """Those who are to be taken in."""
-        return self.workers.those(CANDIDATE)
+        """The workers that are to be taken in."""
+        return self.workers.in_phases(CANDIDATE)
 
     @property
     def finished(self) -> list[Worker]:
-        """Those who have all that training comes to."""
-        return self.workers.those(("finished",))
+        """The workers that have finished, each with the complete result."""
+        return self.workers.in_phases(("finished",))
 
     @property
     def staying(self) -> int:
-        """The number of members and candidates who were not asked to leave, and whose hosts are not left out."""
-        out = [worker for agent in self.agents.marked("out") for worker in self.workers.of_agent(agent.id)]
-        going = [worker for worker in out if worker.phase in (*MEMBER, *CANDIDATE) and not worker.leaving]
-        return self.workers.number((*MEMBER, *CANDIDATE), leaving=False) - len(going)
+        """The number of members and candidates that were not asked to leave, and whose hosts are not left out."""
+        left_out = [worker for agent in self.agents.marked("out") for worker in self.workers.of_agent(agent.id)]
+        going = [worker for worker in left_out if worker.phase in (*MEMBER, *CANDIDATE) and not worker.leaving]
+        return self.workers.count_in_phases((*MEMBER, *CANDIDATE), leaving=False) - len(going)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -423,36 +425,36 @@ class State:
 
     @property
     def size(self) -> int:
-        """How many workers are to train."""
+        """The number of workers that are to train."""
         wanted = self.settings.wanted if self.wanted is None else self.wanted
         if wanted is None:
             wanted = self.agents.weight
-        return self.within(wanted)
+        return self.clamp(wanted)
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The rank of everybody in the generation's roster, by id."""
+        """The rank of each worker in the generation's roster, by id."""
         return {} if self.minted is None else {seat.worker: rank for rank, seat in enumerate(self.minted.roster)}
 
     def has_formed(self, worker: Worker) -> bool:
-        """Whether a member works in its generation, as far as this was said to this coordinator or the one before."""
+        """Whether a member has reported, to this coordinator or the one before, that it works in its generation."""
         return self.formed or worker.id in self.formed_by
 
     def is_at_work(self, worker: Worker) -> bool:
-        """Whether it is a member of the generation that has not left its work."""
+        """Whether a worker is a member of the generation, and has not left its work."""
         return worker.phase in MEMBER and worker.id not in self.arrivals
 
     def at_work(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Those of some workers that are."""
-        arrived = self.arrivals.of([worker.id for worker in workers])
-        both = zip(workers, arrived, strict=True)
-        return [worker for worker, message in both if message is None and worker.phase in MEMBER]
+        """The workers among these that are members, and have not left the generation's work."""
+        arrivals = self.arrivals.get_many([worker.id for worker in workers])
+        pairs = zip(workers, arrivals, strict=True)
+        return [worker for worker, arrived in pairs if arrived is None and worker.phase in MEMBER]
 
     def phase_of(self, worker: Worker) -> str:
-        """What it does, for people: of a member, whether it has ``"arrived"`` at the end of its generation."""
+        """The phase of a worker for people: ``"arrived"`` if it waits at the end of its generation."""
         return "arrived" if worker.id in self.arrivals else worker.phase
 
-    def within(self, workers: int) -> int:
+    def clamp(self, workers: int) -> int:
         """A number of workers, brought between the fewest and the most."""
         fewest, most = self.limits
         return max(fewest, min(workers, most))

@@ -1,4 +1,4 @@
-"""The transitions from one state to the next: the effect of an event, and what follows from it."""
+"""The transitions from one state to the next: an event is applied, and then rules look at the state."""
 
 from collections.abc import Mapping, Sequence, Set
 from statistics import median
@@ -6,10 +6,10 @@ from statistics import median
 from rpds import HashTrieSet
 
 from unisono.membership.messages import Arrived, JobOver, Start
-from unisono.membership.state.event import Action, Event, Forget, Restarted, Tick
-from unisono.membership.state.events import hear
-from unisono.membership.state.questions import excused, hangs, next_tick
-from unisono.membership.state.reach import forget_agent, keep_in_reach
+from unisono.membership.state.event import Action, DropKeys, Event, Restarted, Tick
+from unisono.membership.state.events import apply_event
+from unisono.membership.state.questions import hangs, next_tick, with_late_deadlines
+from unisono.membership.state.reach import drop_probe_results, leave_out_unreachable
 from unisono.membership.state.roster import MintedGeneration, Seat
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Signs, State, Worker, changed
 from unisono.membership.state.state_update import StateUpdate
@@ -17,42 +17,42 @@ from unisono.membership.state.table import LayeredMap
 from unisono.plan.split import Split
 
 Arrivals = Mapping[str, Arrived]
-"""By member, how it has arrived."""
+"""The message with which each member has arrived, by its id."""
 
 
 def holders_among(members: Sequence[Worker], current: MintedGeneration, arrivals: Arrivals) -> list[Worker]:
-    """Members that have a state to go on from: they are no joiners that were still to receive it."""
+    """The members that hold the training's state: all but joiners that have not received it yet."""
     joiners = {seat.worker for seat in current.roster if seat.joins}
     least = max(1, current.roster[current.source].acts)
     return [member for member in members if member.id not in joiners or least <= arrivals[member.id].acts]
 
 
 def are_steady(holders: Sequence[Worker], arrivals: Arrivals) -> bool:
-    """Whether all stand at one and the same boundary."""
-    messages = _different([arrivals[member.id] for member in holders])
+    """Whether all of these members stand at the same boundary."""
+    messages = _distinct([arrivals[member.id] for member in holders])
     places = {(message.acts, message.loop) for message in messages}
     return len(places) == 1 and all(message.at_boundary for message in messages)
 
 
-def _different(arrived: Sequence[Arrived]) -> list[Arrived]:
-    """Each message once: those that arrive together have the same."""
+def _distinct(arrived: Sequence[Arrived]) -> list[Arrived]:
+    """Each message once: workers that arrive together share one object."""
     return [*{id(message): message for message in arrived}.values()]
 
 
 def newest(staying: Sequence[Worker], holding: Set[str], arrivals: Arrivals) -> int:
-    """The first rank, among those that stay, whose state is the newest."""
+    """The index of the first of these members whose state is the newest."""
     acts = [arrivals[member.id].acts if member.id in holding else -1 for member in staying]
     return acts.index(max(acts))
 
 
-def survivor(member: Worker, agent: Agent, arrived: Arrived, holds: bool) -> Seat:
-    """The place of a member that has arrived in the next roster."""
+def survivor_seat(member: Worker, agent: Agent, arrived: Arrived, holds: bool) -> Seat:
+    """The seat in the next roster of a member that has arrived."""
     acts = arrived.acts if holds else 0
     return Seat(member.id, member.host, arrived.address, acts, not holds, agent.id, agent.probes)
 
 
-def newcomer(worker: Worker, agent: Agent, joins: bool) -> Seat:
-    """The place of a worker that was in none."""
+def new_seat(worker: Worker, agent: Agent, joins: bool) -> Seat:
+    """The seat in the next roster of a worker that was in no generation."""
     return Seat(worker.id, worker.host, worker.address, 0, joins, agent.id, agent.probes)
 
 
@@ -62,19 +62,19 @@ WORTH = 1.2
 """An uneven split has to be faster than an even one, or than the present one, by this factor."""
 
 SETTLED_S = 5.0
-"""How long a split stays before it is judged, in seconds: speeds are known only after some steps."""
+"""The seconds that a split is kept before it is judged: the speeds are measured only after some steps."""
 
 
 def split_for(shards: int, workers: Sequence[Worker]) -> Split:
-    """The split for these workers: even, unless they are known to differ by much.
+    """The split for these workers: even, unless their measured speeds differ much.
 
-    New ones are taken to be like the others.
+    A worker without a measured speed counts as a median one.
     """
     even = Split.even(shards, len(workers))
-    known = [worker.signs.pulse.shard_s for worker in workers if worker.signs.pulse.shard_s > 0]
-    if not known:
+    measured = [worker.signs.pulse.shard_s for worker in workers if worker.signs.pulse.shard_s > 0]
+    if not measured:
         return even
-    seconds = [worker.signs.pulse.shard_s or median(known) for worker in workers]
+    seconds = [worker.signs.pulse.shard_s or median(measured) for worker in workers]
     uneven = Split.by_speed(shards, seconds)
     return uneven if even.seconds(seconds) > WORTH * uneven.seconds(seconds) else even
 
@@ -91,29 +91,32 @@ def is_unbalanced(state: State) -> bool:
     return Split(current.bounds).seconds(seconds) > WORTH * better.seconds(seconds)
 
 
-# Who goes when members could not connect, so that the next generation is another one.
+# Which members are excluded when members could not connect: with the same ones the next generation would fail, too.
 
 MOST_UNFORMED = 2
-"""Generations that may fail to form because of a worker, as it seems, before it is excluded."""
+"""The number of generations that fail to form with a suspected worker until it is excluded."""
 
 
 def exclude_unconnected(update: StateUpdate, current: MintedGeneration, holders: Sequence[Worker]) -> frozenset[str]:
-    """Exclude members whose hosts are left out, and those because of whom, it seems, no generation forms.
+    """Exclude members whose hosts are left out, or else members suspected to keep generations from forming.
 
-    All members have arrived. At least one of those that hold the weights stays. Whoever is excluded is returned.
+    All members have arrived. At least one of those that hold the weights stays.
+
+    Returns:
+        the ids of the excluded workers.
     """
     agents = update.state.agents
     out = [member for member in update.state.members if agents[member.agent].left_out] if agents.count("out") else []
     if _has_formed(update.state, current, holders):
         update.set(unformed=0)
     elif _is_whole(update.state, current):
-        update.note("not formed", generation=current.generation, workers=[seat.worker for seat in current.roster])
+        update.journal("not formed", generation=current.generation, workers=[seat.worker for seat in current.roster])
         out += [] if out else _suspects(update, current)
     for worker in out:
         agent = update.state.agents[worker.agent]
         if not agent.left_out:
             update.put_agent(agent, given_up=agent.given_up + 1)
-        update.exclude(worker, agent.left_out or _why(current))
+        update.exclude(worker, agent.left_out or _unformed_reason(current))
     return frozenset(worker.id for worker in out)
 
 
@@ -123,13 +126,13 @@ def _has_formed(state: State, current: MintedGeneration, holders: Sequence[Worke
 
 
 def _is_whole(state: State, current: MintedGeneration) -> bool:
-    """Whether nobody was lost, which would explain it, and there was somebody to connect with."""
+    """Whether the generation had several workers and lost none, so that only connections can have failed."""
     workers = [state.workers.get(seat.worker) for seat in current.roster]
     return len(workers) > 1 and all(worker is not None and worker.phase in (*CANDIDATE, *MEMBER) for worker in workers)
 
 
 def _suspects(update: StateUpdate, current: MintedGeneration) -> list[Worker]:
-    """The joiners, or if there are none the member that came last; nobody the first time."""
+    """The workers to exclude: joiners, or without joiners the member that came last; none the first time."""
     workers = [update.state.workers[seat.worker] for seat in current.roster]
     joiners = [worker for worker, seat in zip(workers, current.roster, strict=True) if seat.joins]
     if joiners:
@@ -140,7 +143,7 @@ def _suspects(update: StateUpdate, current: MintedGeneration) -> list[Worker]:
     return [] if update.state.unformed else [max(workers, key=lambda worker: int(worker.id.removeprefix("w")))]
 
 
-def _why(current: MintedGeneration) -> str:
+def _unformed_reason(current: MintedGeneration) -> str:
     return (
         f"generation {current.generation} did not form with it, nor did one before, and nobody was lost: see the "
         f"workers' logs. Its place stays empty until somebody resizes the job"
@@ -151,15 +154,20 @@ def _why(current: MintedGeneration) -> str:
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
-    """The state that an event makes of a state, and the actions that follow.
+    """Apply an event to a state.
 
-    Actions are to be done in this order, once the new state is where it outlasts the coordinator. The time is in
-    seconds, and not before that of the last event.
+    Args:
+        state: the state.
+        event: the event.
+        now: the time in seconds, not before that of the last event.
+
+    Returns:
+        the new state, and the actions to do in this order once the new state is saved.
     """
-    update = StateUpdate(excused(state, now), now)
-    hear(update, event)
-    settle(update)
-    update.note_signs()
+    update = StateUpdate(with_late_deadlines(state, now), now)
+    apply_event(update, event)
+    apply_rules(update)
+    update.apply_signs()
     if update.state.tick_at is None or isinstance(event, Tick | Restarted):
         update.set(tick_at=next_tick(update.state, now))
     return update.finish()
@@ -168,21 +176,26 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, .
 LONGEST_DELAY_S = 30.0
 
 
-def settle(update: StateUpdate) -> None:
-    """Do what the state calls for."""
-    reach, form = (_give_up, keep_in_reach), (_finish, _regroup, _dismiss, _start, _form_first, _announce, _close)
-    for rule in (*reach, *form, keep_in_reach):  # again, for those that have come or gone
+def apply_rules(update: StateUpdate) -> None:
+    """Apply every rule to the state, in order."""
+    reach, form = (
+        (_give_up_hanging, leave_out_unreachable),
+        (_finish, _regroup, _dismiss, _start, _form_first, _request_regroup, _release),
+    )
+    for rule in (*reach, *form, leave_out_unreachable):  # again, for those that have come or gone
         if update.state.over is None:
             rule(update)
 
 
-def _give_up(update: StateUpdate) -> None:
-    """Whoever hangs is lost."""
+def _give_up_hanging(update: StateUpdate) -> None:
+    """Give up workers that hang."""
     state = update.state
-    # Only what a worker says of itself can make it hang, or the first that waits for others.
+    # Whether a worker hangs changes only with its own pulse, or for all when a first worker waits for others.
     begins = state.workers.count("waits") > 0 == update.before.workers.count("waits")
-    news = state.members if begins else [state.workers[name] for name in update.heard if name in state.workers]
-    for worker in news:
+    members = (
+        state.members if begins else [state.workers[name] for name in update.pulse_changed if name in state.workers]
+    )
+    for worker in members:
         if hangs(update.state, worker):
             pulse = worker.signs.pulse
             where = "a collective call" if pulse.doing == "call" else "the script's own code, and others wait for it"
@@ -192,12 +205,12 @@ def _give_up(update: StateUpdate) -> None:
 
 
 def _finish(update: StateUpdate) -> None:
-    """Whoever has finished has all that training comes to: the job is done when nobody is still on the way."""
-    if not update.state.workers.number(("finished",)) or update.state.workers.number(MEMBER):
+    """End the job when workers have finished and no member still trains: each finished worker has the whole result."""
+    if not update.state.workers.count_in_phases(("finished",)) or update.state.workers.count_in_phases(MEMBER):
         return
     finished = update.state.finished
-    if update.state.minted is None and update.state.workers.number(CANDIDATE):  # nobody has trained
-        if update.state.workers.number(("ready",)):
+    if update.state.minted is None and update.state.workers.count_in_phases(CANDIDATE):  # before any training
+        if update.state.workers.count_in_phases(("ready",)):
             update.fail(update.blame(finished[0], "its script ended before the others'"))
     elif len({worker.digest for worker in finished}) > 1:
         digests = ", ".join(f"{worker.id} {worker.digest[:12]}" for worker in finished)
@@ -214,12 +227,12 @@ def _finish(update: StateUpdate) -> None:
 def _regroup(update: StateUpdate) -> None:
     """Form the next generation when all members that are left have arrived.
 
-    Somebody comes or goes only where all stand at one boundary; elsewhere the survivors go on as they are, to the
-    next boundary. Who computes wrong results goes wherever the others stand.
+    Workers join or leave only where all members stand at one boundary; elsewhere the survivors go on as they are, to
+    the next boundary. A worker that computes wrong results leaves in any case.
     """
     current, workers = update.state.minted, update.state.workers
     arrived = len(update.state.arrivals)
-    if current is None or workers.number(MEMBER) > arrived or workers.number(MEMBER, connected=False):
+    if current is None or workers.count_in_phases(MEMBER) > arrived or workers.count_in_phases(MEMBER, connected=False):
         return
     members, arrivals = update.state.members, update.state.arrivals.plain()
     faulty = [member for member in members if member.is_faulty]
@@ -228,7 +241,7 @@ def _regroup(update: StateUpdate) -> None:
     if not holders:
         _start_over(update)
         return
-    steady = are_steady(holders, arrivals) and not workers.number(("finished",))
+    steady = are_steady(holders, arrivals) and not workers.count_in_phases(("finished",))
     if steady and all(member.leaving for member in members):
         _preempt(update, holders)
         return
@@ -238,15 +251,15 @@ def _regroup(update: StateUpdate) -> None:
     staying = [member for member in members if not member.leaving][:size] if steady else []
     holding = {member.id for member in holders}
     if not any(member.id in holding for member in staying):
-        staying = list(members)  # who holds the weights goes once somebody else has them
+        staying = list(members)  # a worker that holds the weights leaves only once another one has them
     source = newest(staying, holding, arrivals)
     loop = arrivals[staying[source].id].loop
-    joiners = [worker for worker in _ready(update.state) if worker.loop == loop and not worker.leaving]
+    joiners = [worker for worker in _ready_candidates(update.state) if worker.loop == loop and not worker.leaving]
     joiners = joiners[: max(0, size - len(staying))] if steady else []
     agents = update.state.agents
-    theirs = {agent: agents[agent] for agent in {member.agent for member in staying}}
-    seats = [survivor(member, theirs[member.agent], arrivals[member.id], member.id in holding) for member in staying]
-    seats += [newcomer(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
+    rows = {agent: agents[agent] for agent in {member.agent for member in staying}}
+    seats = [survivor_seat(member, rows[member.agent], arrivals[member.id], member.id in holding) for member in staying]
+    seats += [new_seat(joiner, agents[joiner.agent], joins=True) for joiner in joiners]
     _form(update, seats, source, loop)
     for member in faulty:
         update.remove(member, "it computes wrong results")
@@ -257,33 +270,33 @@ def _regroup(update: StateUpdate) -> None:
             update.remove(member, why)
 
 
-def _ready(state: State) -> list[Worker]:
-    """Candidates that can be taken in, first come, first served."""
-    ready = state.workers.those(("ready",), connected=True)
+def _ready_candidates(state: State) -> list[Worker]:
+    """The candidates that can be taken in, in the order in which they became ready."""
+    ready = state.workers.in_phases(("ready",), connected=True)
     return sorted(
         (worker for worker in ready if not state.agents[worker.agent].probing), key=lambda worker: worker.turn
     )
 
 
 def _preempt(update: StateUpdate, holders: list[Worker]) -> None:
-    for member in update.state.members:  # a joiner that was still to receive the weights must not write them
+    for member in update.state.members:  # a joiner that has not received the weights must not write a checkpoint
         update.remove(member, "all were asked to leave", preempted=member in holders)
     update.set(preempting=True, minted=None, due_since=None, arrival=None, lost=(), broken=False)
 
 
 def _start_over(update: StateUpdate) -> None:
-    """Nobody is left who holds the weights: new workers go on from the newest checkpoint."""
-    update.note("starts over", generation=update.state.generation, because=update.state.blame)
+    """Start over from the newest checkpoint with new workers, since no worker that holds the weights is left."""
+    update.journal("starts over", generation=update.state.generation, because=update.state.blame)
     for worker in (*update.state.members, *update.state.candidates):
-        if worker.phase != "asked":  # it stands where only those that are lost could have helped it
+        if worker.phase != "asked":  # it waits in the run for the state that only lost workers had
             update.remove(worker, "all others are lost, and the job starts over")
     update.set(minted=None, loop=None, due_since=None, arrival=None, lost=(), broken=False)
-    update.actions.append(Forget())
+    update.actions.append(DropKeys())
 
 
 def _dismiss(update: StateUpdate) -> None:
     """Remove candidates that are not needed."""
-    for worker in update.state.workers.those(CANDIDATE, leaving=None if update.state.preempting else True):
+    for worker in update.state.workers.in_phases(CANDIDATE, leaving=None if update.state.preempting else True):
         update.remove(worker, "it was asked to leave")
     surplus = update.state.staying - update.state.size
     for worker in update.state.candidates[::-1][:surplus] if surplus > 0 else ():
@@ -291,11 +304,11 @@ def _dismiss(update: StateUpdate) -> None:
 
 
 def _start(update: StateUpdate) -> None:
-    """Ask for as many workers as are missing, where there is room."""
+    """Have agents with room start as many workers as are missing."""
     _reopen(update)
     state = update.state
     missing = state.size - state.unreplaced - state.staying
-    if missing <= 0 or state.stopping or state.preempting or state.workers.number(("finished",)):
+    if missing <= 0 or state.stopping or state.preempting or state.workers.count_in_phases(("finished",)):
         return
     # The exponent is bounded: 2.0 to the power of very many failures would be an OverflowError.
     delay_s = 0.0 if state.quick < 2 else min(LONGEST_DELAY_S, 0.5 * 2.0 ** min(state.quick - 2, 30))
@@ -306,22 +319,22 @@ def _start(update: StateUpdate) -> None:
             break
         last = update.state.last_worker
         names = tuple(f"w{number}" for number in range(last + 1, last + 1 + count))
-        update.ask_for(agent, [Worker(name, agent.id, host=agent.host, signs=signs) for name in names])
+        update.request_workers(agent, [Worker(name, agent.id, host=agent.host, signs=signs) for name in names])
         update.set(last_worker=last + count)
-        update.tell_agent(agent.id, Start(workers=names, delay_s=delay_s))
-        update.note("asked for", workers=list(names), host=agent.host, delay_s=delay_s)
+        update.send_to_agent(agent.id, Start(workers=names, delay_s=delay_s))
+        update.journal("asked for", workers=list(names), host=agent.host, delay_s=delay_s)
         missing -= count
 
 
 def _reopen(update: StateUpdate) -> None:
-    """Places of workers that were asked to leave are filled again when training could not even begin without."""
+    """Fill places of workers that were asked to leave again if training could not begin without them."""
     state = update.state
     if state.minted is None and state.agents.weight < state.settings.smallest:
-        update.fill_again()
+        update.reopen_places()
 
 
 def _form_first(update: StateUpdate) -> None:
-    """Form a first generation, when enough are ready and nobody is awaited."""
+    """Form the first generation when all candidates are ready, and there are enough of them."""
     state, needed = update.state, update.state.settings.smallest
     if state.minted is not None or state.preempting or state.stopping:
         return
@@ -329,10 +342,10 @@ def _form_first(update: StateUpdate) -> None:
         shards = f"{state.shards} shard{'s' if state.shards > 1 else ''}"
         update.fail(f"at least {needed} workers are to train, but the job has only {shards}")
         return
-    candidates = state.workers.number(CANDIDATE)
-    all_ready = state.workers.number(("ready",), connected=True) == candidates
-    if candidates >= needed and all_ready and len(_ready(state)) == candidates:
-        seats = [newcomer(worker, state.agents[worker.agent], joins=False) for worker in state.candidates]
+    candidates = state.workers.count_in_phases(CANDIDATE)
+    all_ready = state.workers.count_in_phases(("ready",), connected=True) == candidates
+    if candidates >= needed and all_ready and len(_ready_candidates(state)) == candidates:
+        seats = [new_seat(worker, state.agents[worker.agent], joins=False) for worker in state.candidates]
         _form(update, seats, source=0, loop=None)
     elif candidates < needed and state.size - state.unreplaced < needed:
         update.fail(f"no restarts are left, and fewer than the {needed} workers needed; lost last: {state.blame}")
@@ -340,7 +353,7 @@ def _form_first(update: StateUpdate) -> None:
 
 def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None) -> None:
     before, number = update.state, update.state.generation + 1
-    workers = before.workers.of_ids([seat.worker for seat in seats])
+    workers = before.workers.get_many([seat.worker for seat in seats])
     split = split_for(before.shards, workers)
     new = MintedGeneration(
         generation=number,
@@ -350,22 +363,23 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
         loop=loop,
         departures=before.departures,
     )
-    update.actions.append(Forget(number))
+    update.actions.append(DropKeys(number))
     update.set(arrivals=LayeredMap(), formed_by=HashTrieSet())
-    update.hear_of([seat.worker for seat in seats])
+    update.record_signs([seat.worker for seat in seats])
     with update.in_bulk():
         for worker in [worker for worker in workers if worker.phase not in MEMBER or worker.signs.pulse.still_s]:
             pulse = worker.signs.pulse.model_copy(update={"still_s": 0.0})
             update.put(worker, phase="working", signs=changed(worker.signs, pulse=pulse))
     for names, message in new.messages(before.minted, before.arrivals):
-        update.tell_all(names, message)
-    update.moved.add(seats[0].agent)  # others than before may hold the weights, by which it is decided who is left out
+        update.send_to_all(names, message)
+    # Other workers than before may hold the weights, on which it depends which hosts are left out.
+    update.touched_agents.add(seats[0].agent)
     candidates = {worker.id for worker in before.candidates} if before.lost else ()
     update.set(generation=number, minted=new, judged_at=update.now, loop=loop)
     update.set(due_since=None, arrival=None, turns_seen=before.last_turn)
     update.set(lost=(), broken=False, formed=False, seconds={})
     joined = [worker for worker, seat in zip(workers, seats, strict=True) if seat.joins or before.minted is None]
-    update.note(
+    update.journal(
         "minted",
         generation=number,
         workers=[seat.worker for seat in seats],
@@ -378,20 +392,20 @@ def _form(update: StateUpdate, seats: list[Seat], source: int, loop: int | None)
     )
 
 
-def _announce(update: StateUpdate) -> None:
-    """A new generation is due when somebody wants in or out, there are too many, or shards could be split better."""
+def _request_regroup(update: StateUpdate) -> None:
+    """Request a new generation when a worker waits to join or leave, there are too many, or a better split is found."""
     state, workers = update.state, update.state.workers
-    members = workers.number(MEMBER)
-    if not members or state.due_since is not None or workers.number(("finished",)):
+    members = workers.count_in_phases(MEMBER)
+    if not members or state.due_since is not None or workers.count_in_phases(("finished",)):
         return
-    leaving = workers.number(MEMBER, leaving=True)
-    joins = any(_is_wanted(state, worker) for worker in _ready(state))
-    if leaving or members > state.size or joins or _judge(update):
-        update.call_members()
+    leaving = workers.count_in_phases(MEMBER, leaving=True)
+    joins = any(_is_wanted(state, worker) for worker in _ready_candidates(state))
+    if leaving or members > state.size or joins or _should_split_again(update):
+        update.request_regroup()
 
 
-def _judge(update: StateUpdate) -> bool:
-    """Whether shards could be split better; looked at from time to time."""
+def _should_split_again(update: StateUpdate) -> bool:
+    """Whether a better split of the shards is found; it is looked for every :data:`SETTLED_S` seconds."""
     if update.now < update.state.judged_at + SETTLED_S:
         return False
     update.set(judged_at=update.now)
@@ -399,15 +413,16 @@ def _judge(update: StateUpdate) -> bool:
 
 
 def _is_wanted(state: State, joiner: Worker) -> bool:
-    """Whether the members should stop for a joiner, which is probably in the same loop."""
+    """Whether the members should stop for a joiner: it is probably in the same loop."""
     if joiner.loop is None or state.loop is None or joiner.loop == state.loop:
         return joiner.loop is not None
-    # It goes past a loop once that is over, so it may know better. If it did not, they do not stop for it again.
+    # A joiner passes a loop once that is over: if it waits at a later one, what the members last sent may be old.
+    # The members stop for it once. If they were still in the earlier loop, they do not stop for it again.
     return joiner.loop > state.loop and joiner.turn > state.turns_seen
 
 
-def _close(update: StateUpdate) -> None:
-    """Let go who was asked to leave: the whole job, or an agent."""
+def _release(update: StateUpdate) -> None:
+    """End the job, or release an agent, once all workers that were asked to leave are gone."""
     state, agents = update.state, update.state.agents
     everybody = state.preempting or state.stopping or (bool(agents) and not agents.count("stays"))
     if everybody and not state.workers:
@@ -416,6 +431,6 @@ def _close(update: StateUpdate) -> None:
     for agent in agents.marked("leaving"):
         if not agent.started:
             update.put_agent(agent, left=True)
-            forget_agent(update, agent.id)
-            update.tell_agent(agent.id, JobOver(preempted=True, reason="this agent was asked to leave"))
-            update.note("agent left", agent=agent.id, host=agent.host)
+            drop_probe_results(update, agent.id)
+            update.send_to_agent(agent.id, JobOver(preempted=True, reason="this agent was asked to leave"))
+            update.journal("agent left", agent=agent.id, host=agent.host)
