@@ -15,7 +15,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from benchmarks.noticed import Noticed
 from unisono.launch.elastic.address import Address
 from unisono.launch.elastic.coordinator_process import CoordinatorLine
-from unisono.membership.client import FLUSH_S, OPEN_S, PING_S, Conversation, Reconnection, call
+from unisono.membership.client import FLUSH_S, OPEN_S, PING_S, Outbox, Reconnection, open_connection
 from unisono.membership.messages import (
     LONGEST_MESSAGE,
     AgentHello,
@@ -90,8 +90,8 @@ class CrowdedWorker:
 
     def __init__(self, name: str, host: str, place: Place, number: int) -> None:
         self._place, self._number = place, number
-        self._conversation = Conversation(WorkerHello(worker=name, host=host, pid=os.getpid(), shards=place.shards))
-        self._reconnection = Reconnection(self._dial, self._talk, asyncio.sleep, lambda: self._conversation.is_over)
+        self._outbox = Outbox(WorkerHello(worker=name, host=host, pid=os.getpid(), shards=place.shards))
+        self._reconnection = Reconnection(self._dial, self._talk, asyncio.sleep, lambda: self._outbox.is_over)
         self._news = asyncio.Event()
         self._socket: ClientConnection | None = None
         self._asked_at: dict[int, float] = {}
@@ -112,7 +112,7 @@ class CrowdedWorker:
     async def _beat(self) -> None:
         await asyncio.sleep(BEAT_S * (self._number * 0.618 % 1))  # spread over the second, as chance does it
         while True:
-            if (generation := self._conversation.generation) > 0:
+            if (generation := self._outbox.generation) > 0:
                 self._beats += 1
                 step = STEPS * (generation - 1) + self._beats
                 pulse = Pulse(doing="call", still_s=0.1, longest_s=0.3)
@@ -127,11 +127,11 @@ class CrowdedWorker:
             self._socket.transport.abort()
 
     def _say(self, message: Any) -> None:
-        self._conversation.say(message)
+        self._outbox.put(message)
         self._news.set()
 
     def _ask(self) -> None:
-        number, _ = self._conversation.ask(StoreRequest(id=0, operation="check", keys=("run/benchmark",)))
+        number, _ = self._outbox.put_request(StoreRequest(id=0, operation="check", keys=("run/benchmark",)))
         self._asked_at[number] = time.monotonic()
         self._place.noticed.waiting += 1
         self._news.set()
@@ -139,35 +139,37 @@ class CrowdedWorker:
     def _dial(self) -> connect:
         self._place.noticed.dialled += 1
         address, wait_s = self._place.address, {"open_s": OPEN_S, "ping_s": PING_S, "close_s": FLUSH_S}
-        return call(address.url, "/worker", address.token, self._place.tls, most=2 * LONGEST_MESSAGE, **wait_s)
+        return open_connection(
+            address.url, "/worker", address.token, self._place.tls, max_bytes=2 * LONGEST_MESSAGE, **wait_s
+        )
 
     async def _talk(self, socket: ClientConnection) -> None:
         self._socket = socket
-        self._conversation.begin()
+        self._outbox.connected()
         sending = asyncio.create_task(self._send_all(socket))
         try:
             async for text in socket:
                 assert isinstance(text, str), "messages are texts"
-                self._reconnection.went_well()
+                self._reconnection.reset_pause()
                 self._place.noticed.received += len(text)
                 self._hear(to_worker.validate_json(text))
-                if self._conversation.is_over:
+                if self._outbox.is_over:
                     break
         finally:
-            self._conversation.break_off()
+            self._outbox.disconnected()
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
     async def _send_all(self, socket: ClientConnection) -> None:
         while True:
             self._news.clear()
-            while (message := self._conversation.next) is not None:
+            while (message := self._outbox.next) is not None:
                 await socket.send(message.model_dump_json())
-                self._conversation.sent(message)
+                self._outbox.sent(message)
             await self._news.wait()
 
     def _hear(self, message: ToWorker) -> None:
-        self._conversation.heard(message)
+        self._outbox.receive(message)
         match message:
             case StoreReply(id=number):
                 asked_at = self._asked_at.pop(number)
@@ -176,7 +178,7 @@ class CrowdedWorker:
             case Welcome(joins=joins) if not self._greeted:
                 self._greeted = True
                 self._say(Ready(loop=0 if joins else None, address=f"127.0.0.1:{10000 + self._number}"))
-            case NewGeneration(generation=number) if number > self._conversation.generation:
+            case NewGeneration(generation=number) if number > self._outbox.generation:
                 self._enter(number)
             case RegroupDue(generation=number):
                 self._arrive(number, at_boundary=True)
@@ -186,14 +188,14 @@ class CrowdedWorker:
                 self._place.noticed.sent_away.append(why)
 
     def _enter(self, generation: int) -> None:
-        self._conversation.enter(generation)
+        self._outbox.enter(generation)
         self._beats = 0
         members, _ = self._place.noticed.heard.get(generation, (0, 0.0))
         self._place.noticed.heard[generation] = members + 1, time.monotonic()
         self._say(Formed(generation=generation, seconds={"regroup": 0.1, "form": 0.1, "copy": 0.1}))
 
     def _arrive(self, generation: int, *, at_boundary: bool) -> None:
-        if generation != self._conversation.generation or generation == self._arrived:
+        if generation != self._outbox.generation or generation == self._arrived:
             return
         self._arrived, step = generation, STEPS * generation
         self._say(Arrived(generation=generation, acts=step, loop=0, at_boundary=at_boundary, step=step))

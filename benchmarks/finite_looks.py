@@ -79,9 +79,9 @@ def _timed() -> Iterator[list[float]]:
 
         return call
 
-    look, asked = Finiteness.look, Finiteness.asked
-    Finiteness.look, Finiteness.asked = timed(look), timed(asked)  # type: ignore[method-assign]
+    look, asked = Finiteness.look, Finiteness.start_check
+    Finiteness.look, Finiteness.start_check = timed(look), timed(asked)  # type: ignore[method-assign]
     try:
         yield spent
     finally:
-        Finiteness.look, Finiteness.asked = look, asked  # type: ignore[method-assign]
+        Finiteness.look, Finiteness.start_check = look, asked  # type: ignore[method-assign]

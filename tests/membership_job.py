@@ -35,7 +35,7 @@ from unisono.membership.state import (
     step,
 )
 from unisono.membership.state.roster import MintedGeneration
-from unisono.membership.state_log import changes, merge, whole
+from unisono.membership.state_log import merge, plain_changes, plain_state
 
 SHARDS = 8
 
@@ -50,7 +50,7 @@ class Job:
         self.notes: list[WriteJournal] = []
         self.forgotten: list[int | None] = []
         self.hung_up: list[str] = []
-        self._kept = whole(self.state)
+        self._kept = plain_state(self.state)
 
     def happen(self, event: Event, after: float = 0.0) -> Self:
         self.now += after
@@ -77,13 +77,13 @@ class Job:
     def _keep(self, before: State, event: Event, actions: Sequence[Action]) -> None:
         """What is written down of each event comes to the whole state."""
         if isinstance(event, Restarted):
-            self._kept = whole(self.state)
+            self._kept = plain_state(self.state)
         for action in actions:
             if isinstance(action, SaveRows):
-                merge(self._kept, json.loads(json.dumps(changes(before, self.state, action.rows))))
+                merge(self._kept, json.loads(json.dumps(plain_changes(before, self.state, action.rows))))
                 before = self.state
-        merge(self._kept, changes(before, self.state, {}))
-        assert self._kept == whole(self.state)
+        merge(self._kept, plain_changes(before, self.state, {}))
+        assert self._kept == plain_state(self.state)
 
     def hear(self, worker: str, message: FromWorker) -> Self:
         return self.happen(WorkerMessage((worker,), message))

@@ -24,71 +24,71 @@ PLAIN: Mapping[Any, str] = {
 """The types that have a plain name."""
 
 
-def require_kinds(function: Callable[..., Any], said: Mapping[str, Any]) -> None:
-    """Refuse arguments of other types than a function says.
+def require_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments whose types differ from a function's annotations.
 
     Args:
         function: the function, with its annotations.
-        said: arguments by name; what the function has no annotation for is left alone.
+        arguments: the arguments by name; those without an annotation are not checked.
 
     Raises:
         JobError: one is of another type; names it, its value and what is expected.
     """
-    for name, kind in _kinds(function).items():
-        if name in said:
-            require_kind(name, said[name], kind)
+    for name, kind in _annotations(function).items():
+        if name in arguments:
+            require_type(name, arguments[name], kind)
 
 
-def require_kind(name: str, value: Any, kind: Any) -> None:
+def require_type(name: str, value: Any, kind: Any) -> None:
     """Refuse a value of another type.
 
     Raises:
         JobError: it is of another type; names it and what is expected.
     """
-    if not _is_one(kind, value):
+    if not _has_type(value, kind):
         raise JobError(f"{name}={short(value)}: needs {' or '.join(_names(kind))}")
 
 
-def require_known(function: Callable[..., Any], said: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse arguments that a function does not have.
+def require_parameters(function: Callable[..., Any], arguments: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuse arguments for which a function has no parameter.
 
     Raises:
-        JobError: there is one; names it and those that are nearest to it.
+        JobError: there is such an argument; names it and the parameters with the most similar names.
     """
-    known = signature(function).parameters
-    for name in said:
-        if name not in known:
-            near = get_close_matches(name, known, 3)
-            meant = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
-            raise JobError(f"{prefix}{name}={short(said[name])}: there is no such argument; {meant}")
+    parameters = signature(function).parameters
+    for name in arguments:
+        if name not in parameters:
+            similar = get_close_matches(name, parameters, 3)
+            hint = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join(parameters)}"
+            raise JobError(f"{prefix}{name}={short(arguments[name])}: there is no such argument; {hint}")
 
 
 def explain_call(error: Exception, function: Any, needs: str) -> None:
-    """Refuse what cannot be called, or not with the arguments that it gets; does nothing with other errors.
+    """Refuse an object that cannot be called, or not with these arguments; other errors are left alone.
 
     Args:
         error: the error of the call, in the function that called.
-        function: the thing that was called.
+        function: the object that was called.
         needs: the sentence that says what it should be.
 
     Raises:
-        JobError: the call has not even begun.
+        JobError: the call itself has failed, before the function's first line.
     """
     if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
         raise JobError(f"{needs}: {error if callable(function) else f'{short(function)} is no function'}") from error
 
 
 @cache
-def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: kind for name, kind in get_type_hints(function).items() if name != "return"}
 
 
-def _is_one(kind: Any, value: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     origin = get_origin(kind)
     if kind is Any:
         return True
     if origin in (Union, UnionType):
-        return any(_is_one(part, value) for part in get_args(kind))
+        return any(_has_type(value, part) for part in get_args(kind))
     if origin is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if origin is Sequence:
@@ -96,7 +96,7 @@ def _is_one(kind: Any, value: Any) -> bool:
         return (
             isinstance(value, Sequence)
             and not isinstance(value, str)
-            and all(_is_one(item, element) for element in value)
+            and all(_has_type(element, item) for element in value)
         )
     if kind in (int, float):
         return isinstance(value, int if kind is int else Real) and not isinstance(value, bool)

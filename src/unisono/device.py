@@ -22,11 +22,11 @@ from unisono.errors import JobError
 from unisono.received import LONGEST_SHOWN, short
 
 NEEDED = ("is_available", "is_initialized", "get_rng_state", "set_rng_state", "manual_seed")
-"""What torch's module of a kind must have: else nobody could seed the generators of its devices."""
+"""The functions that torch's module of a kind must have, so that the generators of its devices can be seeded."""
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""With which cuBLAS gives the same bits each time, by its manual."""
+"""The workspaces with which cuBLAS gives the same bits each time, according to its manual."""
 
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 """The share of a device that NVIDIA's multi-process service gives this process; kernels choose their grids by it."""
@@ -36,40 +36,40 @@ NCCL = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""Torch's watchdog of NCCL ends this process when another worker is lost. In elastic jobs the others go on without it,
-and whoever hangs is found by the coordinator."""
+"""The variables that disable torch's watchdog of NCCL: it ends this process when another worker is lost. In elastic
+jobs the others go on, and the coordinator finds workers that hang."""
 
 
 # Which device.
 
 
-def choose_device(wanted: str | int | torch.device | None, local_rank: int) -> torch.device:
-    """The device of a worker: the wanted one, else an accelerator by local rank if there is one, else the CPU.
+def choose_device(name: str | int | torch.device | None, local_rank: int) -> torch.device:
+    """The device of a worker: the named one, else an accelerator by local rank if there is one, else the CPU.
 
-    Workers beyond the number of devices share them.
+    If there are more workers than devices, several workers share a device.
 
     Raises:
         JobError: there is no such device, or it lacks what a run needs.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if wanted is None:
-        wanted = kind or "cpu"
+    if name is None:
+        name = kind or "cpu"
     try:
-        device = torch.device(wanted)
+        device = torch.device(name)
     except (RuntimeError, ValueError) as error:
-        raise JobError(f"device={short(wanted)}: {str(error).splitlines()[0][:LONGEST_SHOWN]}") from None
+        raise JobError(f"device={short(name)}: {str(error).splitlines()[0][:LONGEST_SHOWN]}") from None
     if device.type == "meta":
         raise JobError("device='meta' computes nothing: use device='cpu', or leave it out")
     if not is_accelerator(device):
         return device
     if kind is None or device.type != kind.type:
         raise JobError(
-            f"device={short(wanted)}: torch {torch.__version__} sees no device of this kind here; use device='cpu'"
+            f"device={short(name)}: torch {torch.__version__} sees no device of this kind here; use device='cpu'"
         )
     _require_usable(device)
     index: int | None = device.index
     if index is not None and index >= device_count():
-        raise JobError(f"device={short(wanted)}: this process sees {', '.join(names()[1:])}")
+        raise JobError(f"device={short(name)}: this process sees {', '.join(names()[1:])}")
     return torch.device(device.type, local_rank % device_count() if index is None else index)
 
 
@@ -78,7 +78,7 @@ OF_HOST = ("cpu", "meta")
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it computes beside the host, in streams and memory of its own."""
+    """Whether a device computes beside the host, in streams and memory of its own."""
     return device.type not in OF_HOST
 
 
@@ -101,7 +101,10 @@ def _require_usable(device: torch.device) -> None:
 
 
 def use(device: torch.device, *, deterministic: bool) -> dict[str, str]:
-    """Make it the one that this thread computes on; returns variables that its libraries are to find.
+    """Make a device this thread's current one.
+
+    Returns:
+        the environment variables to set for the device's libraries.
 
     Raises:
         JobError: a variable that is set already allows other bits each time.
@@ -113,10 +116,10 @@ def use(device: torch.device, *, deterministic: bool) -> dict[str, str]:
 
 
 def variables_for(kind: str, *, deterministic: bool) -> dict[str, str]:
-    """The environment variables that the libraries of a kind of accelerator are to find, unless they are set.
+    """The environment variables to set for the libraries of a kind of accelerator.
 
     Raises:
-        JobError: one that is set already allows other bits each time.
+        JobError: a variable that is set already allows other bits each time.
     """
     if kind != "cuda" or not deterministic:
         return {}
@@ -128,21 +131,23 @@ def variables_for(kind: str, *, deterministic: bool) -> dict[str, str]:
     return {WORKSPACE: DETERMINISTIC_WORKSPACES[0]}
 
 
-def go_on_without_others(device: torch.device) -> None:
-    """When another worker is lost, this process stays: the others form anew, and whoever hangs is found elsewhere."""
+def disable_nccl_watchdog(device: torch.device) -> None:
+    """Have this process go on when another worker is lost: the others form a new generation."""
     for name, value in NCCL.items() if is_accelerator(device) else ():
         os.environ.setdefault(name, value)
 
 
 def bits_of_device(device: torch.device) -> dict[str, Any]:
-    """What devices, their libraries and torch's switches for them must have in common for their bits to agree."""
+    """The facts of a device, its libraries and torch's switches that must agree for the bits of workers to agree."""
     facts: dict[str, Any] = {"device": _name(device), "attention kernels": _attention_kernels()}
     if not is_accelerator(device):
         return facts | {"float32 precision": _precisions("mkldnn")}
     module = torch.get_device_module(device)
-    about = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
-    counted = ("multi_processor_count", "gpu_eu_count", "total_memory", "driver_version")
-    facts |= {f"device's {name.replace('_', ' ')}": getattr(about, name) for name in counted if hasattr(about, name)}
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    fields = ("multi_processor_count", "gpu_eu_count", "total_memory", "driver_version")
+    facts |= {
+        f"device's {name.replace('_', ' ')}": getattr(properties, name) for name in fields if hasattr(properties, name)
+    }
     facts |= {"share of the device": os.environ.get(SHARE, "all"), "float32 precision": _precisions("cuda", "cudnn")}
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -158,7 +163,7 @@ def bits_of_device(device: torch.device) -> dict[str, Any]:
 
 
 def _precisions(*backends: str) -> str:
-    """How exact the libraries compute with float32. Torch's older functions fail where a newer one was called."""
+    """The precision of the libraries for float32. Torch's older functions fail after a newer one was called."""
     precisions = {
         f"{backend}.{part}": getattr(getattr(getattr(torch.backends, backend), part, None), "fp32_precision", None)
         for backend in backends
@@ -168,7 +173,7 @@ def _precisions(*backends: str) -> str:
 
 
 def _attention_kernels() -> str:
-    """Those of ``scaled_dot_product_attention`` that torch may choose, on whatever device."""
+    """The kernels of ``scaled_dot_product_attention`` that torch may choose, on any device."""
     switches = torch.backends.cuda
     kernels = {
         "flash": switches.flash_sdp_enabled(),
@@ -180,11 +185,11 @@ def _attention_kernels() -> str:
 
 
 def _name(device: torch.device) -> str:
-    """The name of its model, or of its kind."""
+    """The name of a device's model, or of its kind."""
     if not is_accelerator(device):
         return device.type
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(named(device)) if named else device.type
+    get_name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(get_name(device)) if get_name else device.type
 
 
 def described() -> list[str]:
@@ -196,13 +201,13 @@ def described() -> list[str]:
 def _described(module: Any, index: int) -> str:
     if not hasattr(module, "get_device_properties"):
         return _name(torch.device(names()[1 + index]))
-    about = module.get_device_properties(index)
-    capability = f", compute capability {about.major}.{about.minor}" if hasattr(about, "major") else ""
-    return f"{about.name}, {about.total_memory / 2**30:.0f} GiB{capability}"
+    properties = module.get_device_properties(index)
+    capability = f", compute capability {properties.major}.{properties.minor}" if hasattr(properties, "major") else ""
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB{capability}"
 
 
 def names() -> list[str]:
-    """Devices of this host as torch names them, the CPU first."""
+    """The names of this host's devices in torch, the CPU first."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu", *(f"{kind.type}:{index}" for index in range(device_count()))] if kind else ["cpu"]
 
@@ -220,19 +225,19 @@ def builds() -> dict[str, Any]:
 
 
 def identity(device: torch.device) -> str:
-    """What no other device has: two processes that name the same use the same one."""
+    """A text that no other device has: two processes with the same text use the same device."""
     module: Any = torch.get_device_module(device) if is_accelerator(device) else None
-    about = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
-    return str(getattr(about, "uuid", f"{platform.node()} {device}"))
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return str(getattr(properties, "uuid", f"{platform.node()} {device}"))
 
 
-def speaks_nccl(device: torch.device) -> bool:
+def supports_nccl(device: torch.device) -> bool:
     """Whether torch has NCCL for devices of this kind."""
     return dist.Backend.default_device_backend_map.get(device.type) == "nccl" and dist.is_nccl_available()
 
 
-def nccl_takes_many() -> bool:
-    """Whether NCCL was told to take several workers on one device; versions that do not know the variable refuse."""
+def nccl_shares_devices() -> bool:
+    """Whether NCCL was asked to allow several workers on one device; versions without this variable refuse them."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
@@ -241,22 +246,22 @@ def group_of(device: torch.device, workers: int) -> str:
 
     Args:
         device: the device of this worker.
-        workers: the number of workers on this host, which then have a device of their own each.
+        workers: the number of workers on this host. With NCCL each of them needs a device of its own.
     """
-    return "nccl" if speaks_nccl(device) and workers <= device_count() else "gloo"
+    return "nccl" if supports_nccl(device) and workers <= device_count() else "gloo"
 
 
-def way_of_sums() -> str:
-    """How workers of this host would add up gradients, in words."""
+def describe_reduction() -> str:
+    """A sentence on how workers of this host would add up gradients."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return "through shared memory: there are CPUs only"
-    if not speaks_nccl(kind):
+    if not supports_nccl(kind):
         return f"through the host's memory: torch has no NCCL for {kind.type}"
     return f"over NCCL where each worker has one of the {device_count()} devices, else through the host's memory"
 
 
-# Random generators, of the device that this process uses.
+# The random generator of the device that this process uses.
 
 
 @cache
@@ -266,13 +271,13 @@ def _built() -> Any:
 
 
 def in_use() -> Any:
-    """Torch's module of the accelerator, as soon as this process has used it; else None."""
+    """Torch's module of the accelerator; None if this process has not used it yet."""
     module = _built()
     return module if module is not None and module.is_initialized() else None
 
 
-def drawn() -> int:
-    """A number that tells how much the device's generator has given; 0 if there is none."""
+def generator_checksum() -> int:
+    """A checksum of the state of the device's generator, which changes when it is used; 0 if there is none."""
     module = in_use()
     return 0 if module is None else crc32(module.get_rng_state().numpy())
 
@@ -281,12 +286,12 @@ def drawn() -> int:
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream of work of its own."""
+    """A new stream of a device."""
     return torch.Stream(device=device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream in which this thread works."""
+    """The stream of a device in which this thread works."""
     return torch.accelerator.current_stream(device)
 
 
@@ -302,10 +307,10 @@ class Handover:
         self.device = device
 
     def accept(self, *tensors: Tensor) -> None:
-        """What the current stream does from now on happens after that moment.
+        """Have the current stream wait for that moment before its further work.
 
         Args:
-            tensors: tensors that the stream uses from now on. Their memory is free again only behind what it does.
+            tensors: the tensors that the stream uses from now on. Their memory is reused only after that work.
         """
         if self._event is not None:
             stream = current_stream(self.device)
@@ -314,7 +319,7 @@ class Handover:
                 tensor.record_stream(stream)
 
     def wait(self) -> None:
-        """What the host does from now on happens after that moment."""
+        """Wait on the host for that moment."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
 
@@ -342,20 +347,20 @@ class StreamMoment:
         return self._event is None or bool(self._event.query())
 
     def seconds_to(self, later: StreamMoment) -> float:
-        """The time in between: the device's, once it is over; before that the host's, which goes ahead."""
+        """The seconds to a later moment: by the device if it has come to that moment, else by the host."""
         if self._event is None or not later.is_over:
             return later.host_s - self.host_s
         return float(self._event.elapsed_time(later._event)) / 1000
 
 
 def beside(device: torch.device) -> AbstractContextManager[Any]:
-    """Work in a stream of its own, beside the one that computes."""
-    return nullcontext() if device.type in OF_HOST else within(_stream(device))
+    """Work in a separate stream, beside the one that computes."""
+    return nullcontext() if device.type in OF_HOST else in_stream(_stream(device))
 
 
 @contextmanager
-def within(stream: Any) -> Iterator[None]:
-    """Work in a stream, which other threads may do at the same time."""
+def in_stream(stream: Any) -> Iterator[None]:
+    """Work in a stream on this thread; other threads may use the same stream."""
     before = current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -370,12 +375,12 @@ def _stream(device: torch.device) -> Any:
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """The same values where a copy to a device does not make the host wait."""
+    """The same values in page-locked memory, from which a copy to a device does not make the host wait."""
     return tensor if is_accelerator(tensor.device) or tensor.is_pinned() else tensor.pin_memory()
 
 
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """The same values on a device, or in the host's memory, where they are once the current stream was waited for."""
+    """The same values on a device, or in the host's memory once the current stream was waited for."""
     if tensor.device == device:
         return tensor
     if is_accelerator(device):
@@ -385,10 +390,10 @@ def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 class HostRead:
-    """Values of a device on their way to the host, which waits once for all that it has asked for.
+    """Values on their way from a device to the host. One wait is enough for all reads that have begun.
 
     Args:
-        values: what the host wants to know. What lies on a CPU stays as it is until it is read.
+        values: the values. Those on a CPU must not change until they are read.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -401,7 +406,7 @@ class HostRead:
     def values(self) -> Tensor:
         """The values, in the host's memory."""
         if self._event is not None and not self._event.query():
-            self._stream.synchronize()  # not the event: all that was asked for since then comes along
+            self._stream.synchronize()  # not the event: so that all reads that began later are complete, too
         return self._values
 
     def __float__(self) -> float:
@@ -410,12 +415,12 @@ class HostRead:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
+    """Wait until a device has done all of its work."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
-def most_memory(device: torch.device) -> int | None:
-    """The bytes of its memory that this process has held at most; None on the CPU, and where torch does not count."""
+def peak_device_bytes(device: torch.device) -> int | None:
+    """The most bytes of a device's memory that this process has held; None on the CPU, or if torch does not count."""
     count = getattr(torch.get_device_module(device), "max_memory_reserved", None) if is_accelerator(device) else None
     return None if count is None else int(count(device))

@@ -22,16 +22,16 @@ POINTS = (
     "checkpoint kept",  # it is on disk, or on its way there
     "checkpoint share written",  # on the thread that writes: what this process writes of it is on disk, the rest is not
 )
-"""Their names, each with what has happened when it is passed."""
+"""The names of the failpoints, each with what has happened when it is passed."""
 
 FailpointListener = Callable[[str], None]
-"""Told of each point that is passed, on the thread that passes it."""
+"""A function that is called with the name of each failpoint that is passed, on the thread that passes it."""
 
 _listener: FailpointListener | None = None
 
 
 def failpoint(name: str) -> None:
-    """This worker passes a point.
+    """Pass a failpoint.
 
     Args:
         name: one of :data:`POINTS`.
@@ -41,10 +41,10 @@ def failpoint(name: str) -> None:
 
 
 def listen(listener: FailpointListener | None) -> FailpointListener | None:
-    """Have this be told of every point from now on; None for nobody.
+    """Set the listener that is called for every failpoint from now on; None for no listener.
 
     Returns:
-        who was told before.
+        the listener before.
     """
     global _listener
     before, _listener = _listener, listener

@@ -15,7 +15,7 @@ DEFAULT_SHARDS = 8
 
 
 def default_shards(batch_size: int | None) -> int:
-    """The largest power of two up to 8 that leaves at least 16 samples per shard; 8 of a batch not yet known."""
+    """The largest power of two up to 8 that leaves at least 16 samples per shard; 8 if the batch size is unknown."""
     if batch_size is None:
         return DEFAULT_SHARDS
     shards = 1
@@ -55,7 +55,7 @@ class Job(Arithmetic, BatchSettings):
 
     @property
     def bucket_bytes(self) -> int:
-        """The size of the buckets."""
+        """The size of the buckets in bytes."""
         return int(self.bucket_mb * 2**20)
 
     @classmethod
@@ -65,21 +65,21 @@ class Job(Arithmetic, BatchSettings):
         Raises:
             JobError: a setting is of the wrong type or out of range; names it, its value and what is allowed.
         """
-        if shards is None:  # of a batch size that is refused, any
+        if shards is None:  # a batch size of another type is refused below, whatever the shards
             shards = default_shards(batch_size) if isinstance(batch_size, int | None) else 1
         return cls(batch_size=batch_size, shards=shards, **settings)
 
     def require_batch_size(self, what: str) -> int:
-        """The samples in one global batch.
+        """The number of samples in one global batch.
 
         Args:
-            what: the thing that goes by them, for the error.
+            what: the name of what needs it, for the error.
 
         Raises:
             JobError: the job has no batch size.
         """
         if self.batch_size is None:
-            raise JobError(f"{what}: needs the batch of the job. Say it in unisono.init(batch_size=…)")
+            raise JobError(f"{what}: needs the batch size of the job. Set it in unisono.init(batch_size=…)")
         return self.batch_size
 
     def require_workers(self, workers: int) -> None:

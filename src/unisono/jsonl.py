@@ -16,7 +16,7 @@ from unisono.received import memory, open_file, parse_json
 
 
 def open_lines(path: Path, mode: int = 0o666, flags: int = 0) -> int:
-    """A descriptor to append to a file with; the file is made if it is not there.
+    """A descriptor with which to append to a file; a missing file is made.
 
     Args:
         path: the path of the file.
@@ -24,7 +24,7 @@ def open_lines(path: Path, mode: int = 0o666, flags: int = 0) -> int:
         flags: further flags of ``os.open``.
 
     Raises:
-        OSError: it cannot be opened, or is no file, or a symbolic link, which could lead anywhere.
+        OSError: the file cannot be opened, or is no regular file, or a symbolic link, which could lead anywhere.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | flags, mode)
@@ -39,13 +39,13 @@ def open_lines(path: Path, mode: int = 0o666, flags: int = 0) -> int:
 
 
 def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
-    """Write a line whole, on a line of its own even if the one before was cut off, whoever has written that.
+    """Append a line, as a line of its own even if the one before was cut off.
 
     Raises:
-        OSError: it could not be written, or not whole.
+        OSError: the line could not be written, or not as a whole.
     """
     line = to_json(value)
-    with _locked(descriptor):  # or what another one is just writing would look cut off
+    with _locked(descriptor):  # else a line that another process is just writing would look cut off
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line
@@ -53,19 +53,19 @@ def append_line(descriptor: int, value: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file that somebody may be writing just now; none if there is no such file.
+    """The objects in a file, which another process may be writing; none if there is no such file.
 
     Lines that are damaged or not yet whole are left out.
 
     Raises:
-        OSError: it cannot be read.
-        Unreadable: it is no file, or too large.
+        OSError: the file cannot be read.
+        Unreadable: it is no regular file, or too large.
     """
     return [value for line in raw_lines(path) if (value := _object(line)) is not None]
 
 
 def damaged_lines(path: Path) -> list[int]:
-    """The numbers, from 1, of a file's lines that are no objects; a last one that is not yet whole is none of them."""
+    """The numbers, from 1, of a file's lines that are no objects, without a last line that is not yet whole."""
     lines = raw_lines(path)
     return [n for n, line in enumerate(lines, 1) if line.endswith(b"\n") and line.strip() and _object(line) is None]
 
@@ -80,7 +80,7 @@ def to_json(value: Any, indent: int | None = None) -> bytes:
 
 
 def raw_lines(path: Path) -> list[bytes]:
-    """The lines of a file, whatever is in them, with their ends; raises as :func:`read_lines` does."""
+    """The lines of a file with their ends, damaged ones too; raises as :func:`read_lines` does."""
     try:
         with open_file(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > memory() // 4:

@@ -30,7 +30,7 @@ NAME = r"[^\W_][\w.-]*"
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Plugin:
     """A thing that packages bring under one name.
 
     Attributes:
@@ -56,7 +56,7 @@ class Brought:
         return imported(place, f"the {self.kind} {self.name}")
 
 
-def brought(kind: str) -> dict[str, Brought]:
+def plugins(kind: str) -> dict[str, Plugin]:
     """The things of a kind that packages bring, by name. A name of our own package is never another one's.
 
     Args:
@@ -78,7 +78,7 @@ def brought(kind: str) -> dict[str, Brought]:
             package = "" if point.dist is None else point.dist.name
             places.setdefault(point.name, {}).setdefault(package, point.value.partition("[")[0].strip())
     return {
-        name: Brought(kind, name, {US: theirs[US]} if US in theirs else theirs)
+        name: Plugin(kind, name, {US: theirs[US]} if US in theirs else theirs)
         for name, theirs in sorted(places.items())
     }
 
@@ -103,12 +103,12 @@ def require_named(names: Iterable[str], ours: Collection[str], kind: str, where:
     Raises:
         JobError: there is no such name; says which there are.
     """
-    if wrong := [name for name in names if name not in ours and ":" not in name and name not in brought(kind)]:
-        listed = ", ".join([*ours, *(name for name in brought(kind) if name not in ours)])
+    if wrong := [name for name in names if name not in ours and ":" not in name and name not in plugins(kind)]:
+        listed = ", ".join([*ours, *(name for name in plugins(kind) if name not in ours)])
         raise JobError(f"{where}: there is no {kind} {short(wrong[0])}: choose of {listed}, or write module:Class")
 
 
-def thing_named(name: str, ours: Mapping[str, Any], kind: str, where: str) -> Any:
+def load_named(name: str, ours: Mapping[str, Any], kind: str, where: str) -> Any:
     """The thing of a name, with the arguments and errors of :func:`require_named`.
 
     Raises:
@@ -117,4 +117,4 @@ def thing_named(name: str, ours: Mapping[str, Any], kind: str, where: str) -> An
     require_named((name,), ours, kind, where)
     if name in ours:
         return ours[name]
-    return imported(name, where) if ":" in name else brought(kind)[name].load()
+    return imported(name, where) if ":" in name else plugins(kind)[name].load()

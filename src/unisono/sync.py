@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from unisono.errors import JobError
-from unisono.named import brought
+from unisono.named import plugins
 from unisono.received import decimal_number, short, whole_number
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def strategy_of(given: Strategy | str) -> Strategy:
 
 
 def _brought(given: str, name: str) -> type[Strategy]:
-    others = brought("strategy")
+    others = plugins("strategy")
     if name not in others:
         raise JobError(f"strategy={short(given)}: there is no such strategy; choose of {_listed()}")
     kind = others[name].load()
@@ -241,7 +241,7 @@ def _brought(given: str, name: str) -> type[Strategy]:
 
 
 def _listed() -> str:
-    return ", ".join([*STRATEGIES, *(name for name in brought("strategy") if name not in STRATEGIES)])
+    return ", ".join([*STRATEGIES, *(name for name in plugins("strategy") if name not in STRATEGIES)])
 
 
 def _setting(kind: type[Strategy], given: str, word: str) -> tuple[str, object]:

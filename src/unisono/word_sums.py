@@ -39,9 +39,9 @@ class Summing:
 
     def thirds(self, tensors: Sequence[Tensor]) -> Sums:
         """The sums of the words of each tensor's thirds, a row of three for each."""
-        return self.asked(tensors)()
+        return self.start(tensors)()
 
-    def asked(self, tensors: Sequence[Tensor]) -> Callable[[], Sums]:
+    def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sums]:
         """Ask for these sums, of the tensors as they are now; returns a function that waits for them."""
         marks = [*map(Tensor.data_ptr, tensors), *map(_BYTES, tensors)]
         if marks != self._marks:
@@ -52,7 +52,7 @@ class Summing:
             sums[number, 0] = sum_of_words(tensors[number])
         if not self._on_devices:
             return lambda: sums
-        asked = [(numbers, words.asked()) for numbers, words in self._on_devices]
+        asked = [(numbers, words.start()) for numbers, words in self._on_devices]
 
         def answer() -> Sums:
             for numbers, sums_of_device in asked:

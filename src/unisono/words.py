@@ -183,14 +183,14 @@ class DeviceWords:
         ends = np.cumsum([piece.numel() for piece in (*self._pieces, *self._rests)])
         self._ends = torch.from_numpy(ends).to(tensors[0].device) if len(ends) else None
 
-    def asked(self) -> Callable[[], Sums]:
+    def start(self) -> Callable[[], Sums]:
         """Ask for the sums of the thirds of each tensor, as they are now.
 
         Returns:
             a function that waits for them: a row of three numbers for each; together they are as on the CPU.
         """
         read = HostRead(self._sums()) if len(self._places) else None
-        shifted = DeviceWords([data.clone() for _, data in self._shifted]).asked() if self._shifted else None
+        shifted = DeviceWords([data.clone() for _, data in self._shifted]).start() if self._shifted else None
 
         def answer() -> Sums:
             sums = np.zeros(THIRDS * self._count, np.uint64)
@@ -249,7 +249,7 @@ class Finiteness:
             total = None if values.numel() <= SHORT else values.sum(dtype=_WIDE.get(values.dtype))
             self._looked[-1 - len(self._looked) if place < 0 else place] = total, values
 
-    def asked(self, others: Iterable[Finiteness] = ()) -> Callable[[], bool]:
+    def start_check(self, others: Iterable[Finiteness] = ()) -> Callable[[], bool]:
         """Ask whether all are finite, and all that others have looked at.
 
         A sum that is not finite may have become too large: then each value is looked at.
@@ -279,7 +279,7 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
     looking = Finiteness()
     for tensor in tensors:
         looking.look(tensor.detach())
-    return looking.asked()()
+    return looking.start_check()()
 
 
 def first_not_finite(values: Tensor) -> float | None:

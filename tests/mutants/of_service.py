@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "decisions are not written down",
         COORDINATOR,
-        "        if self._unwritten or not is_said_again:\n",
+        "        if self._unwritten or not is_sent_again:\n",
         "        if False:\n",
         SERVICE,
     ),
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "the job's time goes on while no coordinator runs",
         COORDINATOR,
-        '            self._stood_at = _NOW.validate_python(newest.get("now"))\n',
+        '            self._time_before = _NOW.validate_python(newest.get("now"))\n',
         "",
         SERVICE,
     ),
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "what happened before a file was written anew is lost",
         STATE_LOG,
-        '        data = b"".join(map(to_json, self._everything()))\n',
+        '        data = b"".join(map(to_json, self._all_entries()))\n',
         '        data = b""\n',
         SERVICE,
     ),
@@ -84,14 +84,14 @@ MUTANTS = (
     Mutant(
         "what is added is added twice when its answer is lost",
         KEYVALUE,
-        "        if known is not None:\n            return [self._reply(worker, request, known)]\n",
+        "        if answer is not None:\n            return [self._reply(worker, request, answer)]\n",
         "",
         STORE,
     ),
     Mutant(
         "who waits for a key of a generation that is over waits on",
         KEYVALUE,
-        '        return [self._give_up(waiter, "its generation is over") for waiter in over]\n',
+        '        return [self._give_up(waiter, "its generation is over") for waiter in waiters]\n',
         "        return []\n",
         STORE,
     ),
@@ -105,21 +105,21 @@ MUTANTS = (
     Mutant(
         "a worker does not say again on a new connection what still matters",
         CONVERSATION,
-        "[self._hello, *others, *self._standing.values(), *asked]",
-        "[self._hello, *others, *asked]",
+        "[self._hello, *others, *self._repeated.values(), *requests]",
+        "[self._hello, *others, *requests]",
         LINE,
     ),
     Mutant(
         "a request whose answer was lost is not asked again",
         CONVERSATION,
-        "[self._hello, *others, *self._standing.values(), *asked]",
-        "[self._hello, *others, *self._standing.values()]",
+        "[self._hello, *others, *self._repeated.values(), *requests]",
+        "[self._hello, *others, *self._repeated.values()]",
         LINE,
     ),
     Mutant(
         "a worker says on a new connection that it is ready for a generation that it is in",
         CONVERSATION,
-        "            del self._standing[kind]\n",
+        "            del self._repeated[kind]\n",
         "            pass\n",
         LINE,
     ),
@@ -133,7 +133,7 @@ MUTANTS = (
     Mutant(
         "a worker connects again and again after the job is over",
         CONVERSATION,
-        "        if isinstance(message, _FAREWELLS):\n            self.is_over = True\n",
+        "        if isinstance(message, _LAST_MESSAGES):\n            self.is_over = True\n",
         "",
         LINE,
     ),
@@ -154,8 +154,8 @@ MUTANTS = (
     Mutant(
         "what did not fit on the disk is not written again",
         COORDINATOR,
-        "        self._kept = self.state if kept else None\n",
-        "        self._kept = self.state\n",
+        "        self._saved = self.state if saved else None\n",
+        "        self._saved = self.state\n",
         SERVICE,
     ),
     Mutant(

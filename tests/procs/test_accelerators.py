@@ -139,17 +139,17 @@ def test_a_copy_of_a_state_is_read_when_it_has_come(built: Path) -> None:
 
 HANDED_OVER = """
 import torch
-from unisono.device import Handover, new_stream, within
+from unisono.device import Handover, new_stream, in_stream
 
 device = torch.device("fakegpu:0")
 reducing = new_stream(device)
-with within(reducing):
+with in_stream(reducing):
     total = torch.ones(2**16, device=device)
     handover = Handover(device)
 handover.accept(total)
 mean = total / 2
 del total
-with within(reducing):
+with in_stream(reducing):
     torch.zeros(2**16, device=device)
 print(mean.sum().item())
 """
@@ -167,9 +167,8 @@ def test_memory_of_a_sum_is_free_only_behind_the_stream_that_uses_it(built: Path
 
 @pytest.mark.parametrize("nccl", [pytest.param(False, marks=slow), True])
 def test_devices_of_any_kind_are_described(built: Path, nccl: bool) -> None:
-    ask = (
-        "import json; from unisono.device import *; print(json.dumps([described(), names(), builds(), way_of_sums()]))"
-    )
+    facts = "[described(), names(), builds(), describe_reduction()]"
+    ask = f"import json; from unisono.device import *; print(json.dumps({facts}))"
     told = subprocess.run(
         [sys.executable, "-c", ask],
         env=simulated_accelerator.environment(built, devices=2, nccl=nccl),

@@ -42,7 +42,7 @@ from unisono.membership.messages import (
     WorkerEnded,
     from_agent,
 )
-from unisono.membership.probe import Answering, probe
+from unisono.membership.probe import ProbeListener, probe
 
 pytestmark = pytest.mark.procs
 
@@ -197,7 +197,7 @@ async def test_an_agent_answers_probes_and_probes_others_and_its_terminal_says_t
     mine = Target(agent=hello.agent, host="here", address=hello.probes)
     async with asyncio.timeout(PATIENCE_S):
         assert await probe([mine], TOKEN, PATIENCE_S, back=mine) == {hello.agent: ""}
-    other = Answering("other", TOKEN)
+    other = ProbeListener("other", TOKEN)
     await other.listen("127.0.0.1")
     target = Target(agent="other", host="there", address=other.address)
     await host.office.say(Probe(targets=(target,)))

@@ -21,7 +21,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from unisono.errors import LaunchError
 from unisono.launch.elastic.elastic_settings import make_certificate
-from unisono.membership.client import Line
+from unisono.membership.client import WorkerConnection
 from unisono.membership.messages import (
     AgentHello,
     AgentLeaving,
@@ -122,9 +122,9 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     made.listening.close()
 
 
-def open_line(coordinator: Coordinator, worker: str, told: "SimpleQueue[ToWorker]", **options: Any) -> Line:
+def open_line(coordinator: Coordinator, worker: str, told: "SimpleQueue[ToWorker]", **options: Any) -> WorkerConnection:
     hello = WorkerHello(worker=worker, host="here", pid=1, shards=1)
-    return Line(coordinator.url, coordinator.token, hello, told.put, PATIENCE_S, **options)
+    return WorkerConnection(coordinator.url, coordinator.token, hello, told.put, PATIENCE_S, **options)
 
 
 def hear_worker(told: "SimpleQueue[ToWorker]", kind: type[Message]) -> ToWorker:
@@ -262,7 +262,7 @@ def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(secured: Coo
         assert told.get(timeout=PATIENCE_S).kind == "refused"  # by name: it was heard
     with pytest.raises(LaunchError, match="certificate"):
         hello = WorkerHello(worker="w77", host="here", pid=1, shards=1)
-        Line(secured.url, secured.token, hello, told.put, 1.0)
+        WorkerConnection(secured.url, secured.token, hello, told.put, 1.0)
 
 
 def test_a_connection_over_tls_takes_less_than_a_fifth_of_a_mebibyte(secured: Coordinator) -> None:

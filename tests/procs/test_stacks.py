@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.host.process import ask_for_stacks
+from unisono.host.process import request_stacks
 
 pytestmark = pytest.mark.procs
 
@@ -72,7 +72,7 @@ def worker(folder: Path, body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], longest_s: float = PATIENCE_S) -> None:
-    for pause_s in ask_for_stacks(process.pid):
+    for pause_s in request_stacks(process.pid):
         time.sleep(min(pause_s, longest_s))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simulation.link import Link
 from simulation.settings import FAULTS_END_S, SHARDS
 from simulation.training import Training
-from unisono.membership.client import ANSWER_S, Conversation
+from unisono.membership.client import ANSWER_S, Outbox
 from unisono.membership.coordinator import WorkerSession
 from unisono.membership.messages import (
     FromWorker,
@@ -48,7 +48,7 @@ class Process:
         self.leaving = False
         self.link: Link | None = None
         self.tells_loop = world.chance.random() < 0.5
-        self.conversation = Conversation(WorkerHello(worker=name, host=host.name, pid=1, shards=SHARDS))
+        self.outbox = Outbox(WorkerHello(worker=name, host=host.name, pid=1, shards=SHARDS))
         self.main = Training(self)
         self.backlog = Backlog()
         self._asks = False
@@ -58,24 +58,24 @@ class Process:
     # -- its connection
 
     def connect(self) -> None:
-        if not self.alive or self.hung or self.conversation.is_over or (self.link is not None and self.link.is_whole):
+        if not self.alive or self.hung or self.outbox.is_over or (self.link is not None and self.link.is_whole):
             return
         if not self.world.service.is_up:
             self.world.later(self.world.soon(1.0), self.connect)
             return
         self.link = Link(self.world, self, WorkerSession)
-        self.conversation.begin()
+        self.outbox.connected()
         self._send_all()
         self.main.connected()
 
     def disconnected(self, link: Link) -> None:
         if self.alive and link is self.link:
             self.link = None
-            self.conversation.break_off()
+            self.outbox.disconnected()
             self.world.later(self.world.soon(1.0), self.connect)
 
     def say(self, message: FromWorker) -> None:
-        self.conversation.say(message)
+        self.outbox.put(message)
         self._send_all()
 
     def ask(self, request: StoreRequest, then: Callable[[StoreReply], None]) -> int:
@@ -85,21 +85,21 @@ class Process:
             if self.alive and not self.hung:
                 then(answer.result())
 
-        number, answer = self.conversation.ask(request)
+        number, answer = self.outbox.put_request(request)
         answer.add_done_callback(answered)
         self._send_all()
         return number
 
     def _send_all(self) -> None:
-        while self.link is not None and (message := self.conversation.next) is not None:
+        while self.link is not None and (message := self.outbox.next) is not None:
             self.link.say(message)
-            self.conversation.sent(message)
+            self.outbox.sent(message)
 
     def receive(self, text: str) -> None:
         if not self.alive or self.hung:
             return
         message = to_worker.validate_json(text)
-        answer = self.conversation.heard(message)
+        answer = self.outbox.receive(message)
         if not isinstance(message, StoreReply):
             self.main.hear(message)
         elif answer is not None:
@@ -141,7 +141,7 @@ class Process:
             self.world.later(AGAIN_S, self._work_off)
 
     def _give_up(self, number: int) -> None:
-        if self.conversation.give_up(number):
+        if self.outbox.cancel(number):
             self._asks = False
             self._work_off()
 

@@ -12,7 +12,7 @@ from simulation.checks import check
 from unisono.membership import state as machine
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.service import SHORTEST_WAIT_S
-from unisono.membership.state_log import Everything, StateLog
+from unisono.membership.state_log import EntrySource, StateLog
 
 if TYPE_CHECKING:
     from simulation.link import Link
@@ -29,8 +29,8 @@ class Killed(BaseException):
 class FragileStateLog(StateLog):
     """The real one; but its process may be killed before, while and after a line is written."""
 
-    def __init__(self, path: Path, everything: Everything, burn: Callable[[], None]) -> None:
-        super().__init__(path, everything, small=2**15)
+    def __init__(self, path: Path, all_entries: EntrySource, burn: Callable[[], None]) -> None:
+        super().__init__(path, all_entries, small=2**15)
         self._file = path
         self._burn = burn
 
@@ -104,8 +104,8 @@ class Service:
         self._fuse = self.world.chance.randint(0, 7) if self.world.is_wicked() else None
         self.world.later(self.world.chance.choice(AWAY_S), self.start)
 
-    def _open_state_log(self, path: Path, everything: Everything) -> StateLog:
-        self._state_log = FragileStateLog(path, everything, self.burn)
+    def _open_state_log(self, path: Path, all_entries: EntrySource) -> StateLog:
+        self._state_log = FragileStateLog(path, all_entries, self.burn)
         return self._state_log
 
     def crash_within(self) -> None:

@@ -160,7 +160,7 @@ class Training:
             assert message.loop == self._loop, "taken in where it does not stand"
             assert all(value == group.life.value(value.split(" of ")[0]) for value in self._read), "read what is old"
         self.generation, self.group, self.life = message.generation, group, group.life
-        self.process.conversation.enter(message.generation)
+        self.process.outbox.enter(message.generation)
         self.phase, self.due, self.stops, self._unreached = "training", False, False, ()
         if group.begins and not self.holds:
             self.acts, self.steps, self.holds = 0, group.life.steps, True

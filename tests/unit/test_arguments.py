@@ -14,7 +14,7 @@ from torch import nn
 
 import unisono
 from said import PATHS, grouped
-from unisono.arguments import require_kinds, require_known
+from unisono.arguments import require_parameters, require_types
 from unisono.errors import JobError
 from unisono.integrations.kit import run_for
 from unisono.received import short
@@ -159,7 +159,7 @@ def test_what_is_expected_is_said_in_plain_words() -> None:
     said = {}
     for name, value in wrong.items():
         with pytest.raises(JobError) as refused:
-            require_kinds(called, {name: value})
+            require_types(called, {name: value})
         said[name] = str(refused.value).partition(" needs ")[2]
     assert said == {
         "size": "a whole number or None",
@@ -168,16 +168,16 @@ def test_what_is_expected_is_said_in_plain_words() -> None:
         "policies": "a list, each a whole number or None",
         "done": "a function or None",
     }
-    require_kinds(called, {"size": 1, "rate": 1, "way": Path("a"), "policies": [], "done": len})
+    require_types(called, {"size": 1, "rate": 1, "way": Path("a"), "policies": [], "done": len})
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(JobError, match="checkpoint_evry=5: there is no such argument; did you mean checkpoints"):
-        require_known(unisono.init, {"checkpoint_evry": 5})
+        require_parameters(unisono.init, {"checkpoint_evry": 5})
     with pytest.raises(JobError, match="chekpoints=5: there is no such argument; did you mean checkpoints"):
         unisono.init(chekpoints=5)  # type: ignore[call-arg]
     with pytest.raises(JobError, match="zzzz=5: there is no such argument; there are batch_size, seed"):
-        require_known(unisono.init, {"zzzz": 5})
+        require_parameters(unisono.init, {"zzzz": 5})
 
 
 def test_a_setting_that_is_gone_is_refused_with_what_to_do_however_it_is_said() -> None:

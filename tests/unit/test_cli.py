@@ -9,7 +9,7 @@ import typer
 
 from unisono.cli import app as cli
 from unisono.errors import CheckpointError, JobError
-from unisono.named import brought
+from unisono.named import plugins
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def unisono(*args: str) -> int:
     return int(ended.value.code or 0)
 
 
-ALL = [*cli.COMMANDS, *brought("command")]
+ALL = [*cli.COMMANDS, *plugins("command")]
 
 
 @pytest.fixture

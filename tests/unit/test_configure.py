@@ -112,7 +112,7 @@ def test_a_job_without_a_batch_size_has_eight_shards_and_the_batch_from_outside(
 def test_what_goes_by_the_batch_of_the_job_needs_it(
     environ: dict[str, str], settings: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(JobError, match=re.escape(f"{words}: needs the batch of the job. Say it in unisono.init(")):
+    with pytest.raises(JobError, match=re.escape(f"{words}: needs the batch size of the job. Set it in unisono.init(")):
         configured(environ, batch_size=None, **settings)
 
 

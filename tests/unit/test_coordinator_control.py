@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.cli import app as cli
-from unisono.cli.jobs import line, once_it_answers, table
+from unisono.cli.jobs import line, table, wait_for_status
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Address, Control, address_of, find_run
 from unisono.membership.token import make_token
@@ -131,11 +131,11 @@ class Late:
 def test_who_joins_waits_for_a_coordinator_that_does_not_answer_yet_if_told_to() -> None:
     late: Any = Late(STATUS)
     with pytest.raises(LaunchError, match="nobody answers"):
-        once_it_answers(late, 0)
-    assert once_it_answers(late, 60, 0) == STATUS
+        wait_for_status(late, 0)
+    assert wait_for_status(late, 60, 0) == STATUS
     refusing: Any = Late(JobError("the token is wrong"))
     with pytest.raises(JobError, match="the token is wrong"):
-        once_it_answers(refusing, 60, 0)
+        wait_for_status(refusing, 60, 0)
     assert refusing.asked == 3
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.host.process import again
+from unisono.host.process import resume_command
 from unisono.train.state.ending import LeaveRequest
 
 pytestmark = pytest.mark.unit
@@ -189,11 +189,14 @@ def test_who_has_no_launcher_of_ours_is_told_what_was_heard(capfd: pytest.Captur
 
 def test_the_command_that_goes_on_is_the_one_that_was_typed_with_the_run_folder() -> None:
     folder = Path("runs/a b").absolute()
-    assert again(folder, ["python", "train.py", "--lr", "1"]) == f"UNISONO_RUN_DIR='{folder}' python train.py --lr 1"
+    assert (
+        resume_command(folder, ["python", "train.py", "--lr", "1"])
+        == f"UNISONO_RUN_DIR='{folder}' python train.py --lr 1"
+    )
     named = ["python", "-m", "unisono", "run", "--run-dir", "runs/a b", "train.py"]
-    assert again(folder, named) == "python -m unisono run --run-dir 'runs/a b' train.py"
+    assert resume_command(folder, named) == "python -m unisono run --run-dir 'runs/a b' train.py"
     installed = ["/bin/python", "/nowhere/unisono", "run", "--run-dir=runs/a b", "train.py"]
-    assert again(folder, installed) == "/nowhere/unisono run '--run-dir=runs/a b' train.py"
+    assert resume_command(folder, installed) == "/nowhere/unisono run '--run-dir=runs/a b' train.py"
 
 
 def _becomes_true(is_so: Callable[[], bool]) -> bool:

@@ -57,10 +57,10 @@ def each(kind: str, seed: int, try_one: Callable[[Random], Any]) -> None:
             continue
         except BaseException as error:
             raise AssertionError(f"{kind}, seed {seed}, case {number}: {error!r}") from error
-        require_known(value)
+        require_parameters(value)
 
 
-def require_known(value: Any) -> None:
+def require_parameters(value: Any) -> None:
     """A state is made of what can be kept, down to the last part."""
     kind = type(value)
     if isinstance(value, Tensor):
@@ -74,11 +74,11 @@ def require_known(value: Any) -> None:
         assert value.dtype.kind == "M" or repr(value)  # of times without a unit NumPy has no words
     elif kind in (dict, OrderedDict, Counter):
         for key, part in value.items():
-            require_known(key)
-            require_known(part)
+            require_parameters(key)
+            require_parameters(part)
     elif kind in (list, tuple, set, frozenset, deque):
         for part in value:
-            require_known(part)
+            require_parameters(part)
     else:
         assert value is None or kind in LEAVES
 

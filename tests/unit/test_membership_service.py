@@ -23,7 +23,7 @@ from unisono.errors import JobError, LaunchError, UnisonoWarning
 from unisono.jsonl import read_lines
 from unisono.launch.elastic.address import Address
 from unisono.membership import messages, service
-from unisono.membership.client import Line
+from unisono.membership.client import WorkerConnection
 from unisono.membership.coordinator import Coordinator, WorkerSession
 from unisono.membership.keyvalue import KeyValue
 from unisono.membership.messages import (
@@ -619,7 +619,7 @@ def test_a_worker_hears_what_the_coordinators_clock_shows(serve: Serve) -> None:
     with running.agent(workers=1) as agent:
         name = hear(agent, Start, to_agent).workers[0]
     hello = WorkerHello(worker=name, host="here", pid=1, shards=4)
-    with closing(Line(running.url, running.token, hello, lambda told: None, PATIENCE_S)) as line:
+    with closing(WorkerConnection(running.url, running.token, hello, lambda told: None, PATIENCE_S)) as line:
         asked = time.monotonic()
         reply = line.request(StoreRequest(id=0, operation="clock", keys=("run/clock",)))
         assert asked <= int(reply.value) / 1e9 <= time.monotonic()
@@ -639,7 +639,7 @@ def test_a_coordinator_takes_up_what_an_earlier_one_left(serve: Serve) -> None:
     with first.agent(workers=1) as agent:
         name = hear(agent, Start, to_agent).workers[0]
     hello = WorkerHello(worker=name, host="here", pid=1, shards=4)
-    line = Line(first.url, first.token, hello, told.put, PATIENCE_S)
+    line = WorkerConnection(first.url, first.token, hello, told.put, PATIENCE_S)
     with closing(line):
         assert told.get(timeout=PATIENCE_S) == Welcome(joins=False)
         line.send(Ready())
@@ -685,7 +685,7 @@ def test_what_a_coordinator_was_killed_before_it_could_journal_is_journalled_by_
                 raise Killed
 
     with closing(Coordinator(tmp_path, SETTINGS, journal=CutShort)) as one, pytest.raises(Killed):
-        one.greet_agent("a1", Nobody(), hello)
+        one.agent_connected("a1", Nobody(), hello)
     for _ in range(2):
         Coordinator(tmp_path, SETTINGS).close()
 
@@ -714,9 +714,9 @@ def _greeted(coordinator: Coordinator, worker: str) -> list[ToWorker]:
 
 def test_a_worker_that_was_told_that_it_joins_still_does_after_the_coordinator_was_killed(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, SETTINGS)) as one:
-        one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
+        one.agent_connected("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
         _greeted(one, "w1")
-        one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=2, running=("w1",)))
+        one.agent_connected("a1", Nobody(), AgentHello(agent="a1", host="here", workers=2, running=("w1",)))
         assert Welcome(joins=True) in _greeted(one, "w2")
         joined = one.state.workers["w2"].joins
     with closing(Coordinator(tmp_path, SETTINGS)) as other:
@@ -726,7 +726,7 @@ def test_a_worker_that_was_told_that_it_joins_still_does_after_the_coordinator_w
 
 def test_whoever_takes_no_part_changes_no_value(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, SETTINGS)) as coordinator:
-        coordinator.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=2))
+        coordinator.agent_connected("a1", Nobody(), AgentHello(agent="a1", host="here", workers=2))
         assert isinstance(_greeted(coordinator, "stranger")[0], Refused)
         assert len(coordinator.values) == 0
         _greeted(coordinator, "w1")
@@ -787,9 +787,9 @@ class FullNow(StateLog):
 
 def test_what_did_not_fit_on_the_disk_is_written_with_what_comes_next(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, SETTINGS, state_log=FullNow)) as one:
-        one.greet_agent("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
+        one.agent_connected("a1", Nobody(), AgentHello(agent="a1", host="here", workers=1))
         FullNow.fails = True
-        one.greet_agent("a2", Nobody(), AgentHello(agent="a2", host="there", workers=1))
+        one.agent_connected("a2", Nobody(), AgentHello(agent="a2", host="there", workers=1))
         one.handle(LeaveRequested("a1"))
     with closing(Coordinator(tmp_path, SETTINGS)) as other:
         assert list(other.state.agents) == ["a1", "a2"]
@@ -799,7 +799,7 @@ def test_what_did_not_fit_on_the_disk_is_written_with_what_comes_next(tmp_path: 
 def test_a_coordinator_does_not_go_on_from_a_state_of_which_lines_are_missing(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, SETTINGS)) as one:
         for agent in ("a1", "a2", "a3"):
-            one.greet_agent(agent, Nobody(), AgentHello(agent=agent, host="here", workers=1))
+            one.agent_connected(agent, Nobody(), AgentHello(agent=agent, host="here", workers=1))
     path = tmp_path / "coordinator.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], *lines[3:]]))
@@ -813,7 +813,7 @@ def test_an_entry_is_as_long_as_what_has_changed(tmp_path: Path) -> None:
     with closing(Coordinator(tmp_path, replace(SETTINGS, largest=2000))) as one:
         for number in range(2000):
             before = (tmp_path / "coordinator.jsonl").stat().st_size
-            one.greet_agent(f"a{number}", Nobody(), AgentHello(agent=f"a{number}", host="here", workers=1))
+            one.agent_connected(f"a{number}", Nobody(), AgentHello(agent=f"a{number}", host="here", workers=1))
             sizes.append((tmp_path / "coordinator.jsonl").stat().st_size - before)
     late = [size for size in sizes[1000:] if size > 0]
     assert max(late[:10]) < 2 * max(sizes[10:20])

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
 from unisono.errors import LaunchError
-from unisono.membership.client import Line
+from unisono.membership.client import WorkerConnection
 from unisono.membership.keyvalue import Answer, KeyValue, Room
 from unisono.membership.messages import (
     Arrived,
@@ -290,17 +290,17 @@ def coordinator() -> Iterator[FakeCoordinator]:
     fake.stop()
 
 
-Open = Callable[..., tuple[Line, "SimpleQueue[ToWorker]"]]
+Open = Callable[..., tuple[WorkerConnection, "SimpleQueue[ToWorker]"]]
 
 
 @contextmanager
 def lines(coordinator: FakeCoordinator) -> Iterator[Open]:
-    opened: list[Line] = []
+    opened: list[WorkerConnection] = []
 
-    def start(worker: str = "w1") -> tuple[Line, SimpleQueue[ToWorker]]:
+    def start(worker: str = "w1") -> tuple[WorkerConnection, SimpleQueue[ToWorker]]:
         told: SimpleQueue[ToWorker] = SimpleQueue()
         hello = WorkerHello(worker=worker, host="here", pid=1, shards=4)
-        line = Line(coordinator.url, "secret", hello, told.put, PATIENCE_S)
+        line = WorkerConnection(coordinator.url, "secret", hello, told.put, PATIENCE_S)
         opened.append(line)
         return line, told
 
@@ -409,11 +409,11 @@ def test_a_line_hears_of_a_coordinator_that_has_nothing_to_say_and_not_of_one_th
     coordinator: FakeCoordinator,
 ) -> None:
     hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
-    line = Line(coordinator.url, "secret", hello, print, PATIENCE_S, look_s=0.01)
+    line = WorkerConnection(coordinator.url, "secret", hello, print, PATIENCE_S, look_s=0.01)
     try:
         for _ in range(5):
-            before = line._heard_at
-            awaited(lambda before=before: line._heard_at > before)  # type: ignore[misc]
+            before = line._received_at
+            awaited(lambda before=before: line._received_at > before)  # type: ignore[misc]
         coordinator.stop()
         awaited(lambda: line.silent_s > 0.3)
     finally:
@@ -443,7 +443,7 @@ def test_a_line_to_nobody_says_where_nobody_was() -> None:
     hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
 
     with pytest.raises(LaunchError, match=r"http://127\.0\.0\.1:1 could not be reached within 0\.3 s"):
-        Line("http://127.0.0.1:1", "secret", hello, print, 0.3)
+        WorkerConnection("http://127.0.0.1:1", "secret", hello, print, 0.3)
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:80", "http://example.org", "ftp://127.0.0.1", "https+x://a", "x"])
@@ -451,7 +451,7 @@ def test_the_token_is_not_sent_in_the_open_to_other_hosts(url: str) -> None:
     hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
 
     with pytest.raises(LaunchError, match="https"):
-        Line(url, "secret", hello, print, 0.3)
+        WorkerConnection(url, "secret", hello, print, 0.3)
 
 
 def test_no_proxy_comes_between(coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,4 +530,4 @@ def test_a_line_that_trusts_nobody_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").touch()
 
     with pytest.raises(OSError):  # noqa: PT011 - what Python's ssl says about it
-        Line("https://127.0.0.1:1", "secret", hello, print, 0.3, tmp_path / "empty.pem")
+        WorkerConnection("https://127.0.0.1:1", "secret", hello, print, 0.3, tmp_path / "empty.pem")

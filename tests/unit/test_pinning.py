@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from unisono.host.machine import CORES, leave_too_few_cores, usable_cores
+from unisono.host.machine import CORES, unpin_from_too_few_cores, usable_cores
 from unisono.launch.pins import Machine, Pinning, Pins, Tenant, Topology, cpus_of, node_for
 
 pytestmark = pytest.mark.unit
@@ -236,10 +236,10 @@ def test_a_pinned_worker_knows_how_many_cores_all_share(monkeypatch: pytest.Monk
     assert usable_cores() == 1
     before = os.sched_getaffinity(0)
     try:
-        leave_too_few_cores(len(before))
+        unpin_from_too_few_cores(len(before))
         assert os.sched_getaffinity(0) == before
         os.sched_setaffinity(0, {min(before)})
-        leave_too_few_cores(2)
+        unpin_from_too_few_cores(2)
         assert os.sched_getaffinity(0) == before
     finally:
         os.sched_setaffinity(0, before)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import unisono
 from unisono.errors import JobError
-from unisono.host.machine import PORTABLE, missing_in, numerics_variables
+from unisono.host.machine import PORTABLE, missing_portable_variables, numerics_variables
 from unisono.train.config.bits import KERNELS, LEAST_PRODUCT, require_portable
 
 pytestmark = pytest.mark.unit
@@ -156,9 +156,9 @@ def test_variables_belong_to_the_portable_level_alone() -> None:
     assert numerics_variables(None) == {}
     assert numerics_variables("native") == {"UNISONO_NUMERICS": "native"}
     assert numerics_variables("portable") == {"UNISONO_NUMERICS": "portable", **PORTABLE}
-    assert missing_in(PORTABLE) == []
-    assert missing_in({**PORTABLE, "MKL_CBWR": "AVX2"}) == ["MKL_CBWR is AVX2"]
-    assert len(missing_in({})) == len(PORTABLE)
+    assert missing_portable_variables(PORTABLE) == []
+    assert missing_portable_variables({**PORTABLE, "MKL_CBWR": "AVX2"}) == ["MKL_CBWR is AVX2"]
+    assert len(missing_portable_variables({})) == len(PORTABLE)
 
 
 def test_a_portable_run_on_a_gpu_is_refused_with_the_reason() -> None:

@@ -26,7 +26,7 @@ def test_sums_are_those_of_the_same_memory_on_the_cpu() -> None:
     tensors = many()
     words = DeviceWords(tensors)
     for _ in range(2):
-        sums = [sum(map(int, row)) % 2**64 for row in words.asked()()]
+        sums = [sum(map(int, row)) % 2**64 for row in words.start()()]
         expected = [Words(tensor.as_strided((tensor.numel(),), (1,))).sum() for tensor in tensors]
         assert sums == expected
         for tensor in tensors:
@@ -37,18 +37,18 @@ def test_sums_are_those_of_the_same_memory_on_the_cpu() -> None:
 def test_a_flipped_bit_changes_one_third_and_what_a_script_writes_changes_more(size: int) -> None:
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(1))
     words = DeviceWords([tensor])
-    before = words.asked()()
+    before = words.start()()
     bits = tensor.view(torch.int32)
     bits[size // 2] ^= 1 << 20
-    assert (words.asked()() != before).sum() == 1
-    assert 0 < flipped_bits(before, words.asked()()) <= MOST_FLIPPED
+    assert (words.start()() != before).sum() == 1
+    assert 0 < flipped_bits(before, words.start()()) <= MOST_FLIPPED
     bits[size // 2] ^= 1 << 20
-    assert (words.asked()() == before).all()
+    assert (words.start()() == before).all()
     if size > THIRDS:
         tensor.mul_(0.5)
-        assert (words.asked()() != before).sum() == THIRDS
+        assert (words.start()() != before).sum() == THIRDS
 
 
 def test_memory_in_which_no_word_begins_where_it_does_is_read_all_the_same() -> None:
     shifted = torch.arange(33, dtype=torch.uint8)[3:]
-    assert int(DeviceWords([shifted]).asked()().sum()) == Words(shifted.clone()).sum()
+    assert int(DeviceWords([shifted]).start()().sum()) == Words(shifted.clone()).sum()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from unisono.adapt.norms import GradientNorms, NoiseAverage
 from unisono.adapt.view import Policy, View, shards_for
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.errors import JobError, Unreadable
 from unisono.received import short, value_of
 
@@ -87,7 +87,7 @@ class BatchSizeSchedule(Policy):
     """
 
     def __init__(self, factors: Mapping[int, float] = {30: 5, 60: 5, 90: 5}, largest_shard: int | None = None) -> None:
-        require_kinds(BatchSizeSchedule.__init__, locals())
+        require_types(BatchSizeSchedule.__init__, locals())
         if any(epoch < 1 or not factor > 0 for epoch, factor in factors.items()):
             raise JobError(f"BatchSizeSchedule({dict(factors)}): epochs from 1 on, and factors above 0")
         self._factors, self._limit = dict(factors), ShardLimit(largest_shard)
@@ -142,7 +142,7 @@ class NoiseScalePolicy(Policy):
         share: float = 1.0,
         largest_shard: int | None = None,
     ) -> None:
-        require_kinds(NoiseScalePolicy.__init__, locals())
+        require_types(NoiseScalePolicy.__init__, locals())
         if largest < 1 or every < 1 or ramp < 1 or not share > 0:
             arguments = f"largest={largest}, every={every}, ramp={ramp}, share={share}"
             raise JobError(f"NoiseScalePolicy({arguments}): all need to be above 0")
@@ -201,7 +201,7 @@ class LinearScaling(Policy):
     """
 
     def __init__(self, factor: float, samples: int) -> None:
-        require_kinds(LinearScaling.__init__, locals())
+        require_types(LinearScaling.__init__, locals())
         if not factor > 0 or samples < 1:
             raise JobError(f"LinearScaling(factor={factor}, samples={samples}): both need to be above 0")
         self._factor, self._samples = factor, samples
@@ -260,7 +260,7 @@ class AdaScale(Policy):
         schedule: Callable[[int], float] = lambda tau: 1.0,
         until: float | None = None,
     ) -> None:
-        require_kinds(AdaScale.__init__, locals())
+        require_types(AdaScale.__init__, locals())
         if (base is not None and base < 1) or (until is not None and not until > 0):
             raise JobError(f"AdaScale(base={base}, until={until}): both need to be above 0")
         self._base, self._power, self._schedule, self._until = base, 0.5 if rule == "sqrt" else 1.0, schedule, until
@@ -329,7 +329,7 @@ class EdgeOfStability(Policy):
     """
 
     def __init__(self, share: float = 0.5, growth: float = 2.0, every: int = 10) -> None:
-        require_kinds(EdgeOfStability.__init__, locals())
+        require_types(EdgeOfStability.__init__, locals())
         if not 0 < share < math.inf or not 1 < growth < math.inf or every < 0:
             raise JobError(
                 f"EdgeOfStability(share={share}, growth={growth}, every={every}): share above 0, growth above 1, every "

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 from unisono.adapt.view import Figure, Policy, ReadStrategy, View
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.errors import JobError
 
 # Workers that are slower than the others.
@@ -35,7 +35,7 @@ class StragglerPolicy(Policy):
     _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "slow": dict[str, list[float]], "balanced": list[float]}
 
     def __init__(self, factor: float = 1.5, replace_at: float = 3.0, patience: int = 10) -> None:
-        require_kinds(StragglerPolicy.__init__, locals())
+        require_types(StragglerPolicy.__init__, locals())
         if not 1 < factor <= replace_at or patience < 1:
             raise JobError(
                 f"StragglerPolicy(factor={factor}, replace_at={replace_at}, patience={patience}): the factors need to "
@@ -105,7 +105,7 @@ class TopologyPolicy(Policy):
     _forms: ClassVar[Mapping[str, Any]] = {"generation": int, "first": list[float], "above": list[float]}
 
     def __init__(self, factor: float = 1.5, patience: int = 5, share: float = 0.05) -> None:
-        require_kinds(TopologyPolicy.__init__, locals())
+        require_types(TopologyPolicy.__init__, locals())
         if not factor > 1 or patience < 1 or not 0 <= share < 1:
             raise JobError(
                 f"TopologyPolicy(factor={factor}, patience={patience}, share={share}): the factor needs to be above 1, "
@@ -177,7 +177,7 @@ class StrategyPolicy(Policy):
         noise: Mapping[float, object] | None = None,
         look_every: int = 1000,
     ) -> None:
-        require_kinds(StrategyPolicy.__init__, locals())
+        require_types(StrategyPolicy.__init__, locals())
         if (workers is None) == (noise is None):
             raise JobError("StrategyPolicy: give workers={number: strategy} or noise={ratio: strategy}, one of them")
         strategies: dict[float, object] = {float(bound): name for bound, name in (workers or noise or {}).items()}

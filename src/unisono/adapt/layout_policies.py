@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from unisono.adapt.batch_policies import Ramp
 from unisono.adapt.layouts import Bounds, Layout, LayoutTrials, StepTime, fit, goodput, layout_of, useful_sizes
 from unisono.adapt.view import Figure, Policy, View
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.errors import JobError
 from unisono.received import value_of
 
@@ -69,7 +69,7 @@ class GoodputPolicy(Policy):
         margin: float = 0.03,
         again_s: float = 1800.0,
     ) -> None:
-        require_kinds(GoodputPolicy.__init__, locals())
+        require_types(GoodputPolicy.__init__, locals())
         call = f"GoodputPolicy(largest={largest}, fewest={fewest}, most={most}, ramp={ramp}, patience={patience})"
         if min(largest, fewest, ramp, patience) < 1 or (most is not None and most < fewest):
             raise JobError(f"{call}: all need to be above 0, and most no less than fewest")
@@ -212,7 +212,7 @@ class ScalingPolicy(Policy):
         margin: float = 0.05,
         again_s: float = 900.0,
     ) -> None:
-        require_kinds(ScalingPolicy.__init__, locals())
+        require_types(ScalingPolicy.__init__, locals())
         call = f"ScalingPolicy(price={price}, fewest={fewest}, most={most}, patience={patience}, margin={margin})"
         if not price >= 0 or not 0 <= margin < 1 or patience < 1 or not again_s > 0:
             raise JobError(f"{call}: price from 0, margin from 0 and below 1, patience from 1, again_s above 0")
@@ -353,7 +353,7 @@ class SpotPolicy(Policy):
         prior_s: float = 6 * 3600.0,
         checkpoint_s: float = 1.0,
     ) -> None:
-        require_kinds(SpotPolicy.__init__, locals())
+        require_types(SpotPolicy.__init__, locals())
         call = f"SpotPolicy(budget={budget}, fewest={fewest}, most={most}, every={every}, margin={margin})"
         if (budget is not None and not budget > 0) or every < 1 or not margin >= 0:
             raise JobError(f"{call}: budget above 0, every from 1, margin from 0")

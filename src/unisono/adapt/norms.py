@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import require_kinds, require_known
+from unisono.arguments import require_parameters, require_types
 from unisono.errors import JobError
 from unisono.received import short
 
@@ -186,7 +186,7 @@ class Monitoring:
     curvature: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_kinds(Monitoring, {name: getattr(self, name) for name in Monitoring.__slots__})
+        require_types(Monitoring, {name: getattr(self, name) for name in Monitoring.__slots__})
         if self.curvature_every < 0:
             raise JobError(
                 f"Monitoring(curvature_every={short(self.curvature_every)}): use a number of steps, or 0 for never"
@@ -280,7 +280,7 @@ class CurvatureQuestion:
     confidence: bool = False
 
     def __post_init__(self) -> None:
-        require_kinds(CurvatureQuestion, asdict(self))
+        require_types(CurvatureQuestion, asdict(self))
         if self.iterations < 0 or self.vectors < 0 or not 0 < self.start < math.inf:
             raise JobError(f"run.curvature: {self} needs numbers from 0 on, and above 0 for start")
 
@@ -291,5 +291,5 @@ def question_of(settings: Mapping[str, Any]) -> CurvatureQuestion:
     Raises:
         JobError: there is no such setting, or it is of another type or out of range.
     """
-    require_known(CurvatureQuestion, settings)
+    require_parameters(CurvatureQuestion, settings)
     return CurvatureQuestion(**settings)

@@ -7,7 +7,7 @@ from unisono.adapt.communication_policies import StragglerPolicy, TopologyPolicy
 from unisono.adapt.layout_policies import GoodputPolicy, ScalingPolicy
 from unisono.adapt.view import Policy
 from unisono.errors import JobError
-from unisono.named import require_named, thing_named
+from unisono.named import load_named, require_named
 from unisono.received import short, why_of
 
 NAMED: dict[str, Callable[[int], Policy]] = {
@@ -44,7 +44,7 @@ def require_policies(names: Sequence[str], where: str) -> None:
 
 
 def _make(name: str, batch_size: int, where: str) -> Policy:
-    make = thing_named(name, NAMED, "policy", where)
+    make = load_named(name, NAMED, "policy", where)
     if name in NAMED:
         return NAMED[name](batch_size)
     try:

@@ -14,7 +14,7 @@ import typer
 
 from unisono.cli.display import HelpfulCommand, call
 from unisono.errors import USAGE, JobError, UnisonoError
-from unisono.named import Brought, brought
+from unisono.named import Plugin, plugins
 from unisono.received import imported, why_of
 
 COMPLETE = "_UNISONO_COMPLETE"
@@ -79,7 +79,7 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
         _add_own(app, words[0])
         return app
     try:
-        others = {name: command for name, command in brought("command").items() if name not in COMMANDS}
+        others = {name: command for name, command in plugins("command").items() if name not in COMMANDS}
     except JobError as error:
         _warn(error)
         others = {}
@@ -109,7 +109,7 @@ def _add_own(app: typer.Typer, name: str) -> None:
         app.command(name, cls=HelpfulCommand)(command)
 
 
-def _add(app: typer.Typer, entry: Brought) -> None:
+def _add(app: typer.Typer, entry: Plugin) -> None:
     """Add a command that a package brings: a function, or a typer.Typer with one command, or with several below it.
 
     Raises:

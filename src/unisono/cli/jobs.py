@@ -218,7 +218,7 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
     joined = Joined(where.address(), where.token, agent or new_agent())
     is_said = "devices_per_worker" in settings.launch.options.communication.specified
     if not is_said or where.url is not None:
-        answer = once_it_answers(Control(joined.address), wait_s if where.url is not None else 0)
+        answer = wait_for_status(Control(joined.address), wait_s if where.url is not None else 0)
         settings = settings if is_said else settings.with_devices(answer["devices_per_worker"])
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
@@ -228,7 +228,7 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
     return outcome.exit_code
 
 
-def once_it_answers(control: Control, wait_s: float, pause_s: float = AGAIN_S) -> dict[str, Any]:
+def wait_for_status(control: Control, wait_s: float, pause_s: float = AGAIN_S) -> dict[str, Any]:
     """The status of the job, once its coordinator answers.
 
     Args:

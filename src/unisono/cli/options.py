@@ -17,7 +17,7 @@ from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic_settings import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.outcome import RUNS
 from unisono.launch.settings import LaunchSettings
-from unisono.named import brought
+from unisono.named import plugins
 from unisono.received import imported, short
 from unisono.settings.groups import NamedRow, meanings
 from unisono.settings.reading import TABLE, names_in, settings_by_path, text_of
@@ -34,7 +34,7 @@ def _names_of(kind: str, ours: str) -> Callable[[str], list[str]]:
     """Completes the names of a kind: ours, which are in a table (``module:NAMES``), and those that packages bring."""
 
     def complete(incomplete: str) -> list[str]:
-        return _beginning([*imported(ours, kind), *brought(kind)], incomplete)
+        return _beginning([*imported(ours, kind), *plugins(kind)], incomplete)
 
     return complete
 

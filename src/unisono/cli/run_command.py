@@ -27,7 +27,7 @@ from unisono.cli.options import (
 )
 from unisono.errors import PREEMPTED, JobError
 from unisono.host.machine import usable_cores
-from unisono.host.process import again, allow_open_files
+from unisono.host.process import allow_open_files, resume_command
 from unisono.host.status_line import VARIABLE
 from unisono.launch.command import dry_run, elastic_dry_run
 from unisono.launch.elastic.elastic_settings import ElasticSettings, Entrance, Range
@@ -37,7 +37,7 @@ from unisono.launch.local import launch
 from unisono.launch.outcome import RUNS, Outcome, open_folder, report
 from unisono.launch.settings import LaunchSettings, Script
 from unisono.launch.terminal import Terminal
-from unisono.named import thing_named
+from unisono.named import load_named
 from unisono.received import short
 from unisono.settings.table import CLUSTERS, FAILURES, SEVERAL_HOSTS
 
@@ -277,7 +277,7 @@ def run(
 
 def _fault_injection(plan: Path) -> dict[str, str]:
     """The environment variables by which workers inject the faults of a plan."""
-    return dict(thing_named("faults", {}, "launch option", "--faults")(plan))
+    return dict(load_named("faults", {}, "launch option", "--faults")(plan))
 
 
 def start(
@@ -346,4 +346,4 @@ def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
 
 
 def _go_on(exit_code: int, run_dir: Path) -> str:
-    return f"unisono: to go on: {again(run_dir)}\n" if exit_code == PREEMPTED else ""
+    return f"unisono: to go on: {resume_command(run_dir)}\n" if exit_code == PREEMPTED else ""

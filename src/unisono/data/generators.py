@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from unisono.device import drawn, in_use
+from unisono.device import generator_checksum, in_use
 from unisono.errors import Unreadable
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -175,7 +175,7 @@ class Draws(NamedTuple):
         """The generators' next numbers, which are drawn."""
         with _ONE_AT_A_TIME:
             cpu = int(_DRAWN.random_())
-        return cls(cpu, drawn(), np.random.random(), random.random())  # noqa: S311 (nothing is kept secret by it)
+        return cls(cpu, generator_checksum(), np.random.random(), random.random())  # noqa: S311 (nothing is kept secret by it)
 
 
 @contextmanager

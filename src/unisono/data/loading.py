@@ -22,7 +22,7 @@ import torch
 from unisono.data.shards import LocatedShards, ShardSource, ShardsRequest
 from unisono.data.slots import Packed, Slot, Slots
 from unisono.errors import DataError, JobError
-from unisono.host.process import ask_for_stacks, end_with_parent, write_when_asked
+from unisono.host.process import end_with_parent, request_stacks, write_stacks_on_signal
 
 LONGEST_MS = 2**31 - 1
 LAST_WORDS_S = 1.0
@@ -307,7 +307,7 @@ class LoaderProcess:
     def _hangs(self, task: str) -> str:
         pid = self._process.pid
         assert pid is not None
-        for pause_s in ask_for_stacks(pid):
+        for pause_s in request_stacks(pid):
             self._process.join(pause_s)
         return (
             f"{self._name} (pid {pid}) gave nothing for {self._timeout_s:g} s while it loaded {task}: "
@@ -349,7 +349,7 @@ def _settle_in(worker: int) -> None:
     # Ctrl-C and the scheduler's SIGTERM go to all processes of a group; the worker decides what is still loaded.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignored)  # unlike SIG_IGN not passed on to programs that the data set starts
-    write_when_asked()
+    write_stacks_on_signal()
     end_with_parent(worker)  # not to outlive it with copies of its connections
     with suppress(AttributeError, OSError):  # Linux: waking it up does not push the worker off its core
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -109,7 +109,7 @@ def cores_within(limits: CgroupLimits, cores: int) -> int:
     return cores if limits.cpus is None else max(1, min(cores, math.floor(limits.cpus)))
 
 
-def leave_too_few_cores(threads: int) -> None:
+def unpin_from_too_few_cores(threads: int) -> None:
     """Run on all cores, if a launcher that did not know of so many threads has pinned this process to fewer."""
     if CORES in os.environ and threads > len(os.sched_getaffinity(0)):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
@@ -219,7 +219,7 @@ def numerics_variables(level: str | None) -> dict[str, str]:
     return {LEVEL: level, **PORTABLE} if level == "portable" else {} if level is None else {LEVEL: level}
 
 
-def missing_in(environ: Mapping[str, str]) -> list[str]:
+def missing_portable_variables(environ: Mapping[str, str]) -> list[str]:
     """What of these variables an environment lacks, as a person reads it."""
     return [
         f"{name} is {environ.get(name, 'not set')}" for name, value in PORTABLE.items() if environ.get(name) != value

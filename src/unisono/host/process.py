@@ -75,16 +75,16 @@ NEXT_S = 0.005
 MOST = 100
 
 
-def write_when_asked() -> None:
+def write_stacks_on_signal() -> None:
     """Have the threads of this process, and of its forks, write their stacks when they are asked."""
     faulthandler.register(signal.SIGUSR1, STANDARD_ERROR, all_threads=False)
 
 
-def ask_for_stacks(pid: int) -> Iterator[float]:
+def request_stacks(pid: int) -> Iterator[float]:
     """Ask the threads of a process one after the other, the main thread first.
 
     Args:
-        pid: a process that has called :func:`write_when_asked`; others end.
+        pid: a process that has called :func:`write_stacks_on_signal`; others end.
 
     Yields:
         the seconds to wait before the next thread is asked, or the process may be ended.
@@ -114,7 +114,7 @@ def _ask(pid: int, thread: int) -> None:
 # The command that goes on with a job which has left with a checkpoint: as it was typed, with its run folder.
 
 
-def again(run_dir: Path, words: Sequence[str] | None = None) -> str:
+def resume_command(run_dir: Path, words: Sequence[str] | None = None) -> str:
     """The command for a shell: ``UNISONO_RUN_DIR=runs/a unisono run -n 2 train.py``.
 
     Args:

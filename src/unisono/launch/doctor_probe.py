@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.device import builds, described, names, way_of_sums
+from unisono.device import builds, describe_reduction, described, names
 from unisono.errors import JobError
 from unisono.host.machine import LEVEL
 from unisono.train.config.bits import KERNELS, bits_of, require_portable
@@ -77,7 +77,7 @@ def torch_facts() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         **builds(),
         "devices": described(),
-        "gradients of workers": way_of_sums(),
+        "gradients of workers": describe_reduction(),
         "numerics": (level := _level()),
         "bits": _bits(level),
     }

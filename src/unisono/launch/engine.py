@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import NOT_STARTED, JobError
-from unisono.named import thing_named
+from unisono.named import load_named
 from unisono.received import short, why_of
 
 SSH = "ssh"
@@ -188,7 +188,7 @@ def engine_named(name: str | None, ssh: str, python: str) -> Engine:
         return Ssh(ssh, python)
     if ssh != SSH:
         raise JobError(f"--ssh with --on {name}: the engine reaches the hosts instead of ssh; leave one of them out")
-    engine = thing_named(name, {"ray": None}, "engine", "--on")
+    engine = load_named(name, {"ray": None}, "engine", "--on")
     if not (isinstance(engine, type) and issubclass(engine, Engine)):
         raise JobError(f"--on {name}: {short(repr(engine))} is no subclass of unisono.Engine")
     result: Engine = _call(engine, python)

@@ -16,7 +16,7 @@ from unisono.checkpoint.folder import RunFolder
 from unisono.errors import NOT_STARTED, PREEMPTED, LaunchError
 from unisono.host.guard import Guard, kill_group
 from unisono.host.machine import LOOK_S, offer, peak_mib
-from unisono.host.process import NOTICES, ask_for_stacks
+from unisono.host.process import NOTICES, request_stacks
 from unisono.launch.cloud_notices import Notice
 from unisono.launch.command import RendezvousSocket, WorkerCommand, elastic_command
 from unisono.launch.failure import Failure, end_of, noted_end
@@ -411,7 +411,7 @@ def _request_stacks(worker: _Worker) -> Iterator[float]:
     """Request the stacks of the threads of a worker's devices; yield seconds to wait, until a device ends."""
     devices = list(worker.processes)
     for process in devices:
-        for pause_s in ask_for_stacks(process.pid):
+        for pause_s in request_stacks(process.pid):
             yield pause_s
             if worker.processes != devices:
                 return

@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import FIRST_SIGNAL, PREEMPTED
-from unisono.host.process import OF_THIS_PROCESS, end_with_parent, write_when_asked
+from unisono.host.process import OF_THIS_PROCESS, end_with_parent, write_stacks_on_signal
 from unisono.launch.failure import Failure, dismissal_in, note_end, says_all
 from unisono.launch.settings import Script
 from unisono.launch.terminal import WorkerName
@@ -42,7 +42,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()
     if "UNISONO_WORKER" in os.environ:
-        write_when_asked()
+        write_stacks_on_signal()
     script = Script.from_argv(sys.argv[1:])
     OF_THIS_PROCESS.is_told = True
     try:

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from unisono.errors import JobError
 from unisono.loggers.logger import OF_EVERY_STEP, LoggedRun, Logger, read_note, write_note
-from unisono.named import require_named, thing_named
+from unisono.named import load_named, require_named
 from unisono.received import short, why_of
 
 ENCODING, ERRORS = "utf-8", "backslashreplace"
@@ -332,7 +332,7 @@ def require_loggers(names: Sequence[str], where: str) -> None:
 
 
 def _made(name: str, where: str) -> Logger:
-    make = thing_named(name, NAMED, "logger", where)
+    make = load_named(name, NAMED, "logger", where)
     try:
         logger = make()
     except JobError:

@@ -1,7 +1,6 @@
-"""The coordinator at work: what comes in goes through the pure state machine, and what that decides is done.
+"""The coordinator: it turns messages into events of the pure state machine, and does the actions that follow.
 
-Nothing here knows sockets or waits: a :class:`Session` is fed the texts that come over its connection, and a
-:class:`Peer` takes those that go out.
+It uses no sockets and never waits: a :class:`Session` receives the texts of its connection, and a :class:`Peer` sends.
 """
 
 import time
@@ -17,42 +16,42 @@ from unisono.membership import messages
 from unisono.membership import state as machine
 from unisono.membership.keyvalue import Answer, KeyValue
 from unisono.membership.messages import AgentHello, parse
-from unisono.membership.state_log import Everything, Journal, StateLog, changes, merge, restored, whole
+from unisono.membership.state_log import EntrySource, Journal, StateLog, merge, plain_changes, plain_state, state_of
 
 STATE_LOG = "coordinator.jsonl"
-"""In the run folder: from it the coordinator starts again."""
+"""The file in the run folder from which a coordinator starts again."""
 
 LASTING = ("generation", "last_worker")
-"""Numbers that go on even where a job begins anew: none is used twice in a run folder."""
+"""Numbers that go on even if a job begins anew, so that none is used twice in a run folder."""
 
 _NOW: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(allow_inf_nan=False)])
 _LINES: TypeAdapter[list[dict[str, Any]]] = TypeAdapter(list[dict[str, Any]])
 
 
 class Peer(Protocol):
-    """Whoever is at the other end of a connection."""
+    """The sending side of a connection to a worker or an agent."""
 
     def send(self, text: str) -> None:
-        """Send a message, some time; never waits."""
+        """Queue a message; never waits."""
 
     def hang_up(self) -> None:
-        """End the connection after what was sent."""
+        """Close the connection once all queued messages are sent."""
 
 
 class Coordinator:
-    """The state, the connected peers, the key-value store, and the files in which all that is kept.
+    """The state, the connected workers and agents, the key-value store, and the files that keep them.
 
     Args:
         run_folder: the job's run folder, which exists. A new coordinator continues with the state of an earlier one
             there.
         settings: the settings of a new job; a job that is continued keeps its own.
         clock: a clock in seconds, from any start, which never goes back.
-        fresh: whether to begin anew, whatever an earlier coordinator left. Only the numbers of generations and workers
-            go on from there: none is ever used twice in a run folder.
-        changed: a function that is called after everything that may move the next deadline.
+        fresh: whether to begin anew, and to go on only with the numbers of generations and workers of an earlier
+            coordinator.
+        changed: a function that is called after each change that may move the next deadline.
 
     Raises:
-        JobError: another coordinator works in this folder, or what one left cannot be understood.
+        JobError: another coordinator works in this folder, or the state of an earlier one cannot be read.
     """
 
     def __init__(
@@ -62,77 +61,77 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         *,
         fresh: bool = False,
-        state_log: Callable[[Path, Everything], StateLog] = StateLog,
+        state_log: Callable[[Path, EntrySource], StateLog] = StateLog,
         journal: Callable[[Path], Journal] = Journal,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.run_folder = run_folder
-        self.values = KeyValue(self._keep)
+        self.values = KeyValue(self._save_entry)
         self._changed = changed
         self._workers: dict[str, Peer] = {}
         self._agents: dict[str, Peer] = {}
         self._journal = journal(run_folder / "journal.jsonl")
         self._unwritten: list[dict[str, Any]] = []
-        self._kept: machine.State | None = None
-        self._entry = 0
-        self._unkept: dict[str, set[str]] = {}
+        self._saved: machine.State | None = None
+        self._entry_number = 0
+        self._unsaved_rows: dict[str, set[str]] = {}
         self._clock = clock
         self._state_log = state_log(run_folder / STATE_LOG, self._entries)
-        self._began, self._stood_at = clock(), 0.0
+        self._started_at, self._time_before = clock(), 0.0
         self.state = machine.State(settings)
         try:
-            self._take_up(fresh)
+            self._restore(fresh)
             self._state_log.rewrite()
-            self._kept = self.state
+            self._saved = self.state
         except (JobError, OSError) as error:
             self._state_log.close()
             raise JobError(f"{STATE_LOG} cannot be used: {error}") from error
 
     @property
     def connections(self) -> int:
-        """How many workers and agents are connected."""
+        """The number of workers and agents that are connected."""
         return len(self._workers) + len(self._agents)
 
     def now(self) -> float:
         """The job's time in seconds: it stands still while no coordinator runs."""
-        return self._stood_at + self._clock() - self._began
+        return self._time_before + self._clock() - self._started_at
 
     def next_deadline(self) -> float | None:
-        """When :meth:`tick` has something to do; None while there is nothing to wait for."""
+        """The time at which :meth:`tick` is needed; None while there is no deadline."""
         deadlines = (machine.next_deadline(self.state), self.values.deadline())
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Act on deadlines that have come."""
         self._answer(self.values.expire(self.now()))
         self.handle(machine.Tick())
 
     def handle(self, event: machine.Event) -> None:
-        """Let something happen: decide, write down, act; in this order, so that nothing is done that is forgotten."""
-        is_said_again = _is_said_again(self.state, event)
+        """Apply an event: decide, save, act. In this order, so that no action is done that a restart would forget."""
+        is_sent_again = _is_sent_again(self.state, event)
         self.state, actions = machine.step(self.state, event, self.now())
         notes = (action for action in actions if isinstance(action, machine.WriteJournal))
         self._unwritten = [self._journal.line(note.event, note.fields) for note in notes]
         for action in actions:
             if isinstance(action, machine.SaveRows):
                 for table, ids in action.rows.items():
-                    self._unkept.setdefault(table, set()).update(ids)
-        if self._unwritten or not is_said_again:
-            self._keep_state()
+                    self._unsaved_rows.setdefault(table, set()).update(ids)
+        if self._unwritten or not is_sent_again:
+            self._save_state()
         if self._unwritten:
             self._journal.append(self._unwritten)
             self._unwritten = []
-        texts: dict[int, str] = {}  # one message often goes to many
+        texts: dict[int, str] = {}  # so that a message to many workers is written as JSON once
         for action in actions:
-            self._act(action, texts)
+            self._do(action, texts)
         self._changed()
 
     def status(self) -> dict[str, Any]:
-        """Who takes part and how far they are, for people and programs."""
+        """The status of the job, its workers and its agents, for people and programs."""
         return machine.status(self.state)
 
     def store(self, worker: str, request: messages.StoreRequest) -> None:
-        """Serve a request to the key-value store, unless its worker takes part no more: it is about to be told so."""
+        """Serve a request to the key-value store, unless its worker takes part no more: it will be told so."""
         if not machine.takes_part(self.state, worker):
             return
         if request.operation == "clock":
@@ -141,30 +140,30 @@ class Coordinator:
         self._answer(self.values.handle(worker, request, self.now()))
         self._changed()
 
-    def greet_worker(self, worker: str, peer: Peer, hello: messages.WorkerHello) -> None:
-        """A worker has connected. An older connection of the same worker is one that broke without our noticing."""
-        if (older := self._workers.get(worker)) is not None:
-            older.hang_up()
+    def worker_connected(self, worker: str, peer: Peer, hello: messages.WorkerHello) -> None:
+        """Take a worker's new connection. An older one of the same worker has broken unnoticed, and is closed."""
+        if (replaced := self._workers.get(worker)) is not None:
+            replaced.hang_up()
             self.values.drop(worker)
         self._workers[worker] = peer
         self.handle(machine.WorkerMessage((worker,), hello))
 
-    def greet_agent(self, agent: str, peer: Peer, hello: AgentHello) -> None:
-        """An agent has connected."""
-        if (older := self._agents.get(agent)) is not None:
-            older.hang_up()
+    def agent_connected(self, agent: str, peer: Peer, hello: AgentHello) -> None:
+        """Take an agent's new connection, in place of an older one."""
+        if (replaced := self._agents.get(agent)) is not None:
+            replaced.hang_up()
         self._agents[agent] = peer
         self.handle(machine.AgentMessage(agent, hello))
 
-    def worker_gone(self, worker: str, peer: Peer) -> None:
-        """This connection of a worker has ended; it counts only if there is no newer one."""
+    def worker_disconnected(self, worker: str, peer: Peer) -> None:
+        """Handle the end of a worker's connection; it counts only if there is no newer one."""
         if self._workers.get(worker) is peer:
             del self._workers[worker]
             self.values.drop(worker)
             self.handle(machine.Disconnected(worker=worker))
 
-    def agent_gone(self, agent: str, peer: Peer) -> None:
-        """This connection of an agent has ended."""
+    def agent_disconnected(self, agent: str, peer: Peer) -> None:
+        """Handle the end of an agent's connection; it counts only if there is no newer one."""
         if self._agents.get(agent) is peer:
             del self._agents[agent]
             self.handle(machine.Disconnected(agent=agent))
@@ -173,9 +172,9 @@ class Coordinator:
         """Let another coordinator take over."""
         self._state_log.close()
 
-    # -- acting
+    # -- actions
 
-    def _act(self, action: machine.Action, texts: dict[int, str]) -> None:
+    def _do(self, action: machine.Action, texts: dict[int, str]) -> None:
         match action:
             case machine.SendToWorkers(workers, message):
                 for worker in workers:
@@ -190,7 +189,7 @@ class Coordinator:
 
     def _send(self, peer: Peer | None, message: messages.Message, texts: dict[int, str]) -> None:
         if peer is None:
-            return  # it is told what it missed when it connects again
+            return  # it is sent what it has missed when it connects again
         if id(message) not in texts:
             texts[id(message)] = message.model_dump_json()
         peer.send(texts[id(message)])
@@ -200,59 +199,60 @@ class Coordinator:
             if (peer := self._workers.get(worker)) is not None:
                 peer.send(reply.model_dump_json())
 
-    # -- remembering
+    # -- saving
 
-    def _keep(self, entry: Mapping[str, Any]) -> None:
+    def _save_entry(self, entry: Mapping[str, Any]) -> None:
         self._state_log.append(entry)
 
-    def _keep_state(self) -> None:
-        """Write down what has changed since the last time; all of it if there was none, or it did not work."""
-        self._entry += 1
-        if self._kept is None:
-            entry = self._whole()
+    def _save_state(self) -> None:
+        """Save the changes since the last save; the whole state if there was none, or if it failed."""
+        self._entry_number += 1
+        if self._saved is None:
+            entry = self._full_entry()
         else:
-            entry = self._numbered({"changes": changes(self._kept, self.state, self._unkept)})
-        kept = self._state_log.append(entry, durable=bool(self._unwritten))
-        self._kept = self.state if kept else None
-        self._unkept.clear()
+            entry = self._entry_with({"changes": plain_changes(self._saved, self.state, self._unsaved_rows)})
+        saved = self._state_log.append(entry, durable=bool(self._unwritten))
+        self._saved = self.state if saved else None
+        self._unsaved_rows.clear()
 
     def _entries(self) -> Iterator[Mapping[str, Any]]:
-        yield self._whole()
+        yield self._full_entry()
         yield from self.values.entries()
 
-    def _whole(self) -> dict[str, Any]:
-        return self._numbered({"state": whole(self.state)})
+    def _full_entry(self) -> dict[str, Any]:
+        return self._entry_with({"state": plain_state(self.state)})
 
-    def _numbered(self, content: dict[str, Any]) -> dict[str, Any]:
-        # Lines of the journal are kept with the decision that they tell of, for who is killed before they are written.
-        return {"entry": self._entry, "now": self.now(), **content, "journal": self._unwritten}
+    def _entry_with(self, content: dict[str, Any]) -> dict[str, Any]:
+        # The journal's lines are saved with the decision: a coordinator that is killed before it writes them into the
+        # journal completes the journal when it starts again.
+        return {"entry": self._entry_number, "now": self.now(), **content, "journal": self._unwritten}
 
-    def _take_up(self, fresh: bool) -> None:
-        known: dict[str, Any] | None = None
+    def _restore(self, fresh: bool) -> None:
+        plain: dict[str, Any] | None = None
         newest: dict[str, Any] = {}
         for entry in self._state_log.read():
             if isinstance(entry.get("state"), dict):
-                known, newest = entry["state"], entry
-            elif known is not None and isinstance(entry.get("changes"), dict):
+                plain, newest = entry["state"], entry
+            elif plain is not None and isinstance(entry.get("changes"), dict):
                 if fresh:
-                    known |= {name: entry["changes"][name] for name in LASTING if name in entry["changes"]}
+                    plain |= {name: entry["changes"][name] for name in LASTING if name in entry["changes"]}
                 elif _number(entry) != _number(newest) + 1:
                     raise JobError("lines of it are missing; remove it to begin anew")
                 else:
-                    merge(known, entry["changes"])
+                    merge(plain, entry["changes"])
                 newest = entry
             elif not fresh:
                 self.values.restore(entry)
-        if known is None:
+        if plain is None:
             return
         if fresh:
-            numbers: dict[str, Any] = {name: known.get(name) for name in LASTING}
+            numbers: dict[str, Any] = {name: plain.get(name) for name in LASTING}
             if all(type(number) is int and 0 <= number < 2**62 for number in numbers.values()):
                 self.state = replace(self.state, **numbers)
             return
-        self.state = restored(known)
+        self.state = state_of(plain)
         try:
-            self._stood_at = _NOW.validate_python(newest.get("now"))
+            self._time_before = _NOW.validate_python(newest.get("now"))
             lines = _LINES.validate_python(newest.get("journal", []))
         except ValidationError as error:
             raise JobError("another version of Unisono wrote it; remove it to begin anew") from error
@@ -261,15 +261,15 @@ class Coordinator:
 
 
 def _number(entry: Mapping[str, Any]) -> int:
-    """The number of an entry of the state log; one that no other follows if it says none."""
+    """The number of an entry of the state log; for an entry without one, a number that no entry follows."""
     number = entry.get("entry")
     return number if type(number) is int else -2
 
 
-def _is_said_again(state: machine.State, event: machine.Event) -> bool:
-    """Whether nothing is lost if the coordinator forgets this: whoever connects again says it again, or it recurs.
+def _is_sent_again(state: machine.State, event: machine.Event) -> bool:
+    """Whether an event need not be saved: after a restart its sender sends it again, or it happens again.
 
-    A worker's first hello is kept: what it is told then, whether it joins, decides what it does from there on.
+    A worker's first hello is saved: the answer, whether the worker joins, decides how the worker goes on.
     """
     match event:
         case machine.WorkerMessage((name,), messages.WorkerHello()):
@@ -285,55 +285,54 @@ def _is_said_again(state: machine.State, event: machine.Event) -> bool:
 class Session:
     """One connection, from its hello to its end.
 
-    Invalid input is answered with :class:`~unisono.membership.messages.Refused`, ends the connection, and changes
-    nothing else.
+    Invalid input ends the connection with :class:`~unisono.membership.messages.Refused`, and changes nothing else.
     """
 
     MESSAGES: ClassVar[TypeAdapter[Any]]
-    """What is taken here."""
+    """The type of the messages that it receives."""
 
     def __init__(self, coordinator: Coordinator, peer: Peer) -> None:
         self._coordinator = coordinator
         self._peer = peer
-        self._name = ""
-        self._over = False
+        self._sender = ""
+        self._is_over = False
 
     def receive(self, data: str | bytes) -> None:
-        """Take what came over the connection."""
-        if self._over:
+        """Handle a text that came over the connection."""
+        if self._is_over:
             return
         try:
-            self._take(data)
+            self._parse(data)
         except Unreadable as error:
             self.refuse(str(error))
 
     def refuse(self, reason: str) -> None:
-        """Say why this connection ends."""
-        self._over = True
+        """Close the connection, with the reason."""
+        self._is_over = True
         self._peer.send(messages.Refused(reason=reason).model_dump_json())
         self._peer.hang_up()
 
     def close(self) -> None:
-        """The connection has ended: nothing more is told over it."""
-        self._over = True
-        if self._name:
-            self._gone()
+        """Handle the end of the connection."""
+        self._is_over = True
+        if self._sender:
+            self._disconnected()
 
-    def _take(self, data: str | bytes) -> None:
+    def _parse(self, data: str | bytes) -> None:
         message = parse(self.MESSAGES, data)
-        if isinstance(message, messages.WorkerHello | AgentHello) == bool(self._name):
+        if isinstance(message, messages.WorkerHello | AgentHello) == bool(self._sender):
             raise Unreadable("a connection begins with a hello, and has no other")
-        if not self._name and message.protocol != messages.PROTOCOL:
+        if not self._sender and message.protocol != messages.PROTOCOL:
             raise Unreadable(
                 f"this coordinator speaks version {messages.PROTOCOL}, not {message.protocol}: install one version "
                 f"everywhere"
             )
-        self._hear(message)
+        self._handle(message)
 
-    def _hear(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         raise NotImplementedError
 
-    def _gone(self) -> None:
+    def _disconnected(self) -> None:
         raise NotImplementedError
 
 
@@ -342,17 +341,17 @@ class WorkerSession(Session):
 
     MESSAGES = messages.from_worker
 
-    def _hear(self, message: messages.FromWorker) -> None:
+    def _handle(self, message: messages.FromWorker) -> None:
         if isinstance(message, messages.WorkerHello):
-            self._name = message.worker
-            self._coordinator.greet_worker(self._name, self._peer, message)
+            self._sender = message.worker
+            self._coordinator.worker_connected(self._sender, self._peer, message)
         elif isinstance(message, messages.StoreRequest):
-            self._coordinator.store(self._name, message)
+            self._coordinator.store(self._sender, message)
         else:
-            self._coordinator.handle(machine.WorkerMessage((self._name,), message))
+            self._coordinator.handle(machine.WorkerMessage((self._sender,), message))
 
-    def _gone(self) -> None:
-        self._coordinator.worker_gone(self._name, self._peer)
+    def _disconnected(self) -> None:
+        self._coordinator.worker_disconnected(self._sender, self._peer)
 
 
 class AgentSession(Session):
@@ -360,12 +359,12 @@ class AgentSession(Session):
 
     MESSAGES = messages.from_agent
 
-    def _hear(self, message: messages.FromAgent) -> None:
+    def _handle(self, message: messages.FromAgent) -> None:
         if isinstance(message, AgentHello):
-            self._name = message.agent
-            self._coordinator.greet_agent(self._name, self._peer, message)
+            self._sender = message.agent
+            self._coordinator.agent_connected(self._sender, self._peer, message)
         else:
-            self._coordinator.handle(machine.AgentMessage(self._name, message))
+            self._coordinator.handle(machine.AgentMessage(self._sender, message))
 
-    def _gone(self) -> None:
-        self._coordinator.agent_gone(self._name, self._peer)
+    def _disconnected(self) -> None:
+        self._coordinator.agent_disconnected(self._sender, self._peer)

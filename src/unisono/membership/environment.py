@@ -14,10 +14,10 @@ from unisono.received import short
 from unisono.settings.reading import LAST_PORT, Variables
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm numbers what is no real step (a batch script, an interactive shell) from the top of 32 bits."""
+"""From this number on, Slurm's steps are no real ones: a batch script, an interactive shell."""
 
 PORTS = range(15000, 30000)
-"""Where a port is derived: below the ports that systems give to outgoing connections."""
+"""The ports of which one is chosen by job and step: below those that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Environment:
 
     Attributes:
         launcher: the launcher that started it: ``unisono``, ``torchrun``, ``env``, ``slurm`` or ``single``.
-        rank: its place, 0 … ``world_size`` - 1.
-        rendezvous: the address at which the workers meet; None for a worker that is alone.
+        rank: its rank, 0 … ``world_size`` - 1.
+        rendezvous: the address at which the workers meet; None for a single worker.
         note: the assumptions that had to be made, for people; empty if there were none.
     """
 
@@ -57,7 +57,7 @@ class Environment:
     note: str = ""
 
     def worker(self, devices: int) -> Environment:
-        """The same place where so many of these processes are the devices of one worker: that worker's.
+        """The rank and host of this process's worker, where each so many processes are the devices of one worker.
 
         Raises:
             JobError: the processes, or those of this host, are no whole number of such workers.
@@ -84,7 +84,7 @@ class Environment:
         )
 
     def device(self, devices: int) -> Environment:
-        """Likewise: this process's place among the devices of its worker."""
+        """The rank of this process among the devices of its worker, if each worker has so many."""
         rank = self.rank % devices
         return replace(self, rank=rank, world_size=devices, local_rank=rank, local_world_size=devices)
 
@@ -92,26 +92,26 @@ class Environment:
         """One line: ``torchrun: rank 2 of 4 on host a, rendezvous 10.0.0.1:29500``."""
         if self.launcher == "single":
             return f"single: one worker on host {self.host}"
-        where = f", rendezvous {self.rendezvous}" if self.rendezvous else ""
+        rendezvous = f", rendezvous {self.rendezvous}" if self.rendezvous else ""
         note = f" ({self.note})" if self.note else ""
-        return f"{self.launcher}: rank {self.rank} of {self.world_size} on host {self.host}{where}{note}"
+        return f"{self.launcher}: rank {self.rank} of {self.world_size} on host {self.host}{rendezvous}{note}"
 
 
 def device_name(worker: str, device: int) -> str:
-    """The name of one of a worker's devices: the worker's for the first one, ``w3.1`` for the second."""
+    """The name of one of a worker's devices: the worker's name for the first one, ``w3.1`` for the second."""
     return f"{worker}.{device}" if device else worker
 
 
 def recognise(environ: Mapping[str, str], host: str | None = None) -> Environment:
-    """Where this worker stands, as the first of ``LAUNCHERS`` that recognises it says; else alone.
+    """This worker's rank and host, by the first of ``LAUNCHERS`` that finds its variables; else a single worker's.
 
     Raises:
         JobError: a variable is missing, no number, or contradicts another; names it and its value.
     """
     variables = Variables(environ)
     host = host or socket.gethostname()
-    for launched_by in LAUNCHERS:
-        if (environment := launched_by(variables, host)) is not None:
+    for read_launcher in LAUNCHERS:
+        if (environment := read_launcher(variables, host)) is not None:
             return environment
     # The worker of an elastic job learns its rank from the coordinator, and its place on this host from its agent.
     place = variables.count("UNISONO_LOCAL_RANK", "") if "UNISONO_LOCAL_RANK" in variables else 0
@@ -119,7 +119,7 @@ def recognise(environ: Mapping[str, str], host: str | None = None) -> Environmen
 
 
 def _unisono(variables: Variables, host: str) -> Environment | None:
-    """``unisono run``: the socket where the workers meet is open before they start."""
+    """The environment by ``unisono run``, which opens the socket at which the workers meet before it starts them."""
     if "UNISONO_RANK" not in variables and "UNISONO_WORLD_SIZE" not in variables:
         return None
     because = "this worker was started by unisono run"
@@ -139,7 +139,7 @@ def _unisono_store(variables: Variables, because: str) -> RendezvousAddress:
 
 
 def _torchrun(variables: Variables, host: str) -> Environment | None:
-    """``torchrun``: its agent sets everything."""
+    """The environment by ``torchrun``, whose agent sets all variables."""
     if "TORCHELASTIC_RUN_ID" not in variables:
         return None
     because = "this worker was started by torchrun (TORCHELASTIC_RUN_ID is set)"
@@ -149,7 +149,7 @@ def _torchrun(variables: Variables, host: str) -> Environment | None:
 
 
 def _by_hand(variables: Variables, host: str) -> Environment | None:
-    """The variables of ``torch.distributed``, set by hand or by an operator of a cluster."""
+    """The environment by the variables of ``torch.distributed``, set by hand or by a cluster's operator."""
     # A batch script often exports WORLD_SIZE and leaves the rank to Slurm's step.
     if "RANK" not in variables and ("WORLD_SIZE" not in variables or _is_slurm_step(variables)):
         return None
@@ -163,7 +163,7 @@ def _by_hand(variables: Variables, host: str) -> Environment | None:
 
 
 def _local_by_hand(variables: Variables, rank: int, size: int, one_host: bool) -> tuple[int, int, str]:
-    """Every worker must come to the same conclusion, so only what all of them see may count."""
+    """The local rank, the local world size, and a note. All workers must conclude alike, so only variables count."""
     if "LOCAL_WORLD_SIZE" in variables and "LOCAL_RANK" in variables:
         return *variables.rank("LOCAL_RANK", "LOCAL_WORLD_SIZE", ""), ""
     if "LOCAL_RANK" in variables:
@@ -178,14 +178,14 @@ def _local_by_hand(variables: Variables, rank: int, size: int, one_host: bool) -
 
 
 def _is_slurm_step(variables: Variables) -> bool:
-    """Only a real step counts: a batch script or a shell of salloc has SLURM_NTASKS and a number of a step, too."""
+    """Whether this is a task of a real step; a batch script or a shell of salloc has SLURM_NTASKS and a step, too."""
     if not all(name in variables for name in ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS")):
         return False
     return variables.count("SLURM_STEP_ID", "") < FIRST_SPECIAL_STEP
 
 
 def _slurm(variables: Variables, host: str) -> Environment | None:
-    """``srun``: the step's tasks are the workers; they meet on the first host of the step."""
+    """The environment by ``srun``, whose tasks are the workers; they meet on the first host of the step."""
     if not _is_slurm_step(variables):
         return None
     because = "this is a task of a Slurm step (SLURM_STEP_ID is set)"
@@ -226,7 +226,7 @@ def _rendezvous_of_slurm(variables: Variables, because: str) -> RendezvousAddres
 
 
 LAUNCHERS = (_unisono, _torchrun, _by_hand, _slurm)
-"""In this order: whoever stands nearest to the worker comes first."""
+"""The launchers in the order in which they are tried: one that runs inside another, as torchrun in Slurm, is first."""
 
 
 def first_host(nodelist: str) -> str:
@@ -274,12 +274,12 @@ NAMES = (
     *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     *("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
 )
-"""Whoever reads these starts process groups by itself, or takes its rank for the whole truth. What a script may want to
-know of its job, such as SLURM_JOB_ID, is none of them."""
+"""The variables that are hidden from scripts: libraries that read them start process groups by themselves, or take the
+rank in them for the worker's. Variables that a script may want to know, such as SLURM_JOB_ID, are not among them."""
 
 
 class LaunchVariables:
-    """Hides them from the rest of a process, and puts them back."""
+    """Hides the variables of :data:`NAMES` from the rest of a process, and puts them back."""
 
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         self._environ = environ
@@ -288,14 +288,14 @@ class LaunchVariables:
         self._lock = threading.Lock()
 
     def all(self) -> Mapping[str, str]:
-        """All variables, also those that are hidden."""
+        """All variables, including those that are hidden."""
         return {**self._hidden, **self._environ}
 
     def hide(self) -> Callable[[], None]:
-        """Hide them for a run.
+        """Hide the variables for a run.
 
         Returns:
-            what puts them back, once it was called for every run; a variable that was set meanwhile stays.
+            a function that puts them back once it was called for every run. A variable that was set meanwhile stays.
         """
         with self._lock:
             self._runs += 1
@@ -313,4 +313,4 @@ class LaunchVariables:
 
 
 OF_THIS_PROCESS = LaunchVariables(os.environ)
-"""Those of this process, which all of its runs share."""
+"""The variables of this process, which all of its runs share."""

@@ -1,4 +1,4 @@
-"""What the coordinator knows of a job, in Prometheus' text format."""
+"""The metrics of a job, as the coordinator knows them, in Prometheus' text format."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,14 @@ from unisono.membership import state as machine
 from unisono.received import open_file, parse_json
 
 END = 2**18
-"""Bytes at the end of ``metrics.jsonl`` among which the newest step's line is looked for."""
+"""The number of bytes at the end of ``metrics.jsonl`` in which the line of the newest step is looked for."""
 
 MOST_LOGGED = 64
 LONGEST_NAME = 128
-"""Figures of the script, and characters of a name: more are left out, since each is a time series in Prometheus."""
+"""The most figures of the script, and characters of a name. Each figure is a time series in Prometheus."""
 
 LARGEST = 2**62
-"""Of whole numbers: larger ones are no numbers of Prometheus."""
+"""The limit of whole numbers, beyond which they are left out."""
 
 PHASES = ("forming", "training", "regrouping", "stopping", "over")
 OF_LINES = {
@@ -31,11 +31,16 @@ OF_LINES = {
 OURS = frozenset(
     (*OF_LINES, "step", "time", "position", "generation", "world_size", "samples_per_s", "shards", "lr_factor")
 )
-"""Numbers in lines that are no figures of the script, or have metrics of their own."""
+"""The numbers in a line that are no figures of the script, or have metrics of their own."""
 
 
 def exposition(state: machine.State, line: Mapping[str, Any] | None, version: str) -> bytes:
-    """The job as Prometheus scrapes it, with the newest line of ``metrics.jsonl``, if this job's host has one.
+    """The text that Prometheus scrapes.
+
+    Args:
+        state: the state of the job.
+        line: the newest line of ``metrics.jsonl``; None if this host has none.
+        version: the version of Unisono.
 
     Raises:
         JobError: the package that writes the format is not installed; says how to install it.
@@ -88,7 +93,7 @@ def _figures_of_step(line: Mapping[str, Any]) -> Iterator[tuple[str, str, float]
 
 
 Labelled = tuple[str, str, list[str], Mapping[Any, float]]
-"""A family of gauges: its name, what it is about, its labels, and of each label's value, or of several labels', one."""
+"""A family of gauges: its name, its description, its labels, and a number for each value of them."""
 
 
 def _labelled(state: machine.State) -> Iterator[Labelled]:
@@ -99,8 +104,8 @@ def _labelled(state: machine.State) -> Iterator[Labelled]:
     phases = Counter(map(state.phase_of, state.workers.values()))
     yield "workers", "Workers by what they do; those that train are working.", ["phase"], phases
     about = "Seconds since a member's main thread made progress, by its own measure."
-    still = {(worker.id, worker.host): worker.signs.pulse.still_s for worker in state.members}
-    yield "worker_still_seconds", about, ["worker", "host"], still
+    seconds = {(worker.id, worker.host): worker.signs.pulse.still_s for worker in state.members}
+    yield "worker_still_seconds", about, ["worker", "host"], seconds
 
 
 def _labelled_of_step(line: Mapping[str, Any]) -> Iterator[Labelled]:
@@ -130,7 +135,7 @@ def _step(state: machine.State) -> int:
 
 
 def _bounded(figures: Mapping[str, Any]) -> Mapping[str, float]:
-    """Those that are numbers and whose names can be told: a few, since each is a time series."""
+    """The first of the figures that are numbers and have a usable name."""
     names = [name for name, value in figures.items() if _is_name(name) and _is_number(value)]
     return {name: figures[name] for name in names[:MOST_LOGGED]}
 

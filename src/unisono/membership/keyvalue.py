@@ -1,4 +1,4 @@
-"""The key-value store over which process groups form: every worker can set, and wait for, what another one set."""
+"""The key-value store over which process groups form: workers set values, and wait for those that others set."""
 
 import base64
 import binascii
@@ -12,33 +12,33 @@ from typing import Any
 from unisono.membership.messages import StoreReply, StoreRequest
 
 LARGEST_STORE = 64 * 2**20
-"""Bytes of all keys and values together."""
+"""The most bytes of all keys and values together."""
 
 MOST_KEYS = 100_000
 SMALL = 1024
-"""Bytes of a value that has room in a reserve when the store is full: the words for what has none."""
+"""The most bytes of a value that may use the reserve when the store is full: a notice that another had no room, say."""
 
 RESERVE = 2**21
-"""Bytes of the reserve."""
+"""The bytes of the reserve."""
 
 MOST_WAITING = 256
-"""Requests of one worker that wait."""
+"""The most requests of one worker that may wait."""
 
-_REMEMBERED = 8192  # answers, in case that a worker asks again because the connection took the answer with it
-_EACH = 64  # bytes that a key costs besides itself and its value
+_MOST_ANSWERED = 8192  # answers that are kept: a worker repeats a request if its connection broke before the answer
+_KEY_OVERHEAD = 64  # bytes that a key costs besides itself and its value
 _GENERATION = re.compile(r"g([0-9]{1,18})/")
 _WHOLE_NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _LARGEST_NUMBER = 2**63 - 1
 
 Answer = tuple[str, StoreReply]
-"""To which worker, and what."""
+"""A worker, and the reply to it."""
 
 Entry = Mapping[str, Any]
-"""A change as a JSON object; :meth:`KeyValue.restore` makes it again."""
+"""A change as a JSON object, for :meth:`KeyValue.restore`."""
 
 
 class _Refused(ValueError):
-    """A request that cannot be served; says why."""
+    """The reason why a request cannot be served."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +52,12 @@ class _Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a store takes.
+    """The limits on the size of a store, in bytes.
 
     Attributes:
-        store: bytes of all keys and values together.
-        small: bytes of a value that has room in the reserve when the store is full.
-        reserve: bytes of the reserve.
+        store: the bytes of all keys and values together.
+        small: the size of a value that may use the reserve when the store is full.
+        reserve: the bytes of the reserve.
     """
 
     store: int = LARGEST_STORE
@@ -66,26 +66,26 @@ class Room:
 
 
 class KeyValue:
-    """Keys with values, and the clients that wait for them. Nothing here blocks, and times, in seconds, are arguments.
+    """Keys with values, and the requests that wait for them. No method blocks; times are arguments, in seconds.
 
-    Keys begin with ``run/``, or with the generation that uses them, as in ``g3/``. Those of a generation that is over
-    are forgotten, and nobody can bring them back.
+    Keys begin with ``run/``, or with the generation that uses them, as in ``g3/``. The keys of a generation that is
+    over are dropped, and cannot be set again.
     """
 
     def __init__(self, changed: Callable[[Entry], None] = lambda entry: None, room: Room | None = None) -> None:
         self._changed, self._room = changed, room or Room()
         self._values: dict[str, bytes] = {}
         self._size = 0
-        self._oldest = 0  # generation whose keys are kept
+        self._oldest = 0  # the oldest generation whose keys are kept
         self._waiting: dict[tuple[str, int], _Waiter] = {}
-        self._missed: dict[str, list[_Waiter]] = {}  # by the first key that each of them misses
+        self._by_missing_key: dict[str, list[_Waiter]] = {}  # by the first key that is missing for them
         self._answered: OrderedDict[tuple[str, int], str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._values)
 
     def handle(self, worker: str, request: StoreRequest, now: float) -> list[Answer]:
-        """Serve a request, or let it wait. The answers are to its worker and to others that waited for this key."""
+        """Serve a request, or let it wait. Returns the answers to its worker, and to others that waited for its key."""
         try:
             self._check(request)
             return self._serve(worker, request, now)
@@ -93,30 +93,30 @@ class KeyValue:
             return [(worker, StoreReply(id=request.id, error=str(error)))]
 
     def deadline(self) -> float | None:
-        """When :meth:`expire` has something to do."""
+        """The time of the next timeout; None while no request waits."""
         return min((waiter.deadline for waiter in self._waiting.values()), default=None)
 
     def expire(self, now: float) -> list[Answer]:
-        """Answer those that have waited long enough."""
+        """Answer the requests whose timeout has come."""
         late = [waiter for waiter in self._waiting.values() if waiter.deadline <= now]
         return [self._give_up(waiter, f"nobody has set it in {waiter.request.timeout_s:g} s") for waiter in late]
 
     def drop(self, worker: str) -> None:
-        """This worker's connection is gone: it waits no more. On a new one it asks again."""
+        """Drop the waiting requests of a worker whose connection is gone. It repeats them on a new connection."""
         for waiter in [waiter for waiter in self._waiting.values() if waiter.worker == worker]:
             self._remove(waiter)
 
     def forget(self, below: int | None) -> list[Answer]:
-        """Drop all keys of generations before ``below``, or with None all keys."""
+        """Drop all keys of generations below ``below``, or with None all keys."""
         self._oldest = max(self._oldest, below or 0)
         for key in [key for key in self._values if below is None or self._is_over(key)]:
             self._put(key, None)
         self._changed({"forgotten": below})
-        over = [waiter for waiter in self._waiting.values() if any(map(self._is_over, waiter.request.keys))]
-        return [self._give_up(waiter, "its generation is over") for waiter in over]
+        waiters = [waiter for waiter in self._waiting.values() if any(map(self._is_over, waiter.request.keys))]
+        return [self._give_up(waiter, "its generation is over") for waiter in waiters]
 
     def entries(self) -> Iterator[Entry]:
-        """All that is needed to make this store again."""
+        """The entries from which :meth:`restore` makes this store again."""
         yield {"forgotten": self._oldest}
         for key, value in self._values.items():
             yield {"key": key, "value": _encode(value)}
@@ -124,7 +124,7 @@ class KeyValue:
             yield {"answered": answer, "worker": worker, "id": number}
 
     def restore(self, entry: Entry) -> None:
-        """Make a change again that an earlier store told of. Entries of other kinds are passed over."""
+        """Repeat a change of an earlier store. Entries of other kinds are ignored."""
         if isinstance(below := entry.get("forgotten", ""), int | None):
             self._oldest = max(self._oldest, below or 0)
             for key in [key for key in self._values if below is None or self._is_over(key)]:
@@ -155,20 +155,20 @@ class KeyValue:
             case "set":
                 return self._set(worker, request, key, _decode(request.value), "")
             case "add":
-                return self._once(worker, request, lambda: self._add(worker, request, key))
+                return self._serve_once(worker, request, lambda: self._add(worker, request, key))
             case "delete":
-                return self._once(worker, request, lambda: self._delete(worker, request, key))
+                return self._serve_once(worker, request, lambda: self._delete(worker, request, key))
             case "compare_set":
                 return self._compare_set(worker, request, key)
             case "check":
                 return [self._reply(worker, request, str(int(all(name in self._values for name in request.keys))))]
             case "get" | "wait":
-                return self._await(_Waiter(worker, request, now + request.timeout_s))
+                return self._wait(_Waiter(worker, request, now + request.timeout_s))
             case "clock":
                 raise _Refused("a store has no clock")
 
     def _set(self, worker: str, request: StoreRequest, key: str, value: bytes, answer: str) -> list[Answer]:
-        more = len(value) - len(self._values[key]) if key in self._values else len(value) + len(key) + _EACH
+        more = len(value) - len(self._values[key]) if key in self._values else len(value) + len(key) + _KEY_OVERHEAD
         room = self._room.store + (self._room.reserve if len(value) <= self._room.small else 0)
         if self._size + more > room or (key not in self._values and len(self._values) >= MOST_KEYS):
             raise _Refused("the store is full")
@@ -176,11 +176,11 @@ class KeyValue:
         self._changed({"key": key, "value": _encode(value)})
         return [self._reply(worker, request, answer), *self._wake(key)]
 
-    def _once(self, worker: str, request: StoreRequest, serve: Callable[[], list[Answer]]) -> list[Answer]:
-        """What would count twice when a worker asks again because the answer was lost on the way."""
-        known = self._answered.get((worker, request.id))
-        if known is not None:
-            return [self._reply(worker, request, known)]
+    def _serve_once(self, worker: str, request: StoreRequest, serve: Callable[[], list[Answer]]) -> list[Answer]:
+        """Serve a request that must not be served twice: a worker repeats it if the answer was lost on the way."""
+        answer = self._answered.get((worker, request.id))
+        if answer is not None:
+            return [self._reply(worker, request, answer)]
         answers = serve()
         value = answers[0][1].value
         self._remember(worker, request.id, value)
@@ -189,10 +189,10 @@ class KeyValue:
 
     def _add(self, worker: str, request: StoreRequest, key: str) -> list[Answer]:
         before = self._values.get(key, b"0")
-        more = request.value.encode()
-        if not _WHOLE_NUMBER.fullmatch(before) or not _WHOLE_NUMBER.fullmatch(more):
+        summand = request.value.encode()
+        if not _WHOLE_NUMBER.fullmatch(before) or not _WHOLE_NUMBER.fullmatch(summand):
             raise _Refused(f"{key[:80]}: add needs whole numbers")
-        total = int(before) + int(more)
+        total = int(before) + int(summand)
         if abs(total) > _LARGEST_NUMBER:
             raise _Refused(f"{key[:80]}: {total} has more than 64 bits")
         return self._set(worker, request, key, str(total).encode(), str(total))
@@ -205,10 +205,10 @@ class KeyValue:
         return [self._reply(worker, request, str(int(was_there)))]
 
     def _compare_set(self, worker: str, request: StoreRequest, key: str) -> list[Answer]:
-        # As torch's own stores: an absent key matches only an empty expectation, and otherwise answers with it.
-        value, expected, wanted = self._values.get(key), _decode(request.expected), _decode(request.value)
+        # As torch's own stores: an absent key matches only an empty expected value; else the answer is that value.
+        value, expected, new = self._values.get(key), _decode(request.expected), _decode(request.value)
         if value == expected or (value is None and not expected):
-            return self._set(worker, request, key, wanted, _encode(wanted))
+            return self._set(worker, request, key, new, _encode(new))
         return [self._reply(worker, request, _encode(expected if value is None else value))]
 
     def _reply(self, worker: str, request: StoreRequest, value: str) -> Answer:
@@ -216,49 +216,49 @@ class KeyValue:
 
     # -- waiting
 
-    def _await(self, waiter: _Waiter) -> list[Answer]:
+    def _wait(self, waiter: _Waiter) -> list[Answer]:
         request = waiter.request
-        if (asked_before := self._waiting.get((waiter.worker, request.id))) is not None:
-            self._remove(asked_before)
-        missed = self._first_missing(request)
-        if missed is None:
-            return [self._served(waiter)]
+        if (earlier := self._waiting.get((waiter.worker, request.id))) is not None:
+            self._remove(earlier)
+        missing = self._first_missing(request)
+        if missing is None:
+            return [self._answer_waiter(waiter)]
         if request.timeout_s == 0:
-            raise _Refused(f"{missed[:80]}: nobody has set it")
+            raise _Refused(f"{missing[:80]}: nobody has set it")
         if sum(other.worker == waiter.worker for other in self._waiting.values()) >= MOST_WAITING:
-            raise _Refused(f"a worker waits for at most {MOST_WAITING} things at once")
+            raise _Refused(f"at most {MOST_WAITING} requests of a worker can wait at once")
         self._waiting[waiter.worker, request.id] = waiter
-        self._missed.setdefault(missed, []).append(waiter)
+        self._by_missing_key.setdefault(missing, []).append(waiter)
         return []
 
     def _wake(self, key: str) -> list[Answer]:
         answers = []
-        for waiter in self._missed.pop(key, ()):
-            missed = self._first_missing(waiter.request)
-            if missed is not None:
-                self._missed.setdefault(missed, []).append(waiter)
+        for waiter in self._by_missing_key.pop(key, ()):
+            missing = self._first_missing(waiter.request)
+            if missing is not None:
+                self._by_missing_key.setdefault(missing, []).append(waiter)
             else:
                 del self._waiting[waiter.worker, waiter.request.id]
-                answers.append(self._served(waiter))
+                answers.append(self._answer_waiter(waiter))
         return answers
 
-    def _served(self, waiter: _Waiter) -> Answer:
+    def _answer_waiter(self, waiter: _Waiter) -> Answer:
         request = waiter.request
         value = _encode(self._values[request.keys[0]]) if request.operation == "get" else ""
         return self._reply(waiter.worker, request, value)
 
     def _give_up(self, waiter: _Waiter, why: str) -> Answer:
         self._remove(waiter)
-        missed = self._first_missing(waiter.request) or waiter.request.keys[0]
-        return waiter.worker, StoreReply(id=waiter.request.id, error=f"{missed[:80]}: {why}")
+        missing = self._first_missing(waiter.request) or waiter.request.keys[0]
+        return waiter.worker, StoreReply(id=waiter.request.id, error=f"{missing[:80]}: {why}")
 
     def _remove(self, waiter: _Waiter) -> None:
         del self._waiting[waiter.worker, waiter.request.id]
         for key in waiter.request.keys:
-            if waiter in (others := self._missed.get(key, [])):
+            if waiter in (others := self._by_missing_key.get(key, [])):
                 others.remove(waiter)
                 if not others:
-                    del self._missed[key]
+                    del self._by_missing_key[key]
 
     def _first_missing(self, request: StoreRequest) -> str | None:
         return next((key for key in request.keys if key not in self._values), None)
@@ -268,14 +268,14 @@ class KeyValue:
     def _put(self, key: str, value: bytes | None) -> None:
         before = self._values.pop(key, None)
         if before is not None:
-            self._size -= len(key) + len(before) + _EACH
+            self._size -= len(key) + len(before) + _KEY_OVERHEAD
         if value is not None:
             self._values[key] = value
-            self._size += len(key) + len(value) + _EACH
+            self._size += len(key) + len(value) + _KEY_OVERHEAD
 
     def _remember(self, worker: str, number: int, answer: str) -> None:
         self._answered[worker, number] = answer
-        while len(self._answered) > _REMEMBERED:
+        while len(self._answered) > _MOST_ANSWERED:
             self._answered.popitem(last=False)
 
     def _is_over(self, key: str) -> bool:

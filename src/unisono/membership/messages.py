@@ -9,15 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from unisono.errors import Unreadable
 
 PROTOCOL = 4
-"""Both ends of a connection need the same."""
+"""The version of the messages, which must be the same at both ends of a connection."""
 
 MOST_WORKERS = 65536
 MOST_DEVICES = 32
-"""Of a worker: the addresses of all of them are one text."""
+"""The most devices of a worker: the addresses of all of them are one text."""
 
 LONGEST_NAME = 128
 LARGEST_VALUE = 4 * 2**20
-"""Characters of a value in the store, and so nearly of a message."""
+"""The most characters of a value in the store, and nearly those of a message."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_NAME, pattern=r"\A[A-Za-z0-9._:-]+\z")]
 Text = Annotated[str, StringConstraints(max_length=4096)]
@@ -79,12 +79,12 @@ class Ready(Message):
     """This worker can be taken in.
 
     Attributes:
-        loop: at the start of which it waits, counted from 0 in the script; None before the first generation, where
-            it waits in ``unisono.init``.
+        loop: the number of the loop at whose start it waits, from 0 in the script; None before the first generation,
+            where it waits in ``unisono.init``.
         address: the address at which its peers reach it, for the transport alone; with several devices one for each,
             with commas between.
-        generation: the newest that it was part of; 0 if none. A joiner that was taken in, and has lost the others
-            before it had their state, leaves that generation by being ready once more.
+        generation: the newest generation that it was part of; 0 if none. A joiner that was taken in, and has lost the
+            others before it had their state, leaves that generation by being ready again.
         unreached: hosts of that generation that it could not connect to.
     """
 
@@ -131,7 +131,7 @@ class Formed(Message):
 
 
 class Leaving(Message):
-    """This worker was asked to leave, by a signal, and wants to at the next boundary."""
+    """This worker was asked to leave, by a signal, and will leave at the next boundary."""
 
     kind: Literal["leaving"] = "leaving"
 
@@ -247,17 +247,17 @@ class RegroupDue(Message):
 
 
 class CheckpointDue(Message):
-    """A person asks for a checkpoint. The main worker is told, and tells the others in its next step."""
+    """A person asks for a checkpoint. It is sent to the main worker, which tells the others in its next step."""
 
     kind: Literal["checkpoint"] = "checkpoint"
 
 
 class Lost(Message):
-    """The generation's work cannot go on: whoever waits for others in it stops waiting, and arrives.
+    """The generation's work cannot go on: members that wait for others stop waiting, and arrive.
 
     Attributes:
         generation: the number of the generation.
-        workers: its members that are gone. There may be none: one has left the work in the middle, and tries again.
+        workers: its members that are gone; none if a member has left the work in the middle, and tries again.
     """
 
     kind: Literal["lost"] = "lost"
@@ -292,15 +292,15 @@ class Neighbour(Message):
 
 
 class NewGeneration(Message):
-    """A new generation, as far as a worker has to know it.
+    """A new generation: the part of it that a worker needs.
 
     Attributes:
         ranks: all of its workers, in the order of ranks.
-        here: those with this worker's host name, it among them, in the order of ranks.
-        hosts: other hosts that this worker probes while the generation forms: for its own host, one worker does.
-        hosts_since: the generation since which these hosts are new; 0 if all are named.
-        gone: agents of hosts that were in that generation, and are no more.
-        source: the rank whose state is the newest; all that are behind take it.
+        here: the workers of this worker's host, itself included, in the order of ranks.
+        hosts: other hosts that this worker probes while the generation forms; one worker of each host probes.
+        hosts_since: the generation since which these hosts are new; 0 if all hosts are named.
+        gone: the agents of hosts that were in that generation, and are not in this one.
+        source: the rank whose state is the newest; workers that are behind take that state.
         loop: the number of the loop that its members are in; None before the first.
         departures: members that were lost or left on notice so far, in the whole job.
     """
@@ -330,7 +330,7 @@ class NewGeneration(Message):
 
     @property
     def acts(self) -> list[int]:
-        """Of each rank, the number of collective calls that it has completed."""
+        """The number of collective calls that each rank has completed."""
         return [ranks.acts for ranks in self.ranks for _ in range(ranks.workers)]
 
     @property
@@ -341,7 +341,7 @@ class NewGeneration(Message):
 
 
 class Removed(Message):
-    """This worker takes part no more, and ends.
+    """This worker takes part no more, and has to end.
 
     Attributes:
         preempted: whether the job is to go on later: the last members to leave write a checkpoint.
@@ -363,13 +363,13 @@ class JobOver(Message):
     """The job is done, has failed, or was preempted.
 
     Attributes:
-        digest: the weights' digest; empty if the job is not done, or nobody has trained.
+        digest: the weights' digest; empty if the job is not done, or no worker has trained.
         main: the worker of rank 0, if the job is done. The worker may be gone by now.
-        main_agent: the agent that runs it, or did.
+        main_agent: the agent that runs that worker, or did.
         finished: the workers that have the complete result, if the job is done.
-        agents: the agents that run those.
-        worker: the worker whose script has ended the job, if it failed for that.
-        preempted: whether it is to go on later; to an agent that leaves a job that goes on without it, too.
+        agents: the agents that run these workers.
+        worker: the worker whose script has ended the job, if the job failed because of it.
+        preempted: whether the job is to go on later; also for an agent that leaves a job that goes on without it.
     """
 
     kind: Literal["over"] = "over"
@@ -384,7 +384,7 @@ class JobOver(Message):
 
     @property
     def is_done(self) -> bool:
-        """Whether the job is done: trained to its end, or all scripts have ended well before they trained."""
+        """Whether the job is done: it was trained to its end, or all scripts ended without an error before training."""
         return bool(self.digest or self.finished)
 
 
@@ -423,11 +423,11 @@ class AgentHello(Message):
     """The first message on an agent's connection.
 
     Attributes:
-        agent: its id: made up at random when it started, or that of a place, which its successor there has, too.
-        workers: the number of workers that it can run; 0 for one that only keeps the coordinator.
-        running: the ids of those that it was told to start and whose end it has not told yet, on a new connection
-            after the coordinator was gone.
-        probes: the address at which it answers probes of other hosts; empty if it does not.
+        agent: its id: a random one, or that of its place, which a later agent at this place has, too.
+        workers: the number of workers that it can run; 0 for an agent that only keeps the coordinator running.
+        running: the ids of the workers that it was told to start, and whose end it has not reported, on a new
+            connection after the coordinator was gone.
+        probes: the address at which it answers probes of other hosts; empty if it answers none.
     """
 
     kind: Literal["agent"] = "agent"
@@ -444,7 +444,7 @@ class WorkerEnded(Message):
 
     Attributes:
         code: its exit code; negative for a signal.
-        error: the worker's own account of why it ended, if it left one.
+        error: the reason that the worker itself has recorded; empty if it has recorded none.
     """
 
     kind: Literal["ended"] = "ended"
@@ -454,7 +454,7 @@ class WorkerEnded(Message):
 
 
 class AgentLeaving(Message):
-    """This agent was asked to leave, and all of its workers with it; by one without room, the whole job.
+    """This agent was asked to leave with all of its workers; from an agent without room: the whole job was.
 
     Attributes:
         reason: the notice that the machine is taken away, for people; empty if a person or a batch system has asked.
@@ -473,7 +473,7 @@ class Probed(Message):
 
 
 class Start(Message):
-    """Start these workers, whose ids were never used before, at once or, after failures, in a while."""
+    """Start these workers, whose ids were never used before; after failures, with a delay."""
 
     kind: Literal["start"] = "start"
     workers: tuple[Name, ...] = Field(min_length=1, max_length=4096)
@@ -485,7 +485,7 @@ class End(Message):
 
     Attributes:
         how: ``leave`` sends SIGTERM; ``kill`` lets them write their stacks into their logs, and kills them; ``drop``
-            kills those that nobody needs.
+            kills workers that the job does not need any more.
     """
 
     kind: Literal["end"] = "end"
@@ -501,7 +501,7 @@ class Probe(Message):
 
 
 class LeftOut(Message):
-    """Workers of this host take no part, since they and others could not connect; without a reason, they can again."""
+    """Workers of this host are left out, since they and others could not connect; with an empty reason, no longer."""
 
     kind: Literal["left_out"] = "left_out"
     reason: Text = ""
@@ -511,7 +511,7 @@ class TurnedAway(Message):
     """Workers of this host have failed before they took part, and no others are started in their places.
 
     Attributes:
-        reason: the end of the last of them, for people; empty if places are filled again.
+        reason: the reason for which the last of them failed, for people; empty if places are filled again.
         places: the number of workers that may still run there.
     """
 
@@ -533,25 +533,25 @@ to_agent: TypeAdapter[ToAgent] = TypeAdapter(ToAgent)
 # -- from received bytes to messages, within limits that hold before anything is parsed -------------------------------
 
 LONGEST_MESSAGE = LARGEST_VALUE + 2**16
-"""Bytes of a message: the largest value, and what is around it."""
+"""The most bytes of a message: the largest value, and the text around it."""
 
 DEEPEST = 8
-"""Lists and objects inside each other."""
+"""The most lists and objects inside each other."""
 
 MOST_PARTS = 20_000
-"""Names, texts, brackets and commas."""
+"""The most names, texts, brackets and commas of a message."""
 
-_LONG_NUMBER = 300  # digits; turning very long ones into a number takes for ever
+_LONG_NUMBER = 300  # digits; to convert very long ones takes quadratic time
 _PARTS = re.compile(rf'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{{}},]|[0-9]{{{_LONG_NUMBER}}}', re.DOTALL)
 
 M = TypeVar("M")
 
 
 def parse(adapter: TypeAdapter[M], data: str | bytes) -> M:
-    """A message, or another validated value, from its JSON text. The error does not repeat what came.
+    """A message, or another validated value, from its JSON text. The error does not repeat the text.
 
     Raises:
-        Unreadable: it is too long, nested too deep, has too many parts, or is no such value.
+        Unreadable: the text is too long, nested too deep, has too many parts, or is no such value.
     """
     if len(data) > LONGEST_MESSAGE:
         raise Unreadable(f"a message has at most {LONGEST_MESSAGE} bytes")
@@ -568,7 +568,7 @@ def parse(adapter: TypeAdapter[M], data: str | bytes) -> M:
 
 def _check_shape(text: str) -> None:
     if len(text) < _LONG_NUMBER and text.count("[") + text.count("{") <= DEEPEST:
-        return  # as nearly all messages: it can pass no limit
+        return  # nearly all messages are so short and flat that they cannot exceed a limit
     depth = 0
     for number, part in enumerate(_PARTS.finditer(text)):
         if number >= MOST_PARTS:

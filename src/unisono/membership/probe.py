@@ -1,7 +1,7 @@
-"""At which address others reach a host, and probes of whether two hosts connect: from one to the other, and back.
+"""The address at which other hosts reach this one, and probes whether two hosts connect: to the other one, and back.
 
-Agents answer probes at a port that the system chooses, as workers do with theirs, and on the same network. Both ends
-show that they have the job's token, without sending it.
+Agents answer probes on the network that their workers use, at a port that the system chooses, as it does for workers.
+Both ends prove that they have the job's token, without sending it.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from unisono.errors import LaunchError, Unreadable
 from unisono.membership.messages import Message, Name, Target, Text, Unreached, parse
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_ELSEWHERE = "192.0.2.1"
-"""An address for examples. Nothing is sent there."""
+_EXAMPLE_ADDRESS = "192.0.2.1"
+"""An address that is reserved for examples: the route to it is the one to other networks. Nothing is sent there."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -34,19 +34,19 @@ def data_address(coordinator: str, towards_it: str) -> str:
     """The address of the network interface ``GLOO_SOCKET_IFNAME``, or the one from which the coordinator is reached.
 
     Args:
-        coordinator: its host. Workers that reach it on loopback share a host.
-        towards_it: this host's address on that connection; empty if it is not known.
+        coordinator: the coordinator's host. Workers that reach it on loopback share a host.
+        towards_it: this host's address on the connection to the coordinator; empty if it is not known.
 
     Raises:
-        LaunchError: it is an address that has no meaning on other hosts.
+        LaunchError: the address has no meaning on other hosts.
     """
     if coordinator in _LOOPBACK:
         return "127.0.0.1"
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    known = psutil.net_if_addrs().get(interface, [])
-    given = [own.address for family in _FAMILIES for own in known if own.family == family]
-    usable = (own for own in given if "%" not in own)
-    address = next(usable, None) or towards_it or _own(coordinator)
+    entries = psutil.net_if_addrs().get(interface, [])
+    addresses = [entry.address for family in _FAMILIES for entry in entries if entry.family == family]
+    usable = (address for address in addresses if "%" not in address)
+    address = next(usable, None) or towards_it or _own_address(coordinator)
     if "%" in address or address.lower().startswith("fe80:"):
         raise LaunchError(
             f"this host is reached at {address}, which other hosts cannot call: it belongs to one interface. Reach the "
@@ -55,46 +55,46 @@ def data_address(coordinator: str, towards_it: str) -> str:
     return address
 
 
-def _own(coordinator: str) -> str:
-    """This host's, towards the coordinator: a host that is the coordinator itself may know its name as loopback."""
-    address = _towards(coordinator)
+def _own_address(coordinator: str) -> str:
+    """This host's address towards the coordinator. On the coordinator's own host, its name may mean loopback."""
+    address = _address_towards(coordinator)
     if not ipaddress.ip_address(address).is_loopback:
         return address
     try:
-        return _towards(_ELSEWHERE)
-    except LaunchError:  # this host knows no other
+        return _address_towards(_EXAMPLE_ADDRESS)
+    except LaunchError:  # this host has no route to other networks
         return address
 
 
-def _towards(host: str) -> str:
-    """The address from which this host would send to another one: nothing is sent."""
+def _address_towards(host: str) -> str:
+    """The address from which this host would send to another one. Nothing is sent."""
     try:
         infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        family, _, _, _, where = min(infos, key=lambda info: _FAMILIES.index(info[0]))
-        with socket.socket(family, socket.SOCK_DGRAM) as probing:
-            probing.connect(where)
-            return str(probing.getsockname()[0])
+        family, _, _, _, destination = min(infos, key=lambda info: _FAMILIES.index(info[0]))
+        with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+            datagrams.connect(destination)
+            return str(datagrams.getsockname()[0])
     except OSError as error:
-        raise LaunchError(f"this host finds no way to {host}: {error}") from error
+        raise LaunchError(f"this host has no route to {host}: {error}") from error
 
 
 # Probes.
 
 PATIENCE_S = 10.0
-"""Seconds after which a host counts as out of reach; less where the job's failure timeout is."""
+"""The seconds after which a host counts as out of reach; less if the job's failure timeout is less."""
 
 ATTEMPT_S = 4.0
-"""Seconds that one attempt may take."""
+"""The seconds that one attempt may take."""
 
 BACK_S = 2.0
-"""Seconds of them in which the other host tries to connect back."""
+"""The part of these seconds in which the other host tries to connect back."""
 
 PAUSE_S = 0.5
 
 TIMED_OUT = "nobody answers"
 
 MOST_CALLERS = 64
-"""Connections that are served at a time. With one more, the one that has taken longest is closed."""
+"""The most connections that are served at a time. One more closes the oldest of them."""
 
 LONGEST_LINE = 8192
 
@@ -102,16 +102,17 @@ Nonce = Annotated[str, StringConstraints(pattern=r"\A[0-9a-f]{64}\z")]
 
 
 class Challenge(Message):
-    """The first message of a probe, by the agent that is called."""
+    """The first message of a probe, from the agent that is called."""
 
     nonce: Nonce
 
 
 class ProbeRequest(Message):
-    """The message of the agent that calls.
+    """The answer of the agent that calls.
 
     Attributes:
-        back: the address at which it answers probes itself; none if nobody is to connect back.
+        wanted: the id of the agent that it means to call.
+        back: the address at which it answers probes itself; None if no connection back is to be tried.
     """
 
     nonce: Nonce
@@ -121,7 +122,7 @@ class ProbeRequest(Message):
 
 
 class Answer(Message):
-    """The result of a probe, as the agent that was called tells it.
+    """The result of a probe, from the agent that was called.
 
     Attributes:
         why: the reason for which there is no connection back; empty if there is one, or none was wanted.
@@ -139,26 +140,27 @@ M = TypeVar("M")
 
 
 class _Failed(Exception):
-    """The probe has failed; says why."""
+    """The reason why a probe has failed."""
 
 
 async def probe(targets: Sequence[Target], token: str, patience_s: float, back: Target | None = None) -> dict[str, str]:
     """Try to reach hosts, all at once, each again and again until it answers or the seconds are over.
 
-    Of each agent this tells why it is not reached; empty if it is. They are to connect back to ``back``, unless it is
-    None.
+    Unless ``back`` is None, the hosts are also to connect back to it.
+
+    Returns:
+        the reason why each agent is not reached; empty if it is.
     """
-    tries = (_insist(target, token, patience_s, back) for target in targets)
-    reasons = await asyncio.gather(*tries)
+    reasons = await asyncio.gather(*(_probe_until(target, token, patience_s, back) for target in targets))
     return {target.agent: why for target, why in zip(targets, reasons, strict=True)}
 
 
 def unreached(reasons: dict[str, str]) -> tuple[Unreached, ...]:
-    """Those of them that are not reached."""
+    """The agents that are not reached, from the result of :func:`probe`."""
     return tuple(Unreached(agent=agent, why=why[:1000]) for agent, why in reasons.items() if why)
 
 
-class Answering:
+class ProbeListener:
     """A listener that answers probes."""
 
     def __init__(self, agent: str, token: str) -> None:
@@ -169,23 +171,23 @@ class Answering:
 
     @property
     def address(self) -> str:
-        """Where it listens, as ``HOST:PORT``; empty if it does not."""
+        """The address at which it listens, as ``HOST:PORT``; empty if it does not."""
         if self._server is None:
             return ""
         host, port, *_ = self._server.sockets[0].getsockname()
         return f"{host}:{port}"
 
     async def listen(self, host: str) -> None:
-        """Listen at an address of this host, unless it does. If that cannot be, it listens nowhere."""
+        """Listen at an address of this host, unless it does already. If that fails, it listens nowhere."""
         if self._server is not None and host == self._host:
             return
         await self.close()
         with suppress(OSError):
-            self._server = await asyncio.start_server(self._welcome, host, 0, limit=LONGEST_LINE)
+            self._server = await asyncio.start_server(self._accept, host, 0, limit=LONGEST_LINE)
             self._host = host
 
     async def close(self) -> None:
-        """Hang up, and listen no more."""
+        """Close all connections, and stop listening."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -196,7 +198,7 @@ class Answering:
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
 
-    def _welcome(self, reader: StreamReader, writer: StreamWriter) -> None:
+    def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
         if len(self._callers) >= MOST_CALLERS:
             oldest = next(iter(self._callers))
             self._callers.pop(oldest).transport.abort()
@@ -208,41 +210,41 @@ class Answering:
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         try:
             async with asyncio.timeout(ATTEMPT_S):
-                await self._converse(reader, writer)
-        except (OSError, EOFError, _Failed):  # whoever it was learns nothing
+                await self._answer_probe(reader, writer)
+        except (OSError, EOFError, _Failed):  # the caller is not told why: it may be a stranger
             pass
         finally:
             writer.close()
 
-    async def _converse(self, reader: StreamReader, writer: StreamWriter) -> None:
+    async def _answer_probe(self, reader: StreamReader, writer: StreamWriter) -> None:
         challenge = Challenge(nonce=secrets.token_hex(32))
-        await _say(writer, challenge)
-        request = await _hear(reader, _request)
+        await _send(writer, challenge)
+        request = await _receive(reader, _request)
         _check(request.proof, _proof(self._token, "call", challenge, request))
         if request.wanted != self._agent:
-            raise _Failed("another agent was meant")
-        why = "" if request.back is None else await _try(request.back, self._token, BACK_S)
-        await _say(writer, Answer(why=why, proof=_proof(self._token, "answer", challenge, request, why)))
+            raise _Failed("the probe is for another agent")
+        why = "" if request.back is None else await _probe_once(request.back, self._token, BACK_S)
+        await _send(writer, Answer(why=why, proof=_proof(self._token, "answer", challenge, request, why)))
 
 
-async def _insist(target: Target, token: str, patience_s: float, back: Target | None) -> str:
-    """Why a host is not reached; empty if it is."""
+async def _probe_until(target: Target, token: str, patience_s: float, back: Target | None) -> str:
+    """The reason why a host is not reached; empty if it is."""
     loop = asyncio.get_running_loop()
     end, why = loop.time() + patience_s, ""
     while (left := end - loop.time()) > 0:
-        newest = await _try(target, token, min(ATTEMPT_S, left), back)
+        newest = await _probe_once(target, token, min(ATTEMPT_S, left), back)
         if not newest:
             return ""
-        why = newest if newest != TIMED_OUT or not why else why  # an attempt cut short says less than one before
+        why = newest if newest != TIMED_OUT or not why else why  # a timeout says less than an earlier reason
         await asyncio.sleep(min(PAUSE_S, max(0.0, end - loop.time())))
     return why
 
 
-async def _try(target: Target, token: str, seconds: float, back: Target | None = None) -> str:
-    """Why one attempt does not reach a host; empty if it does."""
+async def _probe_once(target: Target, token: str, seconds: float, back: Target | None = None) -> str:
+    """The reason why one attempt does not reach a host; empty if it does."""
     try:
         async with asyncio.timeout(seconds):
-            return await _attempt(target, token, back)
+            return await _connect_and_ask(target, token, back)
     except TimeoutError:
         return TIMED_OUT
     except OSError as error:
@@ -253,16 +255,16 @@ async def _try(target: Target, token: str, seconds: float, back: Target | None =
         return str(error)
 
 
-async def _attempt(target: Target, token: str, back: Target | None) -> str:
-    """Why there is no connection back; empty if there is."""
+async def _connect_and_ask(target: Target, token: str, back: Target | None) -> str:
+    """The reason why there is no connection back; empty if there is one."""
     host, _, port = target.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=LONGEST_LINE)
     try:
-        challenge = await _hear(reader, _challenge)
+        challenge = await _receive(reader, _challenge)
         unsigned = ProbeRequest(nonce=secrets.token_hex(32), wanted=target.agent, back=back, proof="0" * 64)
         request = unsigned.model_copy(update={"proof": _proof(token, "call", challenge, unsigned)})
-        await _say(writer, request)
-        answer = await _hear(reader, _answer)
+        await _send(writer, request)
+        answer = await _receive(reader, _answer)
         _check(answer.proof, _proof(token, "answer", challenge, request, answer.why))
     finally:
         writer.transport.abort()
@@ -271,12 +273,12 @@ async def _attempt(target: Target, token: str, back: Target | None) -> str:
     return answer.why
 
 
-async def _say(writer: StreamWriter, message: Message) -> None:
+async def _send(writer: StreamWriter, message: Message) -> None:
     writer.write(message.model_dump_json().encode() + b"\n")
     await writer.drain()
 
 
-async def _hear(reader: StreamReader, adapter: TypeAdapter[M]) -> M:
+async def _receive(reader: StreamReader, adapter: TypeAdapter[M]) -> M:
     try:
         return parse(adapter, await reader.readuntil(b"\n"))
     except (asyncio.LimitOverrunError, Unreadable) as error:

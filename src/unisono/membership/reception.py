@@ -1,4 +1,4 @@
-"""The reception of whoever calls the coordinator: the listening socket, its protocols, and who gets in."""
+"""The coordinator's listening socket, its protocols, and the checks of each request and connection."""
 
 import asyncio
 import errno
@@ -27,7 +27,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class NotAdmitted(Exception):
-    """Why somebody does not get in."""
+    """The reason why a request or a connection is not admitted, and the status code for it."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -35,33 +35,33 @@ class NotAdmitted(Exception):
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The value of a header that is there exactly once; otherwise empty."""
+    """The value of a header that a request has exactly once; otherwise empty."""
     values = [value for key, value in scope["headers"] if key.lower() == name]
     return values[0] if len(values) == 1 else b""
 
 
-async def body_of(receive: Receive, most: int, within_s: float) -> bytes:
-    """The whole body of a request; what comes of it when the client goes away does not matter any more.
+async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body of a request; a part of it if the client goes away, to which no answer can be sent any more.
 
     Raises:
-        NotAdmitted: it is larger, or takes longer.
+        NotAdmitted: the body has more than ``max_bytes``, or takes longer than ``timeout_s``.
     """
     body, more = b"", True
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             while more:
                 message = await receive()
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
-                if len(body) > most:
-                    raise NotAdmitted(413, f"a request has at most {most} bytes")
+                if len(body) > max_bytes:
+                    raise NotAdmitted(413, f"a request has at most {max_bytes} bytes")
     except TimeoutError:
         raise NotAdmitted(408, "the request took too long") from None
     return body
 
 
-def read_already(body: bytes, receive: Receive) -> Receive:
-    """A function that gives a body in one piece, and then what comes behind it."""
+def with_body(body: bytes, receive: Receive) -> Receive:
+    """A receive function that first returns a body that was read already, and then what follows it."""
     bodies = [body]
 
     async def read() -> MutableMapping[str, Any]:
@@ -70,23 +70,23 @@ def read_already(body: bytes, receive: Receive) -> Receive:
     return read
 
 
-# Nobody gets past this layer without the job's token.
+# The layer that lets no request or connection pass without the job's token.
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits on what one coordinator takes from its clients.
+    """The limits on what one coordinator accepts from its clients.
 
     Attributes:
-        body: the largest request, in bytes.
+        body: the size of the largest request, in bytes.
         request_s: the seconds within which a whole request has to arrive.
         requests_per_s: the requests per second of all clients together; four times as many may come at once.
         connections: the number of connections that all workers and agents together may keep open.
         messages_per_s: the messages per second on each connection; four times as many may come at once. A client that
             sends faster is read more slowly.
-        hello_s: the seconds within which a worker or agent that has connected has to say who it is.
-        request_line_s: the seconds within which whoever connects has to say what it wants.
-        stuck_s: the seconds within which whoever is sent something has to take it.
+        hello_s: the seconds within which a hello has to follow the connection of a worker or agent.
+        request_line_s: the seconds within which a request has to follow a connection.
+        stuck_s: the seconds within which a client has to read what it is sent.
     """
 
     body: int = 2**14
@@ -100,31 +100,31 @@ class RequestLimits:
 
 
 class Rate:
-    """Lets so many things happen per second on average, and four times as many at once."""
+    """A token bucket: it allows so many events per second on average, and four times as many at once."""
 
     def __init__(self, per_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._per_s = per_s
         self._clock = clock
-        self._most = 4 * per_s
-        self._left = self._most
-        self._then = clock()
+        self._largest = 4 * per_s
+        self._tokens = self._largest
+        self._updated_at = clock()
 
     def take(self) -> float:
-        """Let one thing happen now, and say how many seconds it comes too early: 0 if it does not."""
+        """Count one event now. Returns the seconds by which it comes too early: 0 if it does not."""
         now = self._clock()
-        self._left = min(self._most, self._left + (now - self._then) * self._per_s)
-        self._then = now
-        if self._left < 1:
-            return (1 - self._left) / self._per_s
-        self._left -= 1
+        self._tokens = min(self._largest, self._tokens + (now - self._updated_at) * self._per_s)
+        self._updated_at = now
+        if self._tokens < 1:
+            return (1 - self._tokens) / self._per_s
+        self._tokens -= 1
         return 0.0
 
 
 class AuthMiddleware:
-    """Lets a request or a connection in if it holds the token, was meant for this address, and is within limits.
+    """Admits a request or a connection if it has the token, is meant for this address, and is within the limits.
 
     Args:
-        hosts: ``name:port`` under which clients know this address.
+        hosts: each ``name:port`` under which clients know this address.
     """
 
     def __init__(self, app: App, token: str, hosts: frozenset[str], limits: RequestLimits | None = None) -> None:
@@ -136,7 +136,7 @@ class AuthMiddleware:
         self._connections = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request or connection through, or answer it here."""
+        """Pass one request or connection on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -154,8 +154,9 @@ class AuthMiddleware:
         if scope["type"] not in ("http", "websocket"):
             raise NotAdmitted(400, "unknown kind of connection")
         if header(scope, b"host").decode("latin-1").lower() not in self._hosts:
-            raise NotAdmitted(403, "this is not the address of a coordinator")  # a name that somebody pointed here
-        if _has(scope, b"origin"):
+            # Any name server can point a name at this address, so that a web page reaches it.
+            raise NotAdmitted(403, "this is not the address of a coordinator")
+        if _has_header(scope, b"origin"):
             raise NotAdmitted(403, "web pages have no access")
         if not hmac.compare_digest(header(scope, b"authorization"), self._expected):
             raise NotAdmitted(REFUSED, OUTDATED)
@@ -174,11 +175,11 @@ class AuthMiddleware:
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await body_of(receive, self._limits.body, self._limits.request_s)
+            body = await read_body(receive, self._limits.body, self._limits.request_s)
         except NotAdmitted as refusal:
             await _refuse(scope, send, refusal)
         else:
-            await self._app(scope, read_already(body, receive), send)
+            await self._app(scope, with_body(body, receive), send)
 
 
 async def _refuse(scope: Scope, send: Send, refusal: NotAdmitted) -> None:
@@ -196,7 +197,7 @@ async def _refuse(scope: Scope, send: Send, refusal: NotAdmitted) -> None:
     await send({"type": f"{kind}.body", "body": body})
 
 
-def _has(scope: Scope, name: bytes) -> bool:
+def _has_header(scope: Scope, name: bytes) -> bool:
     return any(key.lower() == name for key, _ in scope["headers"])
 
 
@@ -212,8 +213,8 @@ class ListenAddress:
     Attributes:
         host: a name or address.
         port: 0 for any that is free.
-        fd: a listening socket that is open already, instead of both.
-        names: further names under which clients know this host; the first is the one that they are told.
+        fd: the descriptor of a listening socket that is open already, instead of host and port.
+        names: further names under which clients know this host; the first is in the URL that they get.
     """
 
     host: str = "127.0.0.1"
@@ -226,10 +227,10 @@ def listen(address: ListenAddress, *, tls: bool) -> socket.socket:
     """A listening socket.
 
     Raises:
-        JobError: it cannot be had; or others than this host can reach it, without TLS.
+        JobError: the address cannot be listened at; or other hosts can reach it, without TLS.
     """
     try:
-        listening = _bound(address, tls=tls) if address.fd is None else socket.socket(fileno=address.fd)
+        listening = _bind(address, tls=tls) if address.fd is None else socket.socket(fileno=address.fd)
     except OSError as error:
         where = f"{address.host}:{address.port}" if address.fd is None else f"descriptor {address.fd}"
         raise JobError(f"the coordinator cannot listen on {where}: {error}") from error
@@ -254,14 +255,14 @@ def hosts(listening: socket.socket, address: ListenAddress) -> frozenset[str]:
 
 
 def url(listening: socket.socket, address: ListenAddress, *, tls: bool) -> str:
-    """Where clients find it."""
+    """The URL at which clients reach the coordinator."""
     bound, port = listening.getsockname()[:2]
     anywhere = ipaddress.ip_address(bound).is_unspecified
     host = next(iter(address.names), socket.getfqdn() if anywhere else bound)
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _bound(address: ListenAddress, *, tls: bool) -> socket.socket:
+def _bind(address: ListenAddress, *, tls: bool) -> socket.socket:
     family, kind, protocol, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     if not tls and not is_loopback(str(where[0])):
         raise _needs_tls(address.host)
@@ -283,30 +284,34 @@ def _needs_tls(host: str) -> JobError:
 
 
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_SAID_AGAIN_S = 60.0
+_REPEAT_S = 60.0
 
 
-class FewDescriptors:
-    """An event loop's handler of exceptions: asyncio's own writes so many a second while it can accept nobody."""
+class DescriptorErrors:
+    """An event loop's exception handler that reports once a minute that no connection can be accepted.
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say, self._silent_until = say, -math.inf
+    Without it asyncio would report that many times a second, for lack of file descriptors or memory.
+    """
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write, self._silent_until = write, -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say it, and once in a minute."""
+        """Report an exception."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS and "socket" in context:
             if loop.time() >= self._silent_until:
-                self._silent_until = loop.time() + _SAID_AGAIN_S
-                self._say(f"unisono: nobody can be let in for the moment: {error.strerror}\n")
-        elif not (isinstance(error, ValueError) and "_start_serving" in context["message"]):  # tried when all is over
+                self._silent_until = loop.time() + _REPEAT_S
+                self._write(f"unisono: no connection can be accepted at present: {error.strerror}\n")
+        # After such an error asyncio tries to listen again, which fails if the socket is closed by then.
+        elif not (isinstance(error, ValueError) and "_start_serving" in context["message"]):
             loop.default_exception_handler(context)
 
 
 class HttpProtocol(H11Protocol):
-    """Hangs up on whoever connects, or has had an answer, and does not say what it wants, or take the answer."""
+    """Closes connections whose client sends no request in time, or does not read the answer."""
 
-    _patience: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, request_line_s: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -318,38 +323,38 @@ class HttpProtocol(H11Protocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """There is nothing to wait for."""
-        self._forget()
+        """Stop waiting for a request."""
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """It has said what it wants: from now on the other protocol cares for it."""
-        self._forget()
+        """Stop waiting: from now on :class:`WebSocketProtocol` has the connection."""
+        self._stop_waiting()
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
-        """Start waiting for the next request: uvicorn's own patience ends with the first byte of it."""
-        self._forget()
+        """Start waiting for the next request: uvicorn's own timeout ends with the request's first byte."""
+        self._stop_waiting()
         self._wait()
         super().on_response_complete()
 
     def _wait(self) -> None:
-        self._patience = self.loop.call_later(self._request_line_s, self._give_up)
+        self._timer = self.loop.call_later(self._request_line_s, self._give_up)
 
     def _give_up(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is None or cycle.response_complete:  # one that is answered has limits of its own
+        if cycle is None or cycle.response_complete:  # a request that is being answered has limits of its own
             self.transport.abort()
 
-    def _forget(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Waits before it sends more than the other side takes, and hangs up on one that takes nothing. It logs nothing."""
+    """Sends no more than the client reads, and closes connections whose client reads nothing. It logs nothing."""
 
-    _patience: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, stuck_s: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -357,24 +362,24 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.logger, self.conn.debug = SILENT, False  # it would log all headers, and so the token
 
     def pause_writing(self) -> None:
-        """The kernel's buffer and ours are full."""
+        """Stop sending, since the buffers are full, and give the client some time to read."""
         self.writable.clear()
-        self._patience = self.loop.call_later(self._stuck_s, self.transport.abort)
+        self._timer = self.loop.call_later(self._stuck_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The other side takes something again."""
-        if self._patience is not None:
-            self._patience.cancel()
+        """Send again, since the client reads again."""
+        if self._timer is not None:
+            self._timer.cancel()
         self.writable.set()
 
     def shutdown(self) -> None:
-        """The coordinator ends. Whoever is hanging up just now need not be told."""
+        """Close the connection when the coordinator ends, unless it is being closed already."""
         if self.transport.is_closing():
             self.stop_keepalive()
         else:
             super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits to send learns of the end when it tries."""
+        """Wake tasks that wait to send: they learn of the end when they try."""
         self.resume_writing()
         super().connection_lost(exc)

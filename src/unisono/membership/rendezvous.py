@@ -20,8 +20,8 @@ Operation = Literal["set", "get", "wait", "add", "compare_set", "delete", "check
 Text = str | bytes
 
 
-class Asks(Protocol):
-    """The way of a worker to the coordinator: a :class:`~unisono.membership.client.Line`, or another one's."""
+class StoreClient(Protocol):
+    """A worker's connection to the coordinator, by which it reaches the store; that of another device of it will do."""
 
     @property
     def url(self) -> str:
@@ -33,10 +33,10 @@ class Asks(Protocol):
 
     @property
     def kept(self) -> list[object]:
-        """Objects that have to live as long as the way."""
+        """Objects that have to live as long as the connection."""
 
     def request(self, request: StoreRequest) -> StoreReply:
-        """Ask the key-value store, and wait."""
+        """Send a request to the key-value store, and wait for the reply."""
 
 
 class CoordinatorStore(dist.Store):
@@ -51,55 +51,55 @@ class CoordinatorStore(dist.Store):
 
     timeout: timedelta  # a property of torch's
 
-    def __init__(self, line: Asks, timeout: timedelta = timedelta(minutes=5)) -> None:
+    def __init__(self, connection: StoreClient, timeout: timedelta = timedelta(minutes=5)) -> None:
         super().__init__()
-        self._line = line
-        line.kept.append(self)  # whatever torch makes with a store keeps the C++ half of it alone
+        self._connection = connection
+        connection.kept.append(self)  # torch's objects that use a store keep only the C++ half of it alive
         self.set_timeout(timeout)
 
     @property
     def host(self) -> str:
-        """Where the coordinator listens, as ``TCPStore`` says it: workers that reach it on loopback share a host."""
-        return urlsplit(self._line.url).hostname or ""
+        """The coordinator's host, as ``TCPStore`` has it: workers that reach it on loopback share a host."""
+        return urlsplit(self._connection.url).hostname or ""
 
     @property
     def interface(self) -> str:
         """The address of this host on the network on which it reaches the coordinator."""
-        return self._line.local_address
+        return self._connection.local_address
 
     def set(self, key: Text, value: Text) -> None:
-        """Give a key a value."""
-        self._ask("set", [key], value=_encode(value))
+        """Set the value of a key."""
+        self._request("set", [key], value=_encode(value))
 
     def get(self, key: Text) -> bytes:
-        """The value of a key, as soon as it has one."""
-        return base64.b64decode(self._ask("get", [key], timeout=self.timeout).value)
+        """Wait until a key has a value, and return it."""
+        return base64.b64decode(self._request("get", [key], timeout=self.timeout).value)
 
     def add(self, key: Text, value: int) -> int:
-        """Add to the whole number of a key, which is 0 at first; the sum is returned."""
-        return int(self._ask("add", [key], value=str(value)).value)
+        """Add to the whole number of a key, which is 0 at first. Returns the sum."""
+        return int(self._request("add", [key], value=str(value)).value)
 
     def compare_set(self, key: Text, expected_value: Text, desired_value: Text) -> bytes:
-        """Give a key a value if it has the expected one, or none and that is expected; its value is returned."""
-        reply = self._ask("compare_set", [key], value=_encode(desired_value), expected=_encode(expected_value))
+        """Set the value of a key if it has the expected value, or none and that is expected. Returns its value then."""
+        reply = self._request("compare_set", [key], value=_encode(desired_value), expected=_encode(expected_value))
         return base64.b64decode(reply.value)
 
     def delete_key(self, key: Text) -> bool:
-        """Drop a key; whether it was there."""
-        return self._ask("delete", [key]).value == "1"
+        """Drop a key. Returns whether it was there."""
+        return self._request("delete", [key]).value == "1"
 
-    deleteKey = delete_key  # noqa: N815 - torch's C++ calls it so
+    deleteKey = delete_key  # noqa: N815 - torch's C++ calls it by this name
 
     def check(self, keys: Sequence[Text]) -> bool:
         """Whether all of these keys are there."""
-        return not keys or self._ask("check", keys).value == "1"
+        return not keys or self._request("check", keys).value == "1"
 
     def wait(self, keys: Sequence[Text], timeout: timedelta | None = None) -> None:
         """Wait until all of these keys are there."""
         if keys:
-            self._ask("wait", keys, timeout=self.timeout if timeout is None else timeout)
+            self._request("wait", keys, timeout=self.timeout if timeout is None else timeout)
 
-    def _ask(
+    def _request(
         self,
         operation: Operation,
         keys: Sequence[Text],
@@ -116,7 +116,7 @@ class CoordinatorStore(dist.Store):
             timeout_s=timeout.total_seconds(),
         )
         try:
-            reply = self._line.request(request)
+            reply = self._connection.request(request)
         except LaunchError as error:
             raise dist.DistStoreError(str(error)) from error
         if reply.error:
@@ -132,7 +132,7 @@ def _encode(value: Text) -> str:
     return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
 
 
-# One roster's life: who is in it, and which shards each worker computes.
+# A generation, and which shards each worker computes in it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Generation:
 
     Attributes:
         number: 1, 2, 3 …, never reused within a run.
-        split: the shards of each worker, unless some only serve.
+        split: the shards of each worker; a worker that only serves has none.
         departures: workers that were lost or left on notice before it, in the whole job.
     """
 
@@ -159,7 +159,7 @@ class Generation:
 # How the workers of a generation find each other and form a process group.
 
 LONGEST_NOTICE = 4096
-"""Characters of what a worker posts."""
+"""The most characters of a posted value that are read."""
 
 _stores: dict[tuple[str, int], dist.Store] = {}
 
@@ -167,19 +167,19 @@ _stores: dict[tuple[str, int], dist.Store] = {}
 def open_store(environment: Environment, timeout_s: float) -> dist.Store:
     """The key-value store over which the workers exchange their addresses.
 
-    Under ``unisono run`` rank 0 serves it on the socket that the launcher opened on loopback; under torchrun
-    it is the agent's; elsewhere rank 0 listens on the rendezvous address. It stays open as long as the process, since
-    a script may start several runs one after the other.
+    Under ``unisono run`` rank 0 serves it on the socket that the launcher opened on loopback; under torchrun the agent
+    serves it; elsewhere rank 0 listens on the rendezvous address. It stays open until the process ends, since a script
+    may start several runs one after the other.
 
     Raises:
         LaunchError: rank 0 could not be reached in ``timeout_s`` seconds; names the address.
     """
     rendezvous = environment.rendezvous
     assert rendezvous is not None, "a single worker needs no store"
-    where = (rendezvous.address, rendezvous.port)
-    if where not in _stores:
-        _stores[where] = _connect(environment, rendezvous, timeout_s)
-    return _stores[where]
+    address = (rendezvous.address, rendezvous.port)
+    if address not in _stores:
+        _stores[address] = _connect(environment, rendezvous, timeout_s)
+    return _stores[address]
 
 
 def _connect(environment: Environment, rendezvous: RendezvousAddress, timeout_s: float) -> dist.Store:
@@ -196,10 +196,10 @@ def _connect(environment: Environment, rendezvous: RendezvousAddress, timeout_s:
             **options,
         )
     except (RuntimeError, ValueError) as error:
-        where = f"{rendezvous.address}:{rendezvous.port}"
+        address = f"{rendezvous.address}:{rendezvous.port}"
         raise LaunchError(
             f"rank {environment.rank} of {environment.world_size} could not "
-            f"{'listen on' if serves else 'reach rank 0 at'} {where} ({str(error).splitlines()[0]}). "
+            f"{'listen on' if serves else 'reach rank 0 at'} {address} ({str(error).splitlines()[0]}). "
             f"Check that rank 0 runs, that the address is right and that the port is free"
         ) from error
 
@@ -208,8 +208,8 @@ class TorchRendezvousStore:
     """The store in which the workers of a generation post their addresses.
 
     Args:
-        store: a store that all of them can read and write, and in which nobody else has posted anything.
-        timeout_s: the seconds to wait for a notice.
+        store: a store that all of them, and no other process, can read and write.
+        timeout_s: the seconds to wait for a posted value.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
@@ -217,20 +217,20 @@ class TorchRendezvousStore:
         self._timeout = timedelta(seconds=timeout_s)
 
     def post(self, name: str, value: bytes) -> None:
-        """Make a value known."""
+        """Post a value for the other workers."""
         self._store.set(name, value.hex())
 
     def read(self, name: str) -> bytes:
-        """A value, as soon as somebody has posted it.
+        """Wait until another worker has posted a value, and return it.
 
         Raises:
-            LaunchError: nobody did in time, or it is none.
+            LaunchError: no worker has posted it in time, or it is not readable.
         """
         try:
             self._store.wait([name], self._timeout)
             return bytes.fromhex(self._store.get(name)[:LONGEST_NOTICE].decode("ascii"))
         except ValueError as error:
-            raise LaunchError(f"somebody has posted what is no address of a worker as {name}: {error}") from error
+            raise LaunchError(f"the store holds no address of a worker under the name {name}: {error}") from error
         except RuntimeError as error:
             waited = self._timeout.total_seconds()
             raise LaunchError(f"another worker did not appear within {waited:g} s: {error}") from error
@@ -275,13 +275,14 @@ def _gloo_device(store: dist.Store) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    if address := getattr(store, "interface", ""):  # where this host reaches the coordinator, it reaches the others
+    # The other hosts are reached on the network on which this host reaches the coordinator.
+    if address := getattr(store, "interface", ""):
         return dist.ProcessGroupGloo.create_device(hostname=address)
     return dist.ProcessGroupGloo.create_default_device()
 
 
 def own_address(store: dist.Store) -> str:
-    """Where workers of other hosts reach this one: as :func:`form_group` has it."""
+    """The address at which workers of other hosts reach this one, on the network that :func:`form_group` uses."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return data_address(getattr(store, "host", None) or "", getattr(store, "interface", ""))

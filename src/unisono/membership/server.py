@@ -1,9 +1,9 @@
 """The coordinator's process: ``python -m unisono.membership.server --run-dir D``. It needs no torch.
 
-It listens on loopback unless told otherwise, says in the run folder's ``coordinator.json`` where, and ends by itself
+It listens on loopback by default, writes its address into the run folder's ``coordinator.json``, and ends by itself
 when the job is over, or when nobody has been connected for long; it can be started again at any time.
 
-Exit codes: 0 the job is over · 2 it cannot work with what it was given · anything else: start me again.
+Exit codes: 0 the job is over · 2 an argument or the run folder cannot be used · any other: start it again.
 """
 
 import argparse
@@ -31,28 +31,27 @@ from unisono.membership import state as machine
 from unisono.membership.coordinator import Coordinator
 from unisono.membership.messages import LONGEST_MESSAGE
 from unisono.membership.reception import AuthMiddleware, NotAdmitted, RequestLimits
-from unisono.membership.service import Service, refused
+from unisono.membership.service import Service, not_admitted_response
 from unisono.membership.token import make_token
 
 LONELY_S = 60.0
-"""Seconds, and twice the job's ``failure_timeout_s``, after which a coordinator that nobody is connected to ends."""
+"""A coordinator without connections ends after so many seconds and twice the job's ``failure_timeout_s``."""
 
 PING_S = 20.0
-"""How often connections on which nothing is said are tried, in seconds; more often if the job's ``failure_timeout_s``
-is short. An answer may take as long."""
-
+"""The seconds between two pings on a connection, and the longest wait for a pong; less if the job's
+``failure_timeout_s`` is short."""
 
 TLS_BUFFER = 2**14
-"""Bytes that asyncio keeps for each connection to read into: as long as a record of TLS is. Its own 256 KiB are a
-quarter of a GiB with a thousand workers, each of which says some hundred bytes a second."""
+"""The bytes of asyncio's buffer for reading from a connection: the length of a TLS record. Asyncio's own 256 KiB would
+be a quarter of a GiB for a thousand workers, each of which sends some hundred bytes a second."""
 
 
 class Server(uvicorn.Server):
     """Serves a coordinator, with its authentication and its clock, until the job is over or a signal comes.
 
     Args:
-        changed: set whenever its next deadline may be another one.
-        names: the ``name:port`` under which they know this address.
+        changed: an event that is set whenever the coordinator's next deadline may have changed.
+        names: each ``name:port`` under which clients know this address.
     """
 
     error: BaseException | None = None
@@ -74,7 +73,10 @@ class Server(uvicorn.Server):
         }
         ping_s = min(PING_S, coordinator.state.settings.failure_timeout_s / 4)
         app = AuthMiddleware(
-            Starlette(lifespan=self._running, exception_handlers={NotAdmitted: refused}), token, names, self._limits
+            Starlette(lifespan=self._running, exception_handlers={NotAdmitted: not_admitted_response}),
+            token,
+            names,
+            self._limits,
         )
         super().__init__(
             uvicorn.Config(
@@ -98,25 +100,25 @@ class Server(uvicorn.Server):
         )
 
     def end(self) -> None:
-        """End after what is under way. May be called from any thread."""
+        """End once the requests under way are served. May be called from any thread."""
         self.should_exit = True
 
     @asynccontextmanager
     async def _running(self, app: Starlette) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_exception_handler(reception.FewDescriptors(sys.stderr.write))
+        asyncio.get_running_loop().set_exception_handler(reception.DescriptorErrors(sys.stderr.write))
         service = Service(self._coordinator, self._limits, self.end, self._changed)
         app.router.routes.extend(service.routes())
         lonely_s = LONELY_S + 2 * self._coordinator.state.settings.failure_timeout_s
         clocks = [asyncio.create_task(service.keep_time()), asyncio.create_task(service.end_in_time(lonely_s))]
         for clock in clocks:
-            clock.add_done_callback(self._check)
+            clock.add_done_callback(self._end_on_error)
         yield
         for clock in clocks:
             clock.cancel()
         await asyncio.gather(*clocks, return_exceptions=True)
 
-    def _check(self, clock: "asyncio.Task[None]") -> None:
-        # Without its clock it is no coordinator: it ends, and is started again.
+    def _end_on_error(self, clock: "asyncio.Task[None]") -> None:
+        # A coordinator whose clock has failed misses deadlines: it ends, and is started again.
         if not clock.cancelled() and (error := clock.exception()) is not None:
             self.error = error
             self.end()
@@ -144,23 +146,22 @@ def _run(options: argparse.Namespace) -> int:
         **{field.name: getattr(options, field.name) for field in fields(machine.ElasticConfig)}
     )
     coordinator = Coordinator(folder, settings, fresh=options.fresh, changed=changed.set)
-    allow_open_files(4 * RequestLimits().connections)  # fewer have to do where it is not let
+    allow_open_files(4 * RequestLimits().connections)  # as far as the system lets it
     SSLProtocol.max_size = TLS_BUFFER
-    where = folder / "coordinator.json"
+    address_file = folder / "coordinator.json"
     try:
         token = make_token(folder)
-        _say_where(where, reception.url(listening, address, tls=bool(tls)))
+        _write_address(address_file, reception.url(listening, address, tls=bool(tls)))
         server = Server(coordinator, changed, token, reception.hosts(listening, address), tls)
         ignore_notices()
-        signal.signal(
-            signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number)
-        )  # as soon as uvicorn has ended
+        # Uvicorn handles the signal first: it ends, and then raises the signal again.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number))
         server.run([listening])
         if server.error is not None:
             raise server.error
     finally:
         coordinator.close()
-        where.unlink(missing_ok=True)
+        address_file.unlink(missing_ok=True)
     return 0 if coordinator.state.over is not None else PREEMPTED
 
 
@@ -175,7 +176,7 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tls-key", type=Path, help="its private key, PEM")
     parser.add_argument("--smallest", type=int, default=1, help="the fewest workers that train")
     parser.add_argument("--largest", type=int, default=1, help="the most workers that train")
-    parser.add_argument("--wanted", type=int, help="how many workers to begin with; otherwise as many as there is room")
+    parser.add_argument("--wanted", type=int, help="the number of workers at first; otherwise as many as there is room")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often each worker is replaced")
     parser.add_argument("--restart-on-error", action="store_true", help="also after an exception of the script")
     parser.add_argument(
@@ -184,9 +185,9 @@ def _arguments(arguments: list[str]) -> argparse.Namespace:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="who is silent is lost",
+        help="a worker or agent counts as lost after so many seconds without a sign of life",
     )
-    parser.add_argument("--devices", type=int, default=1, help="how many devices each worker has")
+    parser.add_argument("--devices", type=int, default=1, help="the number of devices of each worker")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever an earlier coordinator left here")
     return parser.parse_args(arguments)
 
@@ -200,22 +201,22 @@ def _tls(options: argparse.Namespace) -> dict[str, Any]:
         if not path.is_file():
             raise JobError(f"{path} is no file")
     try:
-        # A key with a passphrase is refused: nobody is there to be asked.
+        # A key with a passphrase is refused: no person can be asked for it.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key, password=str)
-    except OSError as error:  # of ssl, too
+    except OSError as error:  # ssl.SSLError is one, too
         raise JobError(
             f"the certificate {options.tls_cert} and the key {options.tls_key} cannot be used together: {error}"
         ) from error
     return {"ssl_certfile": str(options.tls_cert), "ssl_keyfile": str(options.tls_key)}
 
 
-def _say_where(path: Path, address: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.unlink(missing_ok=True)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _write_address(path: Path, address: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump({"url": address, "pid": os.getpid()}, file)
-    beside.replace(path)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

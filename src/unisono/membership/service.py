@@ -23,14 +23,14 @@ from unisono.membership.messages import M, Name, parse
 from unisono.membership.reception import NotAdmitted, Rate, RequestLimits
 from unisono.received import read_part, whole_number
 
-# What waits to be sent on one connection: whoever reads slowly makes nobody else wait.
+# The messages that wait to be sent on one connection, so that no client that reads slowly delays the others.
 
 MOST_MESSAGES = 8192
 MOST_CHARACTERS = 32 * 2**20
 
 
 class SendQueue:
-    """A bounded queue of messages. One that would grow beyond its bounds hangs up instead."""
+    """A bounded queue of messages. If it would exceed its bounds, its connection is closed."""
 
     def __init__(self, most: int = MOST_MESSAGES) -> None:
         self._most = most
@@ -40,23 +40,23 @@ class SendQueue:
         self._news = asyncio.Event()
 
     def send(self, text: str) -> None:
-        """Queue a message. Never waits; after :meth:`hang_up` it does nothing."""
+        """Queue a message; never waits. After :meth:`hang_up` it does nothing."""
         if self._ends:
             return
         self._waiting.append(text)
         self._characters += len(text)
         if len(self._waiting) > self._most or self._characters > MOST_CHARACTERS:
-            self._waiting.clear()  # it has to connect again anyway, and learns then what it missed
+            self._waiting.clear()  # the client has to connect again, and is sent then what it has missed
             self._ends = True
         self._news.set()
 
     def hang_up(self) -> None:
-        """End the connection when everything is sent."""
+        """Close the connection once everything is sent."""
         self._ends = True
         self._news.set()
 
     async def drain(self, send: Callable[[str], Awaitable[None]]) -> None:
-        """Send what comes, in order, until it is time to hang up."""
+        """Send the queued messages in order, until the connection is to be closed."""
         while True:
             while self._waiting:
                 text = self._waiting.popleft()
@@ -69,16 +69,15 @@ class SendQueue:
 
 
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-"""What Prometheus reads."""
+"""The media type of the text that Prometheus reads."""
 
 FAREWELL_S = 5.0
-"""Seconds that workers and agents may stay connected after the job is over."""
+"""The seconds that workers and agents may stay connected after the job is over."""
 
 SHORTEST_WAIT_S = 0.005
 
-
 READABLE = ("journal.jsonl", "metrics.jsonl", "job.json", "result.json")
-"""Files of the run folder that who has the token may read from elsewhere."""
+"""The files of the run folder that clients with the token may read."""
 
 LARGEST_PART = 2**25
 
@@ -107,8 +106,8 @@ class Service:
     """The coordinator's routes, and its clock.
 
     Args:
-        end: a function that is called when the service is no longer of use.
-        changed: an event that is set whenever the coordinator's next deadline may be another one.
+        end: a function that is called when the service is no longer needed.
+        changed: an event that is set whenever the coordinator's next deadline may have changed.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Service:
         self._end, self._changed = end, changed
 
     def routes(self) -> list[BaseRoute]:
-        """All there are."""
+        """All routes."""
         return [
             WebSocketRoute("/worker", self._worker),
             WebSocketRoute("/agent", self._agent),
@@ -135,7 +134,7 @@ class Service:
         ]
 
     async def keep_time(self) -> None:
-        """Tell the coordinator of the passing of time, whenever it wants to know."""
+        """Call the coordinator's tick at each of its deadlines."""
         while True:
             self._changed.clear()
             deadline = self._coordinator.next_deadline()
@@ -146,12 +145,12 @@ class Service:
             except TimeoutError:
                 self._coordinator.tick()
             else:
-                # A tick is not put off by those that speak all the time.
+                # Clients that send messages all the time must not put a tick off.
                 if deadline is not None and deadline <= self._coordinator.now():
                     self._coordinator.tick()
 
     async def end_in_time(self, lonely_s: float) -> None:
-        """End the service some seconds after the job, or when nobody has been connected for ``lonely_s`` seconds."""
+        """End the service some seconds after the job, or when there was no connection for ``lonely_s`` seconds."""
         over = lonely = 0.0
         while over < FAREWELL_S and lonely < lonely_s:
             await asyncio.sleep(0.1)
@@ -182,7 +181,7 @@ class Service:
             for task in (reading, writing):
                 task.cancel()
             results = await asyncio.gather(reading, writing, return_exceptions=True)
-            with suppress(WebSocketDisconnect, RuntimeError):  # it has hung up
+            with suppress(WebSocketDisconnect, RuntimeError):  # the client has closed it
                 await socket.close()
         for result in results:
             if isinstance(result, Exception) and not isinstance(result, WebSocketDisconnect):
@@ -194,8 +193,8 @@ class Service:
             async with asyncio.timeout(self._limits.hello_s):
                 first = await socket.receive()
         except TimeoutError:
-            session.refuse(f"nobody said hello in {self._limits.hello_s:g} s")
-            await asyncio.Event().wait()  # until that is sent
+            session.refuse(f"no hello came in {self._limits.hello_s:g} s")
+            await asyncio.Event().wait()  # this task is cancelled once the refusal is sent
         message = first
         while message["type"] == "websocket.receive":
             if (text := message.get("text")) is not None:
@@ -215,10 +214,10 @@ class Service:
         return JSONResponse(self._coordinator.status())
 
     async def _record(self, request: Request) -> Response:
-        """Some bytes of what the job has written down, for a page on another host."""
+        """A part of a file of the run folder, for a page on another host."""
         first, most = (whole_number(request.query_params.get(name, "")) for name in ("first", "most"))
         if first is None or most is None or not (first >= 0 and 0 < most <= LARGEST_PART):
-            raise NotAdmitted(400, f"say first, and most: up to {LARGEST_PART} bytes")
+            raise NotAdmitted(400, f"name the first byte (first), and how many to read (most): up to {LARGEST_PART}")
         path = self._coordinator.run_folder / request.url.path.rpartition("/")[2]
         try:
             data = await asyncio.to_thread(read_part, path, first, most)
@@ -236,15 +235,15 @@ class Service:
 
     async def _resize(self, request: Request) -> Response:
         body = await _body(request, _resize)
-        return self._done(machine.ResizeRequested(body.workers))
+        return self._handle(machine.ResizeRequested(body.workers))
 
     async def _leave(self, request: Request) -> Response:
-        return await self._of_one(request, machine.LeaveRequested, lambda state, who: "")
+        return await self._handle_named(request, machine.LeaveRequested, lambda state, who: "")
 
     async def _replace(self, request: Request) -> Response:
-        return await self._of_one(request, machine.ReplaceRequested, machine.why_not_replaced)
+        return await self._handle_named(request, machine.ReplaceRequested, machine.why_not_replaced)
 
-    async def _of_one(
+    async def _handle_named(
         self, request: Request, event: Callable[[str], machine.Event], obstacle: Callable[[machine.State, str], str]
     ) -> Response:
         who, state = str((await _body(request, _leave)).who), self._coordinator.state
@@ -252,17 +251,17 @@ class Service:
             raise NotAdmitted(404, f"{who} takes no part in this job")
         if why := obstacle(state, who):
             raise NotAdmitted(409, why)
-        return self._done(event(who))
+        return self._handle(event(who))
 
     async def _checkpoint(self, request: Request) -> Response:
         if why := machine.why_no_checkpoint(self._coordinator.state):
             raise NotAdmitted(409, why)
-        return self._done(machine.CheckpointRequested())
+        return self._handle(machine.CheckpointRequested())
 
     async def _stop(self, request: Request) -> Response:
-        return self._done(machine.StopRequested())
+        return self._handle(machine.StopRequested())
 
-    def _done(self, event: machine.Event) -> Response:
+    def _handle(self, event: machine.Event) -> Response:
         self._coordinator.handle(event)
         return JSONResponse(self._coordinator.status())
 
@@ -270,7 +269,7 @@ class Service:
 async def _send(socket: WebSocket, text: str) -> None:
     try:
         await socket.send_text(text)
-    except RuntimeError as error:  # it has not answered for so long that its connection was closed
+    except RuntimeError as error:  # the connection was closed, since the client has not answered a ping
         raise WebSocketDisconnect from error
 
 
@@ -281,7 +280,7 @@ async def _body(request: Request, adapter: TypeAdapter[M]) -> M:
         raise NotAdmitted(400, str(error)) from error
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    """The answer to a request that cannot be served; a plain function would be called on a thread of its own."""
+async def not_admitted_response(request: Request, error: Exception) -> Response:
+    """The response to a request that is not admitted; starlette would call a plain function on another thread."""
     assert isinstance(error, NotAdmitted)
     return JSONResponse({"error": error.reason}, status_code=error.status)

@@ -1,4 +1,4 @@
-"""The coordinator's state on disk: JSON lines, only ever appended to, and from time to time written anew."""
+"""The coordinator's state on disk, and its lines in the journal: files of JSON lines."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ from unisono.received import parse_json
 
 Plain = dict[str, Any]
 Rows = Mapping[str, Iterable[str]]
-"""Ids of rows, by the name of their table."""
+"""The ids of rows, by the name of their table."""
 
 _STATE: TypeAdapter[State] = TypeAdapter(State)
 _ROWS: dict[str, TypeAdapter[Any]] = {"workers": TypeAdapter(Worker), "agents": TypeAdapter(Agent)}
@@ -32,16 +32,16 @@ _FIELDS: dict[str, TypeAdapter[Any]] = {
 }
 
 
-def whole(state: State) -> Plain:
-    """All of a state, as plain values: but for what is said again whenever somebody connects."""
+def plain_state(state: State) -> Plain:
+    """A whole state as plain values, without what workers and agents send again when they connect."""
     plain: Plain = {name: adapter.dump_python(getattr(state, name), mode="json") for name, adapter in _FIELDS.items()}
     for name in _ROWS:
-        plain[name] = {row.id: _plain(name, row) for row in getattr(state, name).values()}
+        plain[name] = {row.id: _plain_row(name, row) for row in getattr(state, name).values()}
     return plain
 
 
-def changes(before: State, after: State, rows: Rows) -> Plain:
-    """What has changed, as plain values."""
+def plain_changes(before: State, after: State, rows: Rows) -> Plain:
+    """The changes from one state to a later one, as plain values."""
     plain: Plain = {}
     for name, adapter in _FIELDS.items():
         new = getattr(after, name)
@@ -49,22 +49,22 @@ def changes(before: State, after: State, rows: Rows) -> Plain:
             plain[name] = adapter.dump_python(new, mode="json")
     for name, ids in rows.items():
         table = getattr(after, name)
-        plain[name] = {row_id: _plain(name, table[row_id]) if row_id in table else None for row_id in sorted(ids)}
+        plain[name] = {row_id: _plain_row(name, table[row_id]) if row_id in table else None for row_id in sorted(ids)}
     return plain
 
 
-def merge(known: Plain, new: Plain) -> None:
-    """Take over changes.
+def merge(state: Plain, new: Plain) -> None:
+    """Apply changes to a state in place.
 
     Args:
-        known: a state as of :func:`whole`, or what a file says is one; it becomes the one after.
-        new: changes as of :func:`changes`, or what a file says they are.
+        state: a state in the form of :func:`plain_state`; if it was read from a file, it may be damaged.
+        new: changes in the form of :func:`plain_changes`, likewise.
     """
     for name, value in new.items():
         if name not in _ROWS:
-            known[name] = value
+            state[name] = value
             continue
-        table = known.setdefault(name, {})
+        table = state.setdefault(name, {})
         if not isinstance(table, dict) or not isinstance(value, dict):
             raise JobError(f"its {name} are damaged; remove it to begin anew")
         for row_id, row in value.items():
@@ -74,19 +74,19 @@ def merge(known: Plain, new: Plain) -> None:
                 table[row_id] = row
 
 
-def restored(known: Plain) -> State:
+def state_of(plain: Plain) -> State:
     """A state from plain values.
 
     Raises:
-        JobError: they are none.
+        JobError: the values are no state of this version.
     """
     try:
-        return _STATE.validate_json(json.dumps(known))
+        return _STATE.validate_json(json.dumps(plain))
     except (ValidationError, RecursionError) as error:
         raise JobError("another version of Unisono wrote it; remove it to begin anew") from error
 
 
-def _plain(table: str, row: Any) -> Any:
+def _plain_row(table: str, row: Any) -> Any:
     return _ROWS[table].dump_python(row, mode="json", exclude={"signs"})
 
 
@@ -94,20 +94,20 @@ def _plain(table: str, row: Any) -> Any:
 
 
 class Journal:
-    """Appends events to a file of JSON lines, each with the time it happened.
+    """Appends events with their times to a file of JSON lines.
 
-    What cannot be written is warned of and left out: no job ends for want of a line in its journal.
+    If a line cannot be written, it warns and goes on: no job ends because of its journal.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def line(self, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is to write of an event that happens now."""
+        """The line of an event that happens now."""
         return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines, at once and each of them whole."""
+        """Append lines, each of them whole."""
         try:
             descriptor = open_lines(self._path)
             try:
@@ -119,43 +119,43 @@ class Journal:
             warn_without_script(f"{self._path} is incomplete: {error}. The job goes on")
 
     def complete(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append those of the lines that are not there: whoever was about to write them has been killed."""
-        there = read_lines(self._path)
-        self.append(line for line in lines if line not in there)
+        """Append those of the lines that are missing, since an earlier coordinator was killed before it wrote them."""
+        present = read_lines(self._path)
+        self.append(line for line in lines if line not in present)
 
 
-# What the coordinator knows, on disk: JSON lines that are only ever added to, and from time to time written anew.
+# The coordinator's state on disk: JSON lines that are appended, and from time to time written anew.
 
 SMALL = 2**20  # bytes
 
 OWN = 0o600
-"""Nobody else may read or write it."""
+"""The permissions of the file: only its owner may read and write it."""
 
 GROWTH = 4
-"""How many times as large as after it was written anew it may become."""
+"""The file is written anew when it is so many times as large as after the last time."""
 
-Everything = Callable[[], Iterable[Mapping[str, Any]]]
-"""The entries that say all that is known now."""
+EntrySource = Callable[[], Iterable[Mapping[str, Any]]]
+"""A function that returns entries with the whole present state."""
 
 
 class StateLog:
     """A file of entries, which only one process at a time may keep open.
 
-    What cannot be written (a full disk, say) is warned of and left out: training goes on, and what is lost is only
-    that the coordinator could start again.
+    If an entry cannot be written (the disk is full, say), it warns and goes on: training needs the file only for a
+    coordinator that starts again.
 
     Args:
         path: the file's path. Its folder exists.
-        everything: the entries that say all that is known now.
-        small: bytes up to which it is never written anew.
+        all_entries: a function that returns entries with the whole present state.
+        small: the size in bytes up to which the file is never written anew.
 
     Raises:
-        JobError: another process keeps it, or it cannot be opened.
+        JobError: another process has it open, or it cannot be opened.
     """
 
-    def __init__(self, path: Path, everything: Everything, small: int = SMALL) -> None:
+    def __init__(self, path: Path, all_entries: EntrySource, small: int = SMALL) -> None:
         self._path = path
-        self._everything = everything
+        self._all_entries = all_entries
         self._small = small
         self._lock = _lock(path.parent)
         try:
@@ -180,11 +180,11 @@ class StateLog:
 
         Args:
             entry: a JSON object.
-            durable: it is on the disk before this returns. Any other survives the end of this process, and may be
-                lost with the machine's, which its workers do not survive either.
+            durable: whether the entry has to be on the disk before this returns. Any other survives the end of this
+                process, and may be lost when the machine fails, which its workers do not survive either.
 
         Returns:
-            whether all went well; else the entry may be there, or not, or half of it.
+            whether it was written; else the file may hold the entry, a part of it, or nothing of it.
         """
         try:
             append_line(self._descriptor, entry)
@@ -198,36 +198,36 @@ class StateLog:
         return True
 
     def rewrite(self) -> None:
-        """Write all that is known now in place of all that was known once.
+        """Replace all entries of the file by those of the present state.
 
         Raises:
             OSError: it cannot be written; the file is as before.
         """
-        beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        data = b"".join(map(to_json, self._everything()))
-        descriptor = open_lines(beside, OWN, os.O_TRUNC)
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        data = b"".join(map(to_json, self._all_entries()))
+        descriptor = open_lines(temporary, OWN, os.O_TRUNC)
         try:
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(data)
             os.fsync(descriptor)
-            beside.replace(self._path)
+            temporary.replace(self._path)
             os.fsync(self._lock)  # the folder
         except OSError:
             os.close(descriptor)
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         os.close(self._descriptor)
         self._descriptor = descriptor
         self._compact_size = len(data)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close the file, so that another process can open it."""
         os.close(self._descriptor)
         os.close(self._lock)
 
 
 def _lock(folder: Path) -> int:
-    # The folder is locked, not the file, which is another one after each rewriting.
+    # The folder is locked, and not the file, since each rewriting makes a new file.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,5 +235,5 @@ def _lock(folder: Path) -> int:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(descriptor)
             raise JobError(f"another coordinator already works in {folder}") from error
-        # Not every network file system has locks.
+        # Some network file systems have no locks: there a second coordinator is not noticed.
     return descriptor

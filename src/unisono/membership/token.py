@@ -1,4 +1,4 @@
-"""The job's token: who has it may take part, and nobody else."""
+"""The job's token, which all who take part need, and how they recognise the coordinator before they send it."""
 
 import ipaddress
 import os
@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 from unisono.errors import JobError
 from unisono.host.certificate import PINNED
 
-# Whom workers, agents and people believe to be the coordinator, before they show it the job's token.
+# How workers, agents and commands recognise the coordinator before they send it the job's token.
 
 
 def is_private(url: str) -> bool:
-    """Whether nobody can read a token that is sent there: over TLS, or without leaving this host."""
+    """Whether no other can read a token that is sent to this URL: it is sent over TLS, or does not leave this host."""
     try:
         parts = urlsplit(url)
         return parts.scheme == "https" or (parts.scheme == "http" and is_loopback(parts.hostname or ""))
-    except ValueError:  # an address that is none
+    except ValueError:  # the text is no URL
         return False
 
 
@@ -35,15 +35,15 @@ def is_loopback(host: str) -> bool:
 
 
 def context_for(url: str, certificate: Path | None) -> ssl.SSLContext | None:
-    """What is trusted; None without TLS.
+    """The TLS context with the trusted certificates; None without TLS.
 
-    A certificate that can vouch for no other one is pinned: whoever shows it and has its key is the coordinator, by
-    whatever name or address it was reached, and whatever the clocks say. Any other has to be made out for the name in
-    the URL.
+    A single certificate that is no certificate authority's is pinned: a server that has it and its key is the
+    coordinator, whatever the name or address in the URL, and whatever the clocks say. With any other, the server's
+    certificate has to be made out for the name in the URL.
 
     Args:
         url: the coordinator's URL.
-        certificate: a file with the coordinator's certificate, or with those of who may vouch for it, PEM; None for
+        certificate: a PEM file with the coordinator's certificate, or with those of certificate authorities; None for
             those that this system trusts.
 
     Raises:
@@ -62,7 +62,7 @@ def context_for(url: str, certificate: Path | None) -> ssl.SSLContext | None:
 
 
 REFUSED = 401
-"""The status of a request without this token."""
+"""The status code for a request without this token."""
 
 OUTDATED = (
     "the job's token is missing or wrong: each start of a job makes a new one, the file 'token' in its run folder"
@@ -71,14 +71,14 @@ OUTDATED = (
 GROUP, EVERYBODY = 0o070, 0o007
 
 LARGEST = 256
-"""Bytes of a token's file."""
+"""The most bytes of a token's file."""
 
 _FORM = re.compile(r"[A-Za-z0-9_-]{43}")  # 256 bits
-_OPEN_ONLY_ITSELF = os.O_CLOEXEC | os.O_NOFOLLOW  # a link that somebody else put there leads nowhere
+_OPEN_ONLY_ITSELF = os.O_CLOEXEC | os.O_NOFOLLOW  # a link, which another user may have put there, is not followed
 
 
 def token_file(run_folder: Path) -> Path:
-    """Where a run folder keeps its token."""
+    """The path of a run folder's token."""
     return run_folder / "token"
 
 
@@ -89,20 +89,25 @@ def make_token(run_folder: Path) -> str:
         JobError: it cannot be read or written, or others can read it.
     """
     path = token_file(run_folder)
-    with _written(run_folder) as beside, suppress(FileExistsError):  # whoever was first has made it for all
-        os.link(beside, path)
+    # A link is made only if there is no token: of several processes, the first one makes it for all.
+    with _temporary_file(run_folder) as temporary, suppress(FileExistsError):
+        os.link(temporary, path)
     return read_token(path)
 
 
 def new_token(run_folder: Path, token: str | None = None) -> str:
-    """Another token for a run folder: who has the one before does not take part in what starts now.
+    """Replace the token of a run folder: processes with the old token cannot take part in the next start.
+
+    Args:
+        run_folder: the run folder.
+        token: the new token; a fresh one by default.
 
     Raises:
         JobError: it cannot be written.
     """
     path = token_file(run_folder)
-    with _written(run_folder, token) as beside:
-        beside.replace(path)
+    with _temporary_file(run_folder, token) as temporary:
+        temporary.replace(path)
     return read_token(path)
 
 
@@ -110,13 +115,14 @@ def read_token(path: Path) -> str:
     """The token in a file.
 
     Raises:
-        JobError: it cannot be read, is none, or others than its owner can read it.
+        JobError: it cannot be read, is no token, or others than its owner can read it.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN_ONLY_ITSELF)  # a pipe is not waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OPEN_ONLY_ITSELF)  # without waiting for a pipe
         with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
             status = os.fstat(file.fileno())
-            mode, is_shared = status.st_mode, status.st_uid == 0 != os.geteuid()  # by root, who knows the group
+            # A file of root's that this user can read is meant for its group (a mounted Secret, say).
+            mode, is_shared = status.st_mode, status.st_uid == 0 != os.geteuid()
             token = file.read(LARGEST + 1).strip() if stat.S_ISREG(mode) and status.st_size <= LARGEST else ""
     except OSError as error:
         raise JobError(f"the token of the job cannot be read: {error}") from error
@@ -128,23 +134,23 @@ def read_token(path: Path) -> str:
 
 
 def fresh_token() -> str:
-    """A token that nobody has had."""
+    """A new random token."""
     return secrets.token_urlsafe(32)
 
 
 @contextmanager
-def _written(run_folder: Path, token: str | None = None) -> Iterator[Path]:
-    """A file with a token, until the block ends: by default one that nobody has had."""
-    beside = run_folder / f".token.{os.getpid()}.{secrets.token_hex(4)}"
+def _temporary_file(run_folder: Path, token: str | None = None) -> Iterator[Path]:
+    """A temporary file with a token, a fresh one by default; it is gone when the block ends, unless it was moved."""
+    temporary = run_folder / f".token.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_ONLY_ITSELF, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_ONLY_ITSELF, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="ascii") as file:
                 file.write(token or fresh_token())
                 file.flush()
                 os.fsync(file.fileno())
-            yield beside
+            yield temporary
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise JobError(f"no token can be made in {run_folder}: {error}") from error

@@ -11,7 +11,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args, get_origin
 
-from unisono.arguments import require_kind, require_known
+from unisono.arguments import require_parameters, require_type
 from unisono.errors import JobError
 from unisono.received import short
 
@@ -86,7 +86,7 @@ class NamedRow:
         Raises:
             JobError: the value is of another type, or out of range; the message names the setting and the range.
         """
-        require_kind(self.path, value, self.kind)
+        require_type(self.path, value, self.kind)
         self.require_in_range(f"{self.path}={short(value)}", value)
         return float(value) if self.plain is float and value is not None else value
 
@@ -154,7 +154,7 @@ def group(prefix: str) -> Callable[[type[G]], type[G]]:
 
         @wraps(begun)
         def begin(self: Any, **settings: Any) -> None:
-            require_known(made, settings, prefix)
+            require_parameters(made, settings, prefix)
             for setting in settings_of(made):
                 if setting.name in settings:
                     settings[setting.name] = setting.checked(settings[setting.name])

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
-from unisono.arguments import require_kind, require_known
+from unisono.arguments import require_parameters, require_type
 from unisono.errors import JobError
 from unisono.received import LONGEST_SHOWN, decimal_number, short, whole_number
 from unisono.settings.groups import NamedRow, groups_of, settings_of
@@ -149,7 +149,7 @@ def with_groups(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def called(*args: P.args, **arguments: P.kwargs) -> R:
         require_current_names(arguments)
-        require_known(function, arguments)
+        require_parameters(function, arguments)
         return function(*args, **arguments)
 
     return called
@@ -174,7 +174,7 @@ def settings_from(arguments: Mapping[str, Any], environ: Mapping[str, str], kind
     }
     settings = Settings(**_with_variables(Settings, own, variables), **groups)
     for path, value in specified_in(settings).items():
-        require_kind(path, value, kinds.get(path, Any))
+        require_type(path, value, kinds.get(path, Any))
     return settings
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.folder import RunFolder
-from unisono.host.process import again
+from unisono.host.process import resume_command
 from unisono.job import Job
 from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
@@ -181,7 +181,7 @@ def _again(launcher: str, run_dir: Path) -> str:
         return f"start the job again with UNISONO_RUN_DIR={run_dir} in its environment to go on"
     if not hasattr(sys.modules["__main__"], "__file__"):  # in a notebook's kernel
         return f"unisono.init(run_dir={str(run_dir)!r}) goes on"
-    return f"to go on: {again(run_dir)}"
+    return f"to go on: {resume_command(run_dir)}"
 
 
 def _loop(run: RunBase, listening: RunListeners, made: Computing, policy_runner: PolicyRunner) -> StepLoop:

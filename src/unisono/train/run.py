@@ -8,7 +8,7 @@ from typing import Any, Never, TypeVar
 
 from torch import nn
 
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.data.feed import Options, Shuffle
 from unisono.data.generators import generators_kept
 from unisono.data.shards import Collate
@@ -135,7 +135,7 @@ class Run(RunOnDevices):
         """
         arguments = locals()
         self._prepared()
-        require_kinds(Run.steps, arguments)
+        require_types(Run.steps, arguments)
         options = Options(shuffle, drop_last, loader_workers, collate_fn=collate_fn)
         return self.inside.loop.over(dataset, epochs, options, max_steps, batch_size, begin)
 
@@ -261,7 +261,7 @@ class Run(RunOnDevices):
                 and lists and dicts of them. It is called again if a worker is lost during it; then draws of the global
                 random generators are taken back.
         """
-        require_kinds(Run.together, {"function": function})
+        require_types(Run.together, {"function": function})
         self.inside.synchronisation.before_call()
         return self.inside.collectives.together(generators_kept()(function))
 

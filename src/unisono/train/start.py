@@ -19,7 +19,7 @@ from unisono.adapt.view import Policy
 from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.checkpoint.folder import RunFolder
 from unisono.data.generators import seed_generators
-from unisono.device import go_on_without_others
+from unisono.device import disable_nccl_watchdog
 from unisono.host.process import NOTICES, ScriptEnd
 from unisono.host.process import OF_THIS_PROCESS as END_OF_SCRIPT
 from unisono.job import Job
@@ -77,7 +77,7 @@ class HostProcess:
     def membership(self, config: RunConfig) -> Membership:
         """Connect this worker to the others."""
         if config.connection.coordinator is not None:
-            go_on_without_others(config.device)
+            disable_nccl_watchdog(config.device)
         return _membership(config)
 
     def leave_request(self, connection: Connection) -> LeaveRequest:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from unisono.arguments import require_kinds, require_known
+from unisono.arguments import require_parameters, require_types
 from unisono.errors import JobError
 from unisono.settings.reading import require_current_names
 from unisono.train.loop.evaluation import Metrics, Predict
@@ -174,9 +174,9 @@ class Trainer:
         run: Run | None = None,
         **settings: Any,
     ) -> None:
-        require_kinds(Trainer.__init__, {**locals(), "model": (), "optimizer": ()})  # the run refuses these itself
+        require_types(Trainer.__init__, {**locals(), "model": (), "optimizer": ()})  # the run refuses these itself
         require_current_names(settings)
-        require_known(init, settings)
+        require_parameters(init, settings)
         if run is not None and (settings or batch_size is not None):
             names = ", ".join([*settings, *(["batch_size"] if batch_size is not None else [])])
             raise JobError(f"Trainer(run=…, {names}=…): the settings come from the run: pass them to unisono.init")
@@ -208,7 +208,7 @@ class Trainer:
         Returns:
             a record per epoch that was trained here; a run that resumes has only what was left.
         """
-        require_known(Run.steps, loading)
+        require_parameters(Run.steps, loading)
         first = len(self.history.epochs)
         if self._sums.place[0] != self.run.inside.trained.progress.loop:  # otherwise a resumed run goes on in this loop
             self._sums.stops = False

@@ -28,16 +28,16 @@ from unisono.launch.elastic.address import Control
 from unisono.membership.messages import Name, parse
 from unisono.membership.reception import (
     App,
-    FewDescriptors,
+    DescriptorErrors,
     HttpProtocol,
     NotAdmitted,
     Rate,
     Receive,
     Scope,
     Send,
-    body_of,
     header,
-    read_already,
+    read_body,
+    with_body,
 )
 from unisono.membership.token import is_loopback
 from unisono_lab.page.curves import LARGEST_STEP, Axis, RunSource
@@ -153,7 +153,7 @@ class Gate:
         confined = _with_headers(send, self._take_s)
         try:
             self._check(scope)
-            body = await body_of(receive, LARGEST_BODY, self._body_s)
+            body = await read_body(receive, LARGEST_BODY, self._body_s)
         except NotAdmitted as refusal:
             if scope["type"] == "http":
                 answer = JSONResponse({"error": refusal.reason}, status_code=refusal.status)
@@ -161,7 +161,7 @@ class Gate:
             else:
                 await send({"type": "websocket.close"})
             return
-        await self._app(scope, read_already(body, receive), confined)
+        await self._app(scope, with_body(body, receive), confined)
 
     def _check(self, scope: Scope) -> None:
         if scope["type"] != "http":
@@ -417,7 +417,7 @@ class PageServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Serve until the server has to end."""
         self._loop, self._signalled = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(FewDescriptors(sys.stderr.write))
+        self._loop.set_exception_handler(DescriptorErrors(sys.stderr.write))
         while not await self.on_tick(0):
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):

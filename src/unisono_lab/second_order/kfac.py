@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.errors import ModelError, NonFiniteLoss
 from unisono.host.tracebacks import warn
 from unisono.received import short
@@ -323,7 +323,7 @@ class KFAC(SharingOptimizer):
             "factors_every": factors_every,
             "inverses_every": inverses_every,
         }
-        require_kinds(KFAC.__init__, {**settings, "fallback": fallback, "skip": skip})
+        require_types(KFAC.__init__, {**settings, "fallback": fallback, "skip": skip})
         _check(settings)
         self._layers, others = known_layers(model, skip)
         if not self._layers:

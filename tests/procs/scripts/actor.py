@@ -9,7 +9,7 @@ import queue
 import sys
 from pathlib import Path
 
-from unisono.membership.client import Line
+from unisono.membership.client import WorkerConnection
 from unisono.membership.messages import (
     Arrived,
     Finished,
@@ -33,7 +33,7 @@ run_dir = Path(os.environ["UNISONO_RUN_DIR"])
 news: queue.Queue[ToWorker] = queue.Queue()
 hello = WorkerHello(worker=me, host="here", pid=os.getpid(), shards=8)
 token = read_token(Path(os.environ["UNISONO_TOKEN_FILE"]))
-line = Line(os.environ["UNISONO_COORDINATOR"], token, hello, news.put, 30.0)
+line = WorkerConnection(os.environ["UNISONO_COORDINATOR"], token, hello, news.put, 30.0)
 generation = 0
 finished = False
 roster: list[str] = []

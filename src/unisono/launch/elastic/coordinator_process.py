@@ -25,9 +25,9 @@ from unisono.launch.elastic.address import Address, distrusted
 from unisono.launch.elastic.elastic_settings import LOOPBACK, ElasticSettings, certificate_file
 from unisono.launch.outcome import last_lines
 from unisono.launch.worker_start import start_program
-from unisono.membership.client import Reconnection, ShutOut, call
+from unisono.membership.client import AccessDenied, Reconnection, open_connection
 from unisono.membership.messages import FromAgent, Probed, Refused, Target, ToAgent, to_agent
-from unisono.membership.probe import PATIENCE_S, Answering, data_address, probe, unreached
+from unisono.membership.probe import PATIENCE_S, ProbeListener, data_address, probe, unreached
 from unisono.membership.token import OUTDATED, token_file
 
 # Probes, from which the coordinator knows which hosts reach each other.
@@ -42,7 +42,7 @@ class Probes:
         self._agent, self._host, self._send = agent, host, send
         self._coordinator = urlsplit(coordinator.url).hostname or ""
         self._token, self._patience_s = coordinator.token, min(PATIENCE_S, timeout_s)
-        self._answering = Answering(agent, self._token)
+        self._answering = ProbeListener(agent, self._token)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -124,13 +124,13 @@ class CoordinatorLine:
         self._connected_at = monotonic()
         try:
             await self._reconnection.keep()
-        except ShutOut as error:
+        except AccessDenied as error:
             why = OUTDATED if error.is_outdated else error.__cause__
             raise LaunchError(f"the coordinator at {self._address.url} refuses the token: {why}") from error
 
     @asynccontextmanager
     async def _dial(self) -> AsyncIterator[ClientConnection]:
-        calling = call(
+        calling = open_connection(
             self._address.url,
             "/agent",
             self._address.token,
@@ -138,11 +138,11 @@ class CoordinatorLine:
             open_s=OPEN_S,
             ping_s=min(PING_S, self._patience_s / 4),  # a host that has vanished closes no connection
             close_s=CLOSE_S,
-            most=LARGEST,
+            max_bytes=LARGEST,
         )
         try:
             async with calling as connection:
-                self._reconnection.went_well()
+                self._reconnection.reset_pause()
                 yield connection
         except ssl.SSLCertVerificationError as error:
             raise distrusted(self._address, error) from error

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.errors import JobError
-from unisono.host.machine import AS_EXPORT, missing_in
+from unisono.host.machine import AS_EXPORT, missing_portable_variables
 
 Kernel = Callable[..., Any]
 
@@ -54,7 +54,7 @@ def require_portable(device: torch.device, environ: Mapping[str, str] = os.envir
             f"numerics='portable' needs x86 processors with AVX2 on all hosts, and host {platform.node()} has another "
             f"({platform.machine()}): leave that host out"
         )
-    wrong = missing_in(environ)
+    wrong = missing_portable_variables(environ)
     if not wrong and (
         torch.backends.cpu.get_cpu_capability() != "AVX2" or _mkl_branch() not in (_MKL_COMPATIBLE, None)
     ):

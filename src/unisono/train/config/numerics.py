@@ -18,7 +18,7 @@ import torch
 
 from unisono.device import bits_of_device, use
 from unisono.errors import JobError
-from unisono.host.machine import leave_too_few_cores
+from unisono.host.machine import unpin_from_too_few_cores
 from unisono.job import Job
 from unisono.train.config.bits import KERNELS, require_portable
 
@@ -224,7 +224,7 @@ def apply_numerics(job: Job, device: torch.device) -> Numerics:
     before = Numerics.current()
     for name, value in use(device, deterministic=job.deterministic).items():
         os.environ.setdefault(name, value)
-    leave_too_few_cores(job.threads)
+    unpin_from_too_few_cores(job.threads)
     before.for_job(job).apply()
     return before
 

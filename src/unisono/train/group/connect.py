@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from unisono.device import group_of, identity, is_accelerator, nccl_takes_many, speaks_nccl
+from unisono.device import group_of, identity, is_accelerator, nccl_shares_devices, supports_nccl
 from unisono.errors import JobError
 from unisono.job import Job
 from unisono.membership.environment import Environment
@@ -79,7 +79,7 @@ class Network:
         device, wanted = self._config.device, self._config.connection.how.transport
         if not is_accelerator(device):
             return "gloo", ""
-        if not speaks_nccl(device):
+        if not supports_nccl(device):
             backend, why = "gloo", f"torch has no NCCL for {device.type}"
         else:
             board = TorchRendezvousStore(
@@ -87,7 +87,7 @@ class Network:
             )
             board.post(f"device of {generation.rank}", identity(device).encode())
             backend, why = _common_backend([board.read(f"device of {rank}") for rank in range(generation.world_size)])
-            if wanted == "nccl" and backend != "nccl" and nccl_takes_many():
+            if wanted == "nccl" and backend != "nccl" and nccl_shares_devices():
                 backend, why = "nccl", f"NCCL_MULTI_RANK_GPU_ENABLE=1, and {why}"
         if wanted == "nccl" and backend != "nccl":
             raise JobError(f"transport='nccl' cannot be used: {why}; leave it out, or use 'sockets'")

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from unisono.errors import LaunchError, WorkerLost
-from unisono.membership.client import ANSWER_S, Line
+from unisono.membership.client import ANSWER_S, WorkerConnection
 from unisono.membership.messages import LONGEST_MESSAGE, JobOver, StoreReply, StoreRequest
 from unisono.received import is_same_user
 from unisono.reduce.admission import address_of, is_name, listen
@@ -26,7 +26,7 @@ COORDINATOR = "coordinator"
 GONE = "another device of this worker is gone: see its log"
 
 Receive = Callable[[ToDevice], None]
-OpenLine = Callable[[Receive], Line]
+OpenLine = Callable[[Receive], WorkerConnection]
 
 
 class FirstLine:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from unisono.errors import JobEnded, LaunchError, WorkerLost
 from unisono.membership import messages
-from unisono.membership.client import Line
+from unisono.membership.client import WorkerConnection
 from unisono.membership.probe import PATIENCE_S
 from unisono.membership.rendezvous import CoordinatorStore, Generation
 from unisono.membership.token import read_token
@@ -40,7 +40,7 @@ LOOKS = 4
 Form = Callable[[Generation, Rendezvous], Workers]
 """Connects the workers of a generation."""
 
-AnyLine = Line | FirstLine | DeviceLine
+AnyLine = WorkerConnection | FirstLine | DeviceLine
 
 OpenLine = Callable[[Callable[[ToDevice], None]], AnyLine]
 """Opens the connection to the coordinator, or to the device that speaks with it. Messages go to the argument."""
@@ -404,8 +404,8 @@ def elastic(
     timeout_s, silence_s, host = how.timeout_s, how.silence_s, how.environment.host
     hello = messages.WorkerHello(worker=where.worker, host=host, pid=os.getpid(), shards=shards, devices=devices.count)
 
-    def line(receive: Callable[[Any], None]) -> Line:
-        return Line(where.url, token, hello, receive, timeout_s, where.certificate, silence_s / LOOKS)
+    def line(receive: Callable[[Any], None]) -> WorkerConnection:
+        return WorkerConnection(where.url, token, hello, receive, timeout_s, where.certificate, silence_s / LOOKS)
 
     def call(receive: Callable[[ToDevice], None]) -> AnyLine:
         if group is None:

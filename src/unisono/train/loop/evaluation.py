@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unisono.arguments import explain_call, require_kinds
+from unisono.arguments import explain_call, require_types
 from unisono.checkpoint.tensor_bytes import empty_as, form_of
 from unisono.data.content import CONTENT, Contents, Glance
 from unisono.data.feed import Feed, Options
@@ -202,7 +202,7 @@ class Evaluator:
         Raises:
             JobMismatch: the data sets differ.
         """
-        require_kinds(Evaluator.carry_out, {"batch_size": batch_size})
+        require_types(Evaluator.carry_out, {"batch_size": batch_size})
         run, job = self._run, self._job
         prepared = run.trained.require_prepared()
         options = Options(batch_size=batch_size, collate_fn=collate)

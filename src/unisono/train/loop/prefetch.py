@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.data.loading import Loaded, Processes, load
 from unisono.data.shards import ShardSource, ShardsRequest
 from unisono.data.slots import replaced
-from unisono.device import current_stream, in_use, is_accelerator, new_stream, page_locked, within
+from unisono.device import current_stream, in_stream, in_use, is_accelerator, new_stream, page_locked
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -95,7 +95,7 @@ class DeviceCopyStream:
     def send(self, shards: list[Any]) -> Copies:
         """Start to copy, from page-locked memory: a copy from other memory makes the host wait."""
         locked = replaced(shards, Tensor, page_locked)  # torch keeps this memory until it is copied
-        with within(self._stream):
+        with in_stream(self._stream):
             copies = replaced(locked, Tensor, self._copied)
         return Copies(copies, self._stream.record_event())
 

@@ -92,7 +92,7 @@ class AtRest:
         """
         compared = [*self._weights, *self._buffers.begun()]
         count, state = len(compared), self._state() if self._is_only else ()
-        pending = self._summing.asked([*compared, *state])
+        pending = self._summing.start([*compared, *state])
 
         def finish() -> MemoryState:
             thirds = pending()
@@ -110,7 +110,7 @@ class AtRest:
             return
         tensors = self._present()
         self._written = self._writes(tensors)
-        self._left, self._pending = None, self._noting.asked(tensors)
+        self._left, self._pending = None, self._noting.start(tensors)
 
     def has_changed(self) -> bool:
         """Whether a bit has flipped since the last update; False where there is another copy to compare with."""

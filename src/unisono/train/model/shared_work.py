@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.errors import ModelError
 
 Piece = list[Tensor]
@@ -105,7 +105,7 @@ def whole_matrix(kind: O, cost: Cost = products) -> O:
     """
     if not issubclass(type(kind), type) or not issubclass(kind, Optimizer):
         raise ModelError(f"unisono.whole_matrix({kind!r}): give it a class of optimizers, such as torch.optim.Muon")
-    require_kinds(whole_matrix, {"cost": cost})
+    require_types(whole_matrix, {"cost": cost})
     _costs[kind] = cost
     return kind
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
-from unisono.arguments import require_kinds
+from unisono.arguments import require_types
 from unisono.errors import JobError
 from unisono.received import imported, short
 from unisono.train.step.listeners import Listener
@@ -33,7 +33,7 @@ class Callbacks(Listener):
         Raises:
             JobError: there is no such event, or the callback is no function; says what there is.
         """
-        require_kinds(Callbacks.add, {"callback": callback})
+        require_types(Callbacks.add, {"callback": callback})
         if event not in self._callbacks:
             raise JobError(f"run.on({short(event)}): there is no such event; choose of {', '.join(self._callbacks)}")
         self._callbacks[event].append(partial(callback, run))

@@ -18,7 +18,7 @@ import torch
 
 from unisono.checkpoint.folder import RunFolder, warn_unwritten
 from unisono.data.sample_order import Order
-from unisono.device import most_memory, wait_for
+from unisono.device import peak_device_bytes, wait_for
 from unisono.errors import PREEMPTED, Superseded, WorkerLost
 from unisono.host.machine import MIB, own_peak_mib
 from unisono.host.tracebacks import for_people
@@ -164,7 +164,7 @@ class FailureNote:
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
     """The most memory that this process has needed so far, in MiB: of the host, and of its device if it has one."""
-    on_device = most_memory(device)
+    on_device = peak_device_bytes(device)
     return {
         "device": str(device),
         "peak_memory_mib": round(own_peak_mib(os.getpid()), 1),

@@ -77,7 +77,7 @@ class GradientChecks:
 
     def are_finite(self) -> Callable[[], bool]:
         """Ask whether everything that this worker has finished is finite. What is returned waits for the answer."""
-        return self._stays.asked(map(_FINISHED, self.tallies))
+        return self._stays.start_check(map(_FINISHED, self.tallies))
 
     def has_kept(self) -> bool:
         """Whether the checked memory still holds the step's gradient as it was reduced."""
