@@ -12,9 +12,9 @@
     ├── UpdateRefused                  a part of the script that has refused the update of a step: says why
     ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
-    ├── MemoryFault                    memory or a processor that did not do what it is there for, and cannot be mended
+    ├── MemoryFault                    memory or a processor that gave wrong bits, which cannot be mended
     ├── CheckpointError                a checkpoint that is damaged, missing or belongs elsewhere
-    ├── Unreadable (ValueError)        bytes of a file, a socket or a store that are no value which is known there
+    ├── Unreadable (ValueError)        bytes of a file, a socket or a store that are no valid value
     ├── LaunchError                    workers that could not be started
     ├── Superseded                     a worker that was cut off, and whose job goes on without it: it writes no more
     └── WorkerLost                     another worker is gone: a consequence, never the cause
@@ -82,7 +82,7 @@ class NondeterministicOperation(UnisonoError, RuntimeError):
 
 
 class MemoryFault(UnisonoError):
-    """A host's memory or processor did not do what it is there for, and what came of it cannot be mended."""
+    """A host's memory or processor gave wrong bits, which cannot be mended."""
 
 
 class CheckpointError(UnisonoError):
@@ -92,7 +92,7 @@ class CheckpointError(UnisonoError):
 
 
 class Unreadable(UnisonoError, ValueError):
-    """Bytes from a file, a socket or a store that are no value which is known there."""
+    """Bytes of a file, a socket or a store that are no valid value."""
 
 
 class LaunchError(UnisonoError):
@@ -121,9 +121,9 @@ class JobEnded(WorkerLost):
 
 
 class Dismissed(SystemExit):
-    """This worker takes part no more: its script ends here, as by ``sys.exit()``. Not an error, and none of the tree.
+    """This worker takes part no more: its script ends here, as by ``sys.exit()``. It is no error, and not in the tree.
 
-    A script that catches it, with ``except BaseException``, is told again at its next call of the run.
+    If a script catches it, with ``except BaseException``, the next call of the run raises it again.
 
     Attributes:
         reason: the reason, for people.
@@ -143,14 +143,14 @@ class UnisonoWarning(UserWarning):
 # What exit codes of commands, workers and coordinators mean, beside 0 (all is well) and 1 (it failed).
 
 USAGE = 2
-"""It cannot work with what it was given: whoever typed can mend it."""
+"""An argument or a setting cannot work: the person who typed the command can mend it."""
 
 PREEMPTED = 75
-"""It ended before it was done, and can be started again: a worker left with a checkpoint, a coordinator ended before
-its job."""
+"""The process ended before its work was done, and can be started again: a worker left with a checkpoint, or a
+coordinator ended before its job."""
 
 NOT_STARTED = 126
-"""The system would not start it, as shells have it."""
+"""The system could not start the process; the same code as in shells."""
 
 FIRST_SIGNAL = 128
-"""A process that a signal ended has, for a shell, the exit code 128 + the signal's number."""
+"""A process that a signal ended has, in shells, the exit code 128 + the signal's number."""

@@ -1,4 +1,4 @@
-"""What is given by name: a thing of ours, one that another package brings as an entry point, or ``module:Class``."""
+"""Objects that are given by name: our own, plugins of other packages (entry points), or ``module:Class``."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -20,44 +20,44 @@ GROUPS = {
     "policy": "unisono.policies",
     "strategy": "unisono.strategies",
 }
-"""The groups of entry points in which packages bring things of each kind."""
+"""The group of entry points for each kind of plugin."""
 
 US = "unisono"
 """The name of our own package, of which the lab is a part."""
 
 NAME = r"[^\W_][\w.-]*"
-"""A name that can be typed: what has colons, commas or blanks would be read otherwise."""
+"""The form of a plugin's name. Colons, commas and blanks have other meanings on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A thing that packages bring under one name.
+    """An object that packages offer under one name.
 
     Attributes:
         kind: its kind, one of :data:`GROUPS`.
         name: its name.
-        places: the place in each package that brings it, ``module:name``, by the name of the package.
+        objects: the object, ``module:name``, in each package that offers it, by the name of the package.
     """
 
     kind: str
     name: str
-    places: Mapping[str, str]
+    objects: Mapping[str, str]
 
     def load(self) -> Any:
-        """Import it.
+        """Import the object.
 
         Raises:
-            JobError: it cannot be imported, or two packages bring one of this name.
+            JobError: it cannot be imported, or two packages offer different objects under this name.
         """
-        if len(set(self.places.values())) > 1:
-            packages = " and ".join(self.places)
+        if len(set(self.objects.values())) > 1:
+            packages = " and ".join(self.objects)
             raise JobError(f"the packages {packages} both bring a {self.kind} {self.name}: uninstall one of them")
-        [place] = {*self.places.values()}
-        return imported(place, f"the {self.kind} {self.name}")
+        [text] = {*self.objects.values()}
+        return imported(text, f"the {self.kind} {self.name}")
 
 
 def plugins(kind: str) -> dict[str, Plugin]:
-    """The things of a kind that packages bring, by name. A name of our own package is never another one's.
+    """The plugins of a kind, by name. Other packages cannot replace those of our own package.
 
     Args:
         kind: one of :data:`GROUPS`.
@@ -65,21 +65,21 @@ def plugins(kind: str) -> dict[str, Plugin]:
     Raises:
         JobError: the entry points of a package cannot be read; names it.
     """
-    from importlib import metadata  # most processes need it never, and it takes a tenth of a second
+    from importlib import metadata  # most processes never need it, and it takes a tenth of a second
 
     try:
         points = metadata.entry_points(group=GROUPS[kind])
-    except Exception as error:  # noqa: BLE001  (in a file that somebody else has written)
-        torn = dict.fromkeys(package.name for package in metadata.distributions() if not _is_readable(package))
-        raise JobError(f"the entry points of {', '.join(torn)} cannot be read: {why_of(error)}") from None
-    places: dict[str, dict[str, str]] = {}
+    except Exception as error:  # noqa: BLE001  (in a file of another package)
+        damaged = dict.fromkeys(package.name for package in metadata.distributions() if not _is_readable(package))
+        raise JobError(f"the entry points of {', '.join(damaged)} cannot be read: {why_of(error)}") from None
+    by_name: dict[str, dict[str, str]] = {}
     for point in points:
         if re.fullmatch(NAME, point.name):
             package = "" if point.dist is None else point.dist.name
-            places.setdefault(point.name, {}).setdefault(package, point.value.partition("[")[0].strip())
+            by_name.setdefault(point.name, {}).setdefault(package, point.value.partition("[")[0].strip())
     return {
-        name: Plugin(kind, name, {US: theirs[US]} if US in theirs else theirs)
-        for name, theirs in sorted(places.items())
+        name: Plugin(kind, name, {US: objects[US]} if US in objects else objects)
+        for name, objects in sorted(by_name.items())
     }
 
 
@@ -92,16 +92,16 @@ def _is_readable(package: "Distribution") -> bool:
 
 
 def require_named(names: Iterable[str], ours: Collection[str], kind: str, where: str) -> None:
-    """Refuse names that no host can know; whether modules and packages are there, each finds out by itself.
+    """Refuse names that are unknown. Texts such as ``module:Class`` are not imported: another host may have the module.
 
     Args:
-        names: names of ours, of what packages bring, or texts such as ``module:Class``.
-        ours: the names that we give.
+        names: our own names, names of plugins, or texts such as ``module:Class``.
+        ours: our own names.
         kind: one of :data:`GROUPS`.
-        where: the variable or option that they stand in, for errors.
+        where: the variable or option with the names, for errors.
 
     Raises:
-        JobError: there is no such name; says which there are.
+        JobError: a name is unknown; lists the known names.
     """
     if wrong := [name for name in names if name not in ours and ":" not in name and name not in plugins(kind)]:
         listed = ", ".join([*ours, *(name for name in plugins(kind) if name not in ours)])
@@ -109,10 +109,10 @@ def require_named(names: Iterable[str], ours: Collection[str], kind: str, where:
 
 
 def load_named(name: str, ours: Mapping[str, Any], kind: str, where: str) -> Any:
-    """The thing of a name, with the arguments and errors of :func:`require_named`.
+    """Load the object of a name, with the arguments of :func:`require_named`.
 
     Raises:
-        JobError: there is no such name, or it cannot be imported.
+        JobError: the name is unknown, or the object cannot be imported.
     """
     require_named((name,), ours, kind, where)
     if name in ours:

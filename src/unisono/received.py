@@ -21,13 +21,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from unisono.errors import JobError, Unreadable
 
 LONGEST_S = 1e9
-"""Seconds: some thirty years. Systems cannot wait for much more."""
+"""The longest time in seconds, some thirty years. Systems cannot wait for much more."""
 
 LONGEST_SHOWN = 160
-"""Characters of a value in a message: a path or a setting whole, and of more its two ends."""
+"""The most characters of a value in a message: of a longer one, both ends are shown."""
 
 LARGEST_JSON = 2**28
-"""Bytes of a JSON text; the values in it take some twenty times as much memory."""
+"""The most bytes of a JSON text; its values take some twenty times as much memory."""
 
 
 class _Short(Repr):
@@ -36,7 +36,7 @@ class _Short(Repr):
         self.maxstring = self.maxother = self.maxlong = LONGEST_SHOWN
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write numbers of thousands of digits.
+        # Python refuses to convert numbers of thousands of digits to text.
         return super().repr_int(x, level) if x.bit_length() < 2**12 else f"<a number of {x.bit_length()} bits>"
 
 
@@ -151,7 +151,7 @@ def value_of(kind: Any, value: Any, name: str = "it") -> Any:
     """
     if kind is Any:
         return value
-    if type(kind) is type and kind in _PLAIN:  # in each step, of each shard
+    if type(kind) is type and kind in _PLAIN:  # first, since each step has one for each shard
         return _plain(kind, value, name)
     if isinstance(kind, Mapping) or is_dataclass(kind):
         return _fields_of(kind, value, name)

@@ -32,23 +32,23 @@ the others, ``form`` (connecting), and ``copy`` (the state, and what computes)."
 KINDS: Final = frozenset(get_args(Kind))
 
 FOLDER = "timeline"
-"""In the run folder: one file per worker."""
+"""The folder in the run folder with one file per worker."""
 
 CLOCK_MARK = "unisono clock "
-"""What the first event of a file of torch's profiler is called, with the moment behind it in nanoseconds of
-``time.perf_counter``: so its clock can be put beside that of a worker's spans."""
+"""The beginning of the name of the first event in a file of torch's profiler. The moment in nanoseconds of
+``time.perf_counter`` follows it, so that the file's clock can be compared with that of a worker's spans."""
 
 
 class WorkSpan(NamedTuple):
     """A span of a worker's time.
 
     Attributes:
-        kind: what was done.
+        kind: the kind of work.
         begun: the beginning, in seconds of ``time.perf_counter``.
-        ended: the end, likewise.
+        ended: the end, in the same seconds.
         on_main: whether the thread was the one that trains; else it was the reducer's.
-        number: the number of the shard or of the bucket; -1 where there is none.
-        ready: the moment from which a bucket could be reduced, in the same seconds; 0 for what is none.
+        number: the number of the shard or of the bucket; -1 for other kinds.
+        ready: the moment from which a bucket could be reduced, in the same seconds; 0 for other kinds.
     """
 
     kind: Kind
@@ -60,18 +60,18 @@ class WorkSpan(NamedTuple):
 
 
 class Spans:
-    """The spans of a worker since they were taken last. Made by the thread that trains; any thread may add some."""
+    """The spans of a worker since they were last taken. The thread that trains makes it; any thread may add spans."""
 
     def __init__(self) -> None:
         self._kept: list[WorkSpan] = []
         self._main = threading.get_ident()
 
     def add(self, kind: Kind, begun: float, ended: float, number: int = -1, ready: float = 0.0) -> None:
-        """Keep a span; fields as of :class:`WorkSpan`."""
+        """Add a span with these fields of :class:`WorkSpan`."""
         self._kept.append(WorkSpan(kind, begun, ended, threading.get_ident() == self._main, number, ready))
 
     def regrouped(self, copied_from: float, ended: float, seconds: Mapping[str, float]) -> None:
-        """A change of generation is over.
+        """Add the spans of a change of generation that is over.
 
         Args:
             copied_from: the moment at which the workers were connected, and began to hand the state over.
@@ -86,6 +86,6 @@ class Spans:
         self.add("copy", copied_from, ended)
 
     def take(self) -> list[WorkSpan]:
-        """All that were kept, and forget them."""
+        """Remove all spans, and return them."""
         taken, self._kept = self._kept, []
         return taken

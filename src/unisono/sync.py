@@ -33,16 +33,16 @@ class Strategy:
 
     @property
     def round_steps(self) -> int:
-        """Steps from one moment at which all workers hold the same weights to the next."""
+        """The number of steps from one moment at which all workers hold the same weights to the next."""
         return 1
 
     @property
     def central_servers(self) -> int | None:
-        """Of an exact strategy with central sums: how many workers only serve; 0 if each finishes a share of them."""
+        """The number of workers that only serve; 0 if each finishes a share of the sums; None without central sums."""
         return None
 
     def require(self, workers: int | None) -> None:
-        """Refuse what cannot be before anything is trained.
+        """Refuse a number of workers with which the strategy cannot work, before training begins.
 
         Args:
             workers: the number of workers; None if it may change.
@@ -87,7 +87,7 @@ def _word(value: object) -> str:
 
 
 ROUND = 32
-"""Steps of a round, unless something else is wanted."""
+"""The default number of steps of a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Rounds(Strategy):
 
     @property
     def round_steps(self) -> int:
-        """As given."""
+        """The value of ``round_every``."""
         return self.round_every
 
 
@@ -149,7 +149,7 @@ class LocalSGD(Rounds):
 
     @property
     def round_steps(self) -> int:
-        """A multiple of ``every``."""
+        """The value of ``round_every``, rounded up to a multiple of ``every``."""
         return -(-self.round_every // self.every) * self.every
 
 
@@ -206,35 +206,35 @@ class DiLoCo(LocalSGD):
 # Strategies by name, as the command line, the environment and policies give them.
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, LocalSGD, DiLoCo)}
-"""Our own; packages bring others, of which the lab is one."""
+"""Our own strategies; plugins of other packages, and of the lab, add more."""
 
 
-def strategy_of(given: Strategy | str) -> Strategy:
+def strategy_of(strategy: Strategy | str) -> Strategy:
     """A strategy, from itself or from its text: ``local-sgd``, ``parameter-server:synchronous=false,max_staleness=8``.
 
     Raises:
         JobError: there is no such strategy or setting, or a value is out of range; says which there are.
     """
-    if isinstance(given, Strategy):
-        return given
-    if not isinstance(given, str):
-        raise JobError(f"strategy={short(given)}: give a unisono.Strategy, or the name of one: {_listed()}")
-    name, _, settings = given.partition(":")
-    kind = STRATEGIES.get(name) or _brought(given, name)
-    return kind(**dict(_setting(kind, given, word) for word in settings.split(",") if word))
+    if isinstance(strategy, Strategy):
+        return strategy
+    if not isinstance(strategy, str):
+        raise JobError(f"strategy={short(strategy)}: give a unisono.Strategy, or the name of one: {_listed()}")
+    name, _, settings = strategy.partition(":")
+    kind = STRATEGIES.get(name) or _plugin(strategy, name)
+    return kind(**dict(_setting(kind, strategy, word) for word in settings.split(",") if word))
 
 
-def _brought(given: str, name: str) -> type[Strategy]:
+def _plugin(text: str, name: str) -> type[Strategy]:
     others = plugins("strategy")
     if name not in others:
-        raise JobError(f"strategy={short(given)}: there is no such strategy; choose of {_listed()}")
+        raise JobError(f"strategy={short(text)}: there is no such strategy; choose of {_listed()}")
     kind = others[name].load()
     if not (isinstance(kind, type) and issubclass(kind, Strategy) and is_dataclass(kind)):
-        packages = " and ".join(others[name].places)
-        raise JobError(f"strategy={short(given)}: what {packages} brings is no data class of the kind unisono.Strategy")
+        packages = " and ".join(others[name].objects)
+        raise JobError(f"strategy={short(text)}: what {packages} brings is no data class of the kind unisono.Strategy")
     if kind.name != name:
         raise JobError(
-            f"strategy={short(given)}: its class calls itself {kind.name!r}: give the entry point the same name, "
+            f"strategy={short(text)}: its class calls itself {kind.name!r}: give the entry point the same name, "
             f"by which checkpoints and other workers know it"
         )
     return kind
@@ -244,13 +244,13 @@ def _listed() -> str:
     return ", ".join([*STRATEGIES, *(name for name in plugins("strategy") if name not in STRATEGIES)])
 
 
-def _setting(kind: type[Strategy], given: str, word: str) -> tuple[str, object]:
+def _setting(kind: type[Strategy], text: str, word: str) -> tuple[str, object]:
     name, equals, value = word.partition("=")
-    known = [field.name for field in fields(kind)]
-    if not equals or name not in known:
-        listed = f"its settings are {', '.join(known)}" if known else "it has no settings"
+    names = [field.name for field in fields(kind)]
+    if not equals or name not in names:
+        listed = f"its settings are {', '.join(names)}" if names else "it has no settings"
         raise JobError(
-            f"strategy={short(given)}: {short(word)} is no setting of {kind.name}; {listed}, as in NAME=VALUE"
+            f"strategy={short(text)}: {short(word)} is no setting of {kind.name}; {listed}, as in NAME=VALUE"
         )
     return name, _value(value)
 
@@ -260,4 +260,4 @@ def _value(text: str) -> object:
         return {"true": True, "false": False, "none": None}[text]
     whole = whole_number(text)
     number = decimal_number(text) if whole is None else whole
-    return text if number is None else number  # the strategy refuses text in its own words
+    return text if number is None else number  # the strategy itself refuses a text where it needs a number

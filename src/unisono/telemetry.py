@@ -1,6 +1,6 @@
-"""Spans for OpenTelemetry, of what seldom happens and takes long. Nothing is loaded unless somebody wants them.
+"""Spans for OpenTelemetry, of rare and long operations.
 
-Somebody does where the script has set a tracer provider, or ``OTEL_TRACES_EXPORTER`` names an exporter.
+OpenTelemetry is used only if the script has set a tracer provider, or ``OTEL_TRACES_EXPORTER`` names an exporter.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 from unisono.errors import JobError
 
 FLUSH_MS = 5000
-"""How long the end of a run waits until spans are sent."""
+"""The milliseconds that the end of a run waits until spans are sent."""
 
 Attributes = Mapping[str, bool | int | float | str]
 
 
 class TelemetrySpan:
-    """A span that is under way; or none, where nobody wants it."""
+    """A span that is under way; without OpenTelemetry its methods do nothing."""
 
     def __init__(self, span: Any = None) -> None:
         self._span = span
 
     def note(self, attributes: Attributes) -> None:
-        """Add what is known by now, by name without the prefix ``unisono.``."""
+        """Add attributes, by name without the prefix ``unisono.``."""
         if self._span is not None:
             self._span.set_attributes({f"unisono.{name}": value for name, value in attributes.items()})
 
     def fail(self, error: BaseException | str) -> None:
-        """Say what went wrong."""
+        """Mark the span as failed, with the error."""
         if self._span is not None:
             from opentelemetry.trace import StatusCode
 
@@ -42,7 +42,7 @@ class TelemetrySpan:
             self._span.set_status(StatusCode.ERROR, str(error)[:1000])
 
     def current(self) -> AbstractContextManager[Any]:
-        """Spans that begin meanwhile on this thread are its children."""
+        """A context in which spans that begin on this thread are children of this one."""
         if self._span is None:
             return nullcontext()
         from opentelemetry.trace import use_span
@@ -52,17 +52,17 @@ class TelemetrySpan:
         return own
 
     def end(self) -> None:
-        """It is over. From any thread."""
+        """End the span; from any thread."""
         if self._span is not None:
             self._span.end()
 
 
 def begin(name: str, attributes: Attributes, provider: Any = None) -> TelemetrySpan:
-    """Begin a span. On the thread of the script, whose random numbers stay as they are: ids may be drawn of them.
+    """Begin a span, on the thread of the script. A provider may draw ids from Python's generator, which is put back.
 
     Args:
         name: the name without the prefix ``unisono.``.
-        attributes: the known attributes, by name without that prefix.
+        attributes: the first attributes, by name without that prefix.
         provider: the tracer provider; by default the one that is set in this process.
     """
     trace = _loaded()
@@ -80,7 +80,7 @@ def begin(name: str, attributes: Attributes, provider: Any = None) -> TelemetryS
 
 @contextmanager
 def span(name: str, attributes: Attributes, provider: Any = None) -> Iterator[TelemetrySpan]:
-    """A span for as long as the block lasts; those that begin in it are its children."""
+    """A span that lasts as long as the block. Spans that begin in the block are its children."""
     begun = begin(name, attributes, provider)
     try:
         with begun.current():
@@ -93,7 +93,7 @@ def span(name: str, attributes: Attributes, provider: Any = None) -> Iterator[Te
 
 
 def configure(environ: Mapping[str, str]) -> None:
-    """Send spans where ``OTEL_TRACES_EXPORTER`` says, unless the script has seen to that.
+    """Send spans to the exporter that ``OTEL_TRACES_EXPORTER`` names, unless the script has set a provider.
 
     Raises:
         JobError: a package is not installed, or there is no such exporter; says what to do.
@@ -115,32 +115,32 @@ def configure(environ: Mapping[str, str]) -> None:
 
 
 def flush() -> None:
-    """Send what waits, as far as that takes no longer than some seconds."""
+    """Send the spans that wait, for some seconds at most."""
     trace = _loaded()
     if trace is not None and hasattr(provider := trace.get_tracer_provider(), "force_flush"):
         provider.force_flush(FLUSH_MS)
 
 
 def _loaded() -> Any:
-    """OpenTelemetry's module, if it is loaded. While a thread is at it (MLflow loads it, say), no provider is set."""
+    """OpenTelemetry's module if it is loaded; None also while another thread (MLflow's, say) is loading it."""
     trace = sys.modules.get("opentelemetry.trace")
     return trace if hasattr(trace, "get_tracer_provider") else None
 
 
 def _exporter(name: str, environ: Mapping[str, str]) -> Any:
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or ""
-    wanted = f"otlp_proto_{'grpc' if protocol == 'grpc' else 'http'}" if name == "otlp" else name
-    known = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
-    if wanted not in known:
+    exporter = f"otlp_proto_{'grpc' if protocol == 'grpc' else 'http'}" if name == "otlp" else name
+    installed = {entry.name: entry for entry in entry_points(group="opentelemetry_traces_exporter")}
+    if exporter not in installed:
         raise JobError(
-            f"OTEL_TRACES_EXPORTER={name}: there is no such exporter here: {', '.join(sorted(known)) or 'none'}. "
-            f"Install the package of {wanted}, or choose another one"
+            f"OTEL_TRACES_EXPORTER={name}: the exporters here are {', '.join(sorted(installed)) or 'none'}. "
+            f"Install the package of {exporter}, or choose another one"
         )
-    return known[wanted].load()()
+    return installed[exporter].load()()
 
 
 class _Ids:
-    """Ids that are not drawn from the random numbers of the script, for a tracer provider."""
+    """A generator of ids for a tracer provider that does not use the script's random numbers."""
 
     def generate_span_id(self) -> int:
         return int.from_bytes(os.urandom(8), "big") or 1

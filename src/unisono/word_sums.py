@@ -1,4 +1,4 @@
-"""Sums of the 64-bit words of tensors wherever they lie: cheap enough for every step, at the speed of memory."""
+"""Sums of the 64-bit words of tensors on any device, at the memory's speed: cheap enough for every step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BYTES = attrgetter("nbytes")
 
 
 class Summing:
-    """Sums the words of tensors, the same ones again and again.
+    """Sums the words of tensors, usually of the same ones in each call.
 
-    A flipped bit changes the sum of its tensor by a power of two, so it is always seen. It is no proof that all bits
-    are equal. Tensors are read where they lie; those of a device all at once, with one wait for it.
+    A flipped bit changes the sum of its tensor by a power of two, so it is always seen. Equal sums do not prove that
+    all bits are equal. Tensors are read in place; those of a device all at once, with one wait for it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Summing:
         return self.start(tensors)()
 
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sums]:
-        """Ask for these sums, of the tensors as they are now; returns a function that waits for them."""
+        """Begin to compute :meth:`thirds` of the tensors as they are now. Returns a function that waits for them."""
         marks = [*map(Tensor.data_ptr, tensors), *map(_BYTES, tensors)]
         if marks != self._marks:
             self._plan(tensors)
@@ -52,25 +52,25 @@ class Summing:
             sums[number, 0] = sum_of_words(tensors[number])
         if not self._on_devices:
             return lambda: sums
-        asked = [(numbers, words.start()) for numbers, words in self._on_devices]
+        started = [(numbers, words.start()) for numbers, words in self._on_devices]
 
-        def answer() -> Sums:
-            for numbers, sums_of_device in asked:
-                sums[numbers] = sums_of_device()
+        def wait() -> Sums:
+            for numbers, wait_for_device in started:
+                sums[numbers] = wait_for_device()
             return sums
 
-        return answer
+        return wait
 
     def _plan(self, tensors: Sequence[Tensor]) -> None:
-        known: dict[tuple[int, int], Bytes | None] = {}
+        by_key: dict[tuple[int, int], Bytes | None] = {}
         memories = []
         for tensor in tensors:
             key = tensor.data_ptr(), tensor.nbytes
-            if key not in known:
+            if key not in by_key:
                 is_read = tensor.device.type == "cpu" and is_dense(tensor)
-                known[key] = self._bytes[key] if key in self._bytes else bytes_of(tensor) if is_read else None
-            memories.append(known[key])
-        self._bytes, self._words = known, ManyWords(memories)  # what is no longer asked for is let go of
+                by_key[key] = self._bytes[key] if key in self._bytes else bytes_of(tensor) if is_read else None
+            memories.append(by_key[key])
+        self._bytes, self._words = by_key, ManyWords(memories)  # memory of other tensors is released
         self._on_devices, self._others, by_device = [], [], dict[torch.device, list[int]]()
         for number, memory in enumerate(memories):
             if memory is None and is_accelerator(tensors[number].device) and is_dense(tensors[number]):
@@ -82,20 +82,20 @@ class Summing:
 
 
 def sums_of_words(tensors: Sequence[Tensor]) -> list[int]:
-    """The sum of each tensor's words, row by row; of those on a device with one wait for it."""
+    """The sum of each tensor's words, row by row, with one wait for each device."""
     on_devices = [tensor.detach().contiguous() for tensor in tensors if is_accelerator(tensor.device)]
-    their_sums = iter(Summing()(on_devices).tolist())
-    return [next(their_sums) if is_accelerator(tensor.device) else sum_of_words(tensor) for tensor in tensors]
+    device_sums = iter(Summing()(on_devices).tolist())
+    return [next(device_sums) if is_accelerator(tensor.device) else sum_of_words(tensor) for tensor in tensors]
 
 
 def totals(thirds: Sums) -> Sums:
     """The sum of each row."""
-    found: Sums = np.add.reduce(thirds, axis=1)
-    return found
+    sums: Sums = np.add.reduce(thirds, axis=1)
+    return sums
 
 
 def combined(sums: Sequence[int] | Sums) -> int:
-    """One number of 64 bits, above 0, for the sums of several tensors; another one if a single sum is another one."""
+    """One number of 64 bits, above 0, from the sums of several tensors. If one sum differs, the number differs."""
     words = np.asarray(sums, np.uint64)
     return int(np.add.reduce(_factors(len(words)) * words)) or 1
 
@@ -106,18 +106,19 @@ def _factors(count: int) -> npt.NDArray[np.uint64]:
 
 
 def flipped_bits(before: Sequence[int] | Sums, after: Sequence[int] | Sums) -> int:
-    """The least number of flipped bits that would explain why sums are other ones; 0 if they are not.
+    """The least number of flipped bits that explains how sums have changed; 0 if they have not.
 
     Args:
-        before: sums of parts of memory, in any shape.
-        after: the same, later.
+        before: the sums of parts of memory, in any shape.
+        after: the later sums of these parts, in the same shape.
     """
     differences = np.asarray(after, np.uint64) - np.asarray(before, np.uint64)
     return sum(_signed_powers(int(difference)) for difference in differences[differences != 0])
 
 
 def _signed_powers(difference: int) -> int:
-    # Of how few powers of two it is the sum or difference (the non-adjacent form). Cleared bits take one away.
+    # The least number of powers of two whose sums and differences give the number (its non-adjacent form): a bit that
+    # flips to 1 adds a power of two, and one that flips to 0 takes it away.
     difference = min(difference, MODULUS - difference)
     count = 0
     while difference:
@@ -126,6 +127,3 @@ def _signed_powers(difference: int) -> int:
             difference += 1 if difference & 3 == 3 else -1
         difference >>= 1
     return count
-
-
-# Of an accelerator's memory: many tensors, and one wait for the device.

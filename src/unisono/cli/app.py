@@ -1,4 +1,4 @@
-"""The commands. Nothing here loads torch; a command that needs it loads it when it is called."""
+"""The commands. They load torch, where they need it, only when they are called."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ from unisono.named import Plugin, plugins
 from unisono.received import imported, why_of
 
 COMPLETE = "_UNISONO_COMPLETE"
-"""Set while a shell asks what a word may become."""
+"""The variable that is set while a shell asks for completions."""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -57,14 +57,14 @@ COMMANDS = {
     "k8s": "unisono.cli.clusters:k8s",
     "verify": "unisono.cli.verify_command:app",
 }
-"""Our own commands, in the order of the help: where each is. Packages bring others, by entry points."""
+"""The place of each of our own commands, in the order of the help. Plugins add others."""
 
 
 def application(words: Sequence[str] = ()) -> typer.Typer:
     """The command line.
 
     Args:
-        words: its arguments. If they begin with a command, only that is loaded; otherwise all are.
+        words: its arguments. If they begin with a command, only this command is loaded; otherwise all are.
     """
     app = typer.Typer(
         name="unisono",
@@ -91,13 +91,13 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
     for command in others.values():
         try:
             _add(app, command)
-        except JobError as error:  # of somebody else's package; the help of all others is shown
+        except JobError as error:  # a plugin cannot be loaded: the others are shown in the help
             _warn(error)
     return app
 
 
 def _warn(error: JobError) -> None:
-    if COMPLETE not in os.environ:  # a shell would show it between the words that it offers
+    if COMPLETE not in os.environ:  # a shell would show the warning among the completions
         typer.echo(f"unisono: {error}", err=True)
 
 
@@ -109,38 +109,38 @@ def _add_own(app: typer.Typer, name: str) -> None:
         app.command(name, cls=HelpfulCommand)(command)
 
 
-def _add(app: typer.Typer, entry: Plugin) -> None:
-    """Add a command that a package brings: a function, or a typer.Typer with one command, or with several below it.
+def _add(app: typer.Typer, plugin: Plugin) -> None:
+    """Add the command of a plugin: a function, or a typer.Typer with one command, or with several subcommands.
 
     Raises:
-        JobError: it cannot be loaded, or is none.
+        JobError: it cannot be loaded, or is no command.
     """
-    alone = typer.Typer(rich_markup_mode=None)
-    alone.callback()(lambda: None)
-    with redirect_stdout(sys.stderr):  # what is said on the way is not what the command says
-        command = entry.load()
+    trial = typer.Typer(rich_markup_mode=None)  # so that a command which typer refuses does not spoil the application
+    trial.callback()(lambda: None)
+    with redirect_stdout(sys.stderr):  # what a module prints when it is imported is not the command's output
+        command = plugin.load()
     try:
         if not isinstance(command, typer.Typer):
-            alone.command(entry.name, cls=HelpfulCommand)(command)
+            trial.command(plugin.name, cls=HelpfulCommand)(command)
         elif len(command.registered_commands) == 1 and not command.registered_groups:
             [only] = command.registered_commands
-            only.name = entry.name
-            alone.registered_commands.append(only)
+            only.name = plugin.name
+            trial.registered_commands.append(only)
         elif command.registered_commands or command.registered_groups:
-            alone.add_typer(command, name=entry.name)
+            trial.add_typer(command, name=plugin.name)
         else:
-            raise JobError(f"the command {entry.name} is a typer.Typer without commands")
-        typer.main.get_command(alone)
+            raise JobError(f"the command {plugin.name} is a typer.Typer without commands")
+        typer.main.get_command(trial)
     except JobError:
         raise
-    except Exception as error:  # noqa: BLE001  (whatever an object of another package does)
-        raise JobError(f"the command {entry.name} is neither a function nor a typer.Typer: {why_of(error)}") from None
-    app.registered_commands += alone.registered_commands
-    app.registered_groups += alone.registered_groups
+    except Exception as error:  # noqa: BLE001  (an object of another package may raise anything)
+        raise JobError(f"the command {plugin.name} is neither a function nor a typer.Typer: {why_of(error)}") from None
+    app.registered_commands += trial.registered_commands
+    app.registered_groups += trial.registered_groups
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"unisono {sys.modules['unisono'].__version__}")
         raise typer.Exit
 
@@ -154,7 +154,7 @@ def options(
 
 
 def _ready_streams() -> None:
-    """Output works even if it was closed (``>&-``), or if a worker writes what this terminal cannot show."""
+    """Make output work even if it was closed (``>&-``), or if this terminal cannot show what a worker writes."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 (for the life of the process)
@@ -164,11 +164,11 @@ def _ready_streams() -> None:
 
 
 def main() -> None:
-    """The console entry: an error is one line on stderr; exit code 2 if the person who typed can mend it."""
+    """The console entry. An error is one line on stderr; the exit code is 2 if the person who typed can mend it."""
     _ready_streams()
     try:
         words = sys.argv[1:]
-        if COMPLETE in os.environ:  # of the words in the shell's line only the command's module is loaded
+        if COMPLETE in os.environ:  # the words in the shell's line, so that only their command is loaded
             words = (os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")).split()[1:]
         sys.exit(call(application(words), sys.argv[1:]))
     except UnisonoError as error:
@@ -177,5 +177,5 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        typer.echo(f"unisono: error: {error}", err=True)  # it names the file, and says what is wrong with it
+        typer.echo(f"unisono: error: {error}", err=True)  # the text names the file, and what is wrong with it
         sys.exit(1)

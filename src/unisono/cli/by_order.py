@@ -1,6 +1,6 @@
-"""What a launcher runs on each host: ``unisono join``, with all that it is told on its standard input.
+"""The program that a launcher runs on each host: ``unisono join``, with an order that it reads from standard input.
 
-It ends when its standard input does: then the launcher has ended, or nobody reaches it any more.
+It ends when its standard input does: then the launcher has ended, or cannot be reached any more.
 """
 
 import os
@@ -19,13 +19,13 @@ from unisono.launch.elastic.address import LONGEST, HostOrder
 
 STANDARD_INPUT = 0
 ENDS_S = 10.0
-"""How long the agent may take to end by itself when nobody is there any more."""
+"""The seconds that the agent may take to end by itself once the launcher has ended."""
 
 
 def main() -> None:
-    """Hear what is to be done, and do it."""
+    """Read the order, and run ``unisono join`` by it."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(FIRST_SIGNAL + number))
-    # The second word to the agent, below; before it listens the first does.
+    # SIGINT is the second signal to the agent, below. Until the agent handles signals, SIGTERM alone ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not (line := _read_line()):
         sys.exit(1)
@@ -33,7 +33,7 @@ def main() -> None:
         order = HostOrder.from_line(line)
         os.chdir(order.folder)
     except Unreadable as error:
-        sys.exit(_refused(f"the launcher says what this version does not know: {error}"))
+        sys.exit(_refused(f"the launcher has sent an order that this version of Unisono does not know: {error}"))
     except OSError as error:
         sys.exit(
             _refused(
@@ -55,13 +55,13 @@ def main() -> None:
         sys.argv = ["unisono", "join", url, *trusted, "--agent", order.agent, *order.words]
         try:
             app.main()
-        except ImportError as error:  # a PYTHONPATH for another version of Python, say
+        except ImportError as error:  # PYTHONPATH is for another version of Python, say
             python = f"Python {platform.python_version()} ({sys.executable})"
             sys.exit(_refused(f"{python} lacks what Unisono needs, or has it for another version: {error}"))
 
 
 def _read_line() -> bytes:
-    """The first line of the input. It is read without Python's buffer, in which a thread could be stuck at the end."""
+    """The first line of the input. It is read without Python's buffer, whose lock could block this process's end."""
     line = b""
     while not line.endswith(b"\n") and len(line) <= LONGEST:
         data = os.read(STANDARD_INPUT, 2**16)
@@ -80,11 +80,11 @@ def _end_with_launcher() -> None:
         os.kill(os.getpid(), number)
         time.sleep(0.05)
     time.sleep(ENDS_S)
-    os.kill(os.getpid(), signal.SIGKILL)  # its guard ends what is left
+    os.kill(os.getpid(), signal.SIGKILL)  # the agent's guard ends the processes that are left
 
 
-def _refused(words: str) -> int:
-    print(f"unisono: error: {words}", file=sys.stderr)  # noqa: T201
+def _refused(reason: str) -> int:
+    print(f"unisono: error: {reason}", file=sys.stderr)  # noqa: T201
     return USAGE
 
 

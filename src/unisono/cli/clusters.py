@@ -1,4 +1,4 @@
-"""``unisono k8s`` and ``unisono slurm``: write what has a cluster train."""
+"""``unisono k8s`` and ``unisono slurm``: write the manifests or the script with which a cluster trains."""
 
 import os
 import shlex
@@ -57,10 +57,10 @@ class PodOptions:
 
     @property
     def pods(self) -> Pods:
-        """What they say.
+        """The pods that these options describe.
 
         Raises:
-            JobError: a selector or a toleration is none.
+            JobError: a selector or a toleration cannot be read.
         """
         pods = Pods(
             self.gpus,

@@ -1,4 +1,4 @@
-"""What commands show: their help, their errors in one line, and tables."""
+"""The output of commands: their help, their errors in one line, and tables."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,18 @@ if TYPE_CHECKING:  # most commands show none of them
     from rich.text import Text
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
-"""The groups of what belongs to no other one."""
+"""The groups of parameters that belong to no other group."""
 
 ALL = "--help-all"
 MOST = 25
-"""Options that a help shows at once; with more it shows the first group, and names the others."""
+"""The most options that a help shows at once; with more it shows the first group, and names the others."""
 
 
 class HelpfulCommand(TyperCommand):
     """A command that shows its options in groups: those of the first one by ``--help``, all by ``--help-all``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Show all options, if this is what is asked for first."""
+        """Show all options if ``--help-all`` is the first word."""
         if args[:1] == [ALL]:
             ctx.meta[ALL] = True
             typer.echo(self.get_help(ctx))
@@ -31,7 +31,7 @@ class HelpfulCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The groups, each under its name; without rich's frames, in which long names are cut."""
+        """Write each group under its name; without rich's frames, in which long names are cut."""
         groups: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: []}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
@@ -52,7 +52,7 @@ class HelpfulCommand(TyperCommand):
 
 
 def call(app: typer.Typer, words: Sequence[str]) -> int:
-    """Call a command; what is wrong with its words is one line on stderr.
+    """Call a command. An error in its words is one line on stderr.
 
     Returns:
         the exit code.
@@ -63,16 +63,16 @@ def call(app: typer.Typer, words: Sequence[str]) -> int:
         if not hasattr(error, "format_message"):
             raise
         message, context = error.format_message(), getattr(error, "ctx", None)
-        if "\n" in message:  # the help, where no command is named
+        if "\n" in message:  # without a command, the message is the help
             typer.echo(message, err=True)
         else:
-            shows = "" if context is None else f" ({context.command_path} --help shows what there is)"
-            typer.echo(f"unisono: error: {message}{shows}", err=True)
+            hint = "" if context is None else f" ({context.command_path} --help shows what there is)"
+            typer.echo(f"unisono: error: {message}{hint}", err=True)
         return int(getattr(error, "exit_code", 2))
     return result if isinstance(result, int) else 0
 
 
-# Tables on a terminal, and in what is read without one.
+# Tables on a terminal, in a file or in a pipe.
 
 ENDLESS = 10_000
 
@@ -83,7 +83,7 @@ def bare_table(head: Sequence[str], rows: "Iterable[Sequence[str | Text]]", left
     Args:
         head: the head of each column.
         rows: the rows.
-        left: the places of the columns of words; figures stand at the right.
+        left: the indexes of the columns of words, which are aligned on the left; figures are on the right.
     """
     from rich.table import Table
 
@@ -96,12 +96,12 @@ def bare_table(head: Sequence[str], rows: "Iterable[Sequence[str | Text]]", left
 
 
 def width_of(table: "Table", out: "Console") -> int:
-    """How wide a table is when nothing in it is cut or wrapped."""
+    """The width of a table in which nothing is cut or wrapped."""
     return out.measure(table, options=out.options.update(width=ENDLESS)).maximum
 
 
 def show_table(table: "Table", out: "Console") -> None:
-    """Print a table. In a file or a pipe it is as wide as it needs to be: there no figure is cut."""
+    """Print a table. In a file or a pipe it is as wide as it needs to be, so that no figure is cut."""
     before = out.width
     if not out.is_terminal:
         out.width = max(before, width_of(table, out))

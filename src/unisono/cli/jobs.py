@@ -1,4 +1,4 @@
-"""Commands for an elastic job that is under way: they join it, show it, and ask something of it."""
+"""Commands for a running elastic job: they join it, show it, or change it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ def status(
 
 
 def line(state: Mapping[str, Any]) -> str:
-    """The job in a line: ``training, generation 3: 4 of 6 workers (2:8)``."""
+    """The status of a job in one line: ``training, generation 3: 4 of 6 workers (2:8)``."""
     sizes = f"{state['smallest']}:{state['largest']}"
     over = state["over"]
     if over is not None:
@@ -61,7 +61,7 @@ def line(state: Mapping[str, Any]) -> str:
 
 
 def table(state: Mapping[str, Any]) -> str:
-    """The job in a line, and below it a line for each worker and each agent."""
+    """The status of a job in one line, with a line for each worker and each agent below."""
     rows = [("worker", "rank", "host", "phase", "step", "samples/s"), *map(_row, (*state["members"], *state["others"]))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -148,12 +148,12 @@ def stop(job: JobPlace) -> None:
     typer.echo(line(job.control.stop()))
 
 
-AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class JoinOptions:
-    """The options of what a host offers, and to which job."""
+    """The options of a host that joins a job."""
 
     url: Url = None
     run_dir: Annotated[Path | None, opt(**FOLDER)] = None
@@ -197,29 +197,29 @@ def join(
 
 
 def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = None, wait_s: float = 0) -> int:
-    """Run workers for a job until it is over, or this is asked to leave.
+    """Run workers for a job until it is over, or this agent is asked to leave.
 
     Args:
-        settings: the settings of the workers here.
+        settings: the settings of the workers on this host.
         where: the place of the job.
-        agent: the id of this agent, if somebody has chosen it.
+        agent: the id of this agent; None for a new one.
         wait_s: the seconds for which the coordinator of another host may not answer yet.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: no job runs in this folder, or it cannot be reached as it should.
-        LaunchError: its coordinator does not answer, or does not want this agent.
+        JobError: no job runs in this folder, or its address or token cannot be used.
+        LaunchError: the job's coordinator does not answer, or refuses this agent.
     """
     from unisono.launch.elastic.address import new_agent
     from unisono.launch.elastic.agent import Joined, run_agent
 
     joined = Joined(where.address(), where.token, agent or new_agent())
-    is_said = "devices_per_worker" in settings.launch.options.communication.specified
-    if not is_said or where.url is not None:
-        answer = wait_for_status(Control(joined.address), wait_s if where.url is not None else 0)
-        settings = settings if is_said else settings.with_devices(answer["devices_per_worker"])
+    is_specified = "devices_per_worker" in settings.launch.options.communication.specified
+    if not is_specified or where.url is not None:
+        state = wait_for_status(Control(joined.address), wait_s if where.url is not None else 0)
+        settings = settings if is_specified else settings.with_devices(state["devices_per_worker"])
     folder = _folder(settings, where)
     terminal = Terminal.of_this_process()
     terminal.say(f"room for {settings.launch.workers} more, run folder {folder.path}")
@@ -228,37 +228,37 @@ def start(settings: ElasticSettings, where: Whereabouts, agent: str | None = Non
     return outcome.exit_code
 
 
-def wait_for_status(control: Control, wait_s: float, pause_s: float = AGAIN_S) -> dict[str, Any]:
+def wait_for_status(control: Control, wait_s: float, pause_s: float = RETRY_S) -> dict[str, Any]:
     """The status of the job, once its coordinator answers.
 
     Args:
-        control: what asks it.
+        control: the connection to the coordinator.
         wait_s: the seconds for which it may not answer yet.
-        pause_s: the seconds between two questions.
+        pause_s: the seconds between two attempts.
 
     Raises:
-        JobError: what the person has mistyped; at once.
-        LaunchError: it did not answer in that time.
+        JobError: the address or the token is wrong; at once.
+        LaunchError: the coordinator did not answer in that time.
     """
-    begun = monotonic()
+    started = monotonic()
     while True:
         try:
             return control.status()
         except LaunchError:
-            if monotonic() - begun >= wait_s:
+            if monotonic() - started >= wait_s:
                 raise
         sleep(pause_s)
 
 
 def _folder(settings: ElasticSettings, where: Whereabouts) -> RunFolder:
-    # The job's own folder holds what others have written: only a host that has one of its own may clear it.
+    # The folder of the job itself holds files of others: a host must not clear it, as it does a folder of its own.
     if where.run_dir is not None and (where.url is None or _is_the_jobs(where.run_dir, where.token)):
         return RunFolder(where.run_dir)
     return open_folder(where.run_dir, settings.launch.script.stem)
 
 
 def _is_the_jobs(run_dir: Path, token: Path) -> bool:
-    """Whether a folder is that of the job itself, on a file system that hosts share."""
+    """Whether a folder is the run folder of the job itself, on a file system that the hosts share."""
     with suppress(JobError):
         return read_token(token_file(run_dir)) == read_token(token)
     return False

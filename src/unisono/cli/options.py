@@ -1,4 +1,4 @@
-"""The options that several commands have in common, each declared once, and what a shell completes in them."""
+"""The options that several commands have in common, each declared once, and their completions in a shell."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def _beginning(names: list[str], incomplete: str) -> list[str]:
 
 
 def _names_of(kind: str, ours: str) -> Callable[[str], list[str]]:
-    """Completes the names of a kind: ours, which are in a table (``module:NAMES``), and those that packages bring."""
+    """A function that completes the names of a kind: our own, from a table (``module:NAMES``), and those of plugins."""
 
     def complete(incomplete: str) -> list[str]:
         return _beginning([*imported(ours, kind), *plugins(kind)], incomplete)
@@ -40,7 +40,7 @@ def _names_of(kind: str, ours: str) -> Callable[[str], list[str]]:
 
 
 def run_folders(incomplete: str) -> list[str]:
-    """The run folders below ``runs``, and below the folder that is being typed; else folders, to go on in them."""
+    """Run folders in ``runs`` and in the folder that is being typed; if there are none, the folders in the latter."""
     typed = Path(incomplete) if incomplete.endswith(os.sep) else Path(incomplete).parent
     runs = [str(path) for parent in (RUNS, typed) for path in _folders(parent) if _is_run(path)]
     return _beginning(runs, incomplete) or _beginning([f"{path}{os.sep}" for path in _folders(typed)], incomplete)
@@ -54,12 +54,10 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("job.json", "journal.jsonl"))
 
 
-# What the options of commands have in common.
+# Settings of commands and options.
 
 SCRIPT: Any = {"context_settings": {"allow_interspersed_args": False}, "cls": HelpfulCommand}
-"""A command's settings: what stands after the script is the script's, -n and --help too."""
-
-# Commands that are given a URL before anything else: those that reach a job on another host.
+"""The settings of commands with a script: all words after the script are the script's, -n and --help too."""
 
 SCHEMES = ("http://", "https://")
 
@@ -68,21 +66,21 @@ class RemoteCommand(HelpfulCommand):
     """A command whose first word may be the coordinator's URL, though options follow it."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The URL comes first."""
+        """The words of the usage, the URL first."""
         return ["[URL]", *super().collect_usage_pieces(ctx)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the URL for an option, so that it ends none of the others."""
+        """Make an option of the URL, so that options may follow it."""
         if args and args[0].lower().startswith(SCHEMES):
             args = ["--url", *args]
         return super().parse_args(ctx, args)
 
 
 def named_folder(text: str) -> Path:
-    """A run folder that somebody has named. No name (a variable that is not set, say) would be the working folder.
+    """The run folder of a name. An empty name is refused, since it would mean the working folder.
 
     Raises:
-        BadParameter: the name is empty.
+        BadParameter: the name is empty (of a variable that is not set, say).
     """
     if not text:
         raise typer.BadParameter("the name is empty: name a folder (the working folder is .), or leave the option out")
@@ -90,7 +88,7 @@ def named_folder(text: str) -> Path:
 
 
 def opt(*names: str, panel: str = "", **details: Any) -> Any:
-    """An option. In a data class the sentences below its field say what it is for, and what it is by default."""
+    """An option. In a data class, the sentences below its field are its help."""
     return typer.Option(*names, rich_help_panel=panel or None, show_default=False, **details)
 
 
@@ -128,11 +126,11 @@ Resources = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The settings that a command has options for. It stands in the annotation of a parameter of type Settings.
+    """The settings for which a command has options, in the annotation of its parameter of type Settings.
 
     Attributes:
         paths: the paths of the settings.
-        defaults: the defaults of the command, by path, where they are others than the table's.
+        defaults: the defaults of the command that differ from the table's, by path.
     """
 
     paths: tuple[str, ...]
@@ -140,18 +138,18 @@ class Offered:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """A parameter for each option, by a name that no other parameter has."""
+        """A parameter for each option, with a name that no other parameter has."""
         return [_parameter(TABLE[path], self.defaults.get(path)) for path in self.paths]
 
-    def settings(self, given: dict[str, Any]) -> Settings:
-        """The settings that options say; they are taken out of what is given.
+    def settings(self, arguments: dict[str, Any]) -> Settings:
+        """The settings of a command's arguments, which are removed from them.
 
         Raises:
             JobError: a number is out of range; names the option.
         """
         values = {}
         for setting in map(TABLE.__getitem__, self.paths):
-            value = given.pop(_name(setting), None)
+            value = arguments.pop(_name(setting), None)
             if setting.plain is tuple:
                 value = names_in(",".join(value or ()))
             values[setting.path] = value
@@ -189,42 +187,43 @@ def _parameter(setting: NamedRow, default: Any) -> Parameter:
         show_default=False,
         help=_with_default(setting.text, setting.default if default is None else default),
     )
-    # Without a default, so that what nobody says is left to the script.
+    # Without a default, so that an option that is not given is left to the script.
     return Parameter(_name(setting), Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind | None, option])
 
 
 def _with_default(text: str, default: Any) -> str:
-    """The sentences on an option, with its default, if there is one and they do not say it."""
-    is_said = default in (None, (), "", Parameter.empty) or isinstance(default, bool) or "efault" in text
-    return (text if is_said else f"{text.removesuffix('.')}; by default {text_of(default)}.").replace("`", "")
+    """The sentences on an option, with its default if it has one and they do not name it."""
+    is_complete = default in (None, (), "", Parameter.empty) or isinstance(default, bool) or "efault" in text
+    return (text if is_complete else f"{text.removesuffix('.')}; by default {text_of(default)}.").replace("`", "")
 
 
 def _parameters(group: Any) -> list[Parameter]:
     """The options of a data class, each with the sentences below its field."""
     parameters = list(signature(group, eval_str=True).parameters.values())
     for parameter in parameters:
-        below = [meanings(kind.__module__).get((kind.__name__, parameter.name)) for kind in group.__mro__]
+        texts = [meanings(kind.__module__).get((kind.__name__, parameter.name)) for kind in group.__mro__]
         for details in getattr(parameter.annotation, "__metadata__", ()):
-            if parameter.default is False and details.default is ...:  # else typer makes a --no- of it, too
+            if parameter.default is False and details.default is ...:  # else typer would add an option --no-…
                 details.param_decls = (f"--{parameter.name.replace('_', '-')}",)
             if details.help is None:
-                details.help = _with_default(next(filter(None, below), ""), parameter.default)
+                details.help = _with_default(next(filter(None, texts), ""), parameter.default)
     return parameters
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that has an option for each field of the data classes, and each setting, among its parameters."""
+    """A command with an option for each field of the data classes, and for each setting, among its parameters."""
     hints = get_type_hints(command, include_extras=True)
     offers = {name: hint.__metadata__[0] for name, hint in hints.items() if get_args(hint)[:1] == (Settings,)}
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     @wraps(command)
-    def expanded(**given: Any) -> None:
+    def expanded(**arguments: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
+            names = [field.name for field in fields(group) if field.name in arguments]
+            arguments[name] = group(**{field: arguments.pop(field) for field in names})
         for name, offer in offers.items():
-            given[name] = offer.settings(given)
-        command(**given)
+            arguments[name] = offer.settings(arguments)
+        command(**arguments)
 
     parameters = list[Parameter]()
     for name, parameter in signature(command).parameters.items():
@@ -265,7 +264,7 @@ class RestartOptions:
 
 @dataclass(frozen=True, slots=True)
 class JobPlace:
-    """The options of commands that ask something of a job that runs."""
+    """The options of commands that show or change a running job."""
 
     run_dir: Annotated[Path | None, opt("--run-dir", **FOLDER)] = None
     """The job's run folder; needed if several elastic jobs run."""

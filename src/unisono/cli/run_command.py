@@ -56,13 +56,13 @@ class ClusterOptions:
     resources: Resources = None
 
     def check(self, *others: object) -> None:
-        """Refuse what does not go together.
+        """Refuse options that contradict each other.
 
         Args:
-            others: the values of the options that are about this host.
+            others: the values of the options about this host.
 
         Raises:
-            JobError: says which options.
+            JobError: two options contradict each other; names them.
         """
         if not self.is_ray and self.resources is not None:
             raise JobError("--resources-per-worker is for --on ray")
@@ -74,7 +74,7 @@ class ClusterOptions:
 
     @property
     def is_ray(self) -> bool:
-        """Whether the nodes of a Ray cluster train."""
+        """Whether the job trains on the nodes of a Ray cluster."""
         return self.engine == "ray"
 
 
@@ -96,10 +96,10 @@ class EntranceOptions:
     """Elastic: the largest number of workers on this host; 0 for none."""
 
     def read(self, address: str | None) -> Entrance:
-        """What they say of a coordinator at this address.
+        """The entrance for other hosts that these options describe, with the coordinator at an address.
 
         Raises:
-            JobError: they do not go together, or one is none.
+            JobError: options contradict each other, or one cannot be read.
         """
         return Entrance.read(address, self.tls_cert, self.tls_key).prepared(self.token_file, self.known_as)
 
@@ -124,7 +124,7 @@ class RunOptions:
 
 
 FILES_OF_HOST = 4
-"""Open files that a host takes here: the pipes of its ssh, and the pipe from which one of them is made."""
+"""The open files of the launcher for each host: the pipes of its ssh, and the pipe from which one of them is made."""
 
 FILES_OF_JOB = 256
 
@@ -143,10 +143,10 @@ class HostOptions:
     """An environment variable for the workers of all hosts; repeat for more."""
 
     def placement(self, workers: Range | None, engine: str | None) -> HostPlan | None:
-        """Where workers run; None without ``--hosts``.
+        """The hosts on which workers run; None without ``--hosts``.
 
         Args:
-            workers: the numbers of workers that the person wants; None for as many as there is room for.
+            workers: the requested numbers of workers; None for as many as there is room for.
             engine: the name of the engine that reaches the hosts; None for ssh.
 
         Raises:
@@ -165,13 +165,13 @@ class HostOptions:
         return plan.first(workers.largest) if workers.is_fixed else plan
 
     def variables(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The variables that are named for all workers.
+        """The variables of ``--env``, for all workers.
 
         Args:
             environ: the variables of this process.
 
         Raises:
-            JobError: one is no name, or is not set.
+            JobError: a text names no variable, or one that is not set.
         """
         variables = {}
         for word in self.env or ():
@@ -185,7 +185,7 @@ class HostOptions:
 
     @staticmethod
     def lines(placement: HostPlan, settings: ElasticSettings, run_dir: Path) -> Iterator[str]:
-        """What would be run for each host, for a person to read."""
+        """The commands that would be run for each host, for a person to read."""
         from unisono.launch.elastic.host_agents import join_words
 
         for host in placement.elsewhere:
@@ -196,10 +196,10 @@ class HostOptions:
     def agents(
         self, placement: HostPlan, settings: ElasticSettings, folder: RunFolder, terminal: Terminal
     ) -> "HostAgents | None":
-        """What starts and ends the agents of the other hosts; None if there are none.
+        """The agents of the other hosts; None if there are none.
 
         Raises:
-            JobError: an option cannot be what it is.
+            JobError: an option cannot work, or the system allows too few open files.
         """
         from unisono.launch.elastic.host_agents import HostAgents, passed_on
 
@@ -236,12 +236,12 @@ def run(
     For example: unisono run -n 4 train.py --its-own flags. With a range (-n 2:8) or --max-restarts the job is elastic:
     workers may come and go while it trains. With --hosts it has several hosts, and with --coordinator others may join.
     """
-    given = None if own.workers is None else Range.read(own.workers)
+    specified = None if own.workers is None else Range.read(own.workers)
     cluster.check(*astuple(entrance), hosts.hosts, own.page or None)
     coordinator, here = entrance.coordinator, entrance.here
-    placement = None if cluster.is_ray else hosts.placement(given, cluster.engine)
-    wanted = given or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
-    fitting = wanted.within(usable_cores() // (options.arithmetic.threads * options.communication.devices_per_worker))
+    placement = None if cluster.is_ray else hosts.placement(specified, cluster.engine)
+    workers = specified or (Range(1, 1) if placement is None else Range(placement.room, placement.room))
+    fitting = workers.within(usable_cores() // (options.arithmetic.threads * options.communication.devices_per_worker))
     room = 0 if cluster.is_ray else here if here is not None or coordinator is None else fitting
     if placement is not None:
         if here is not None:
@@ -250,7 +250,7 @@ def run(
     settings = LaunchSettings.tuned(
         Script(script, tuple(args or ()), is_module=own.module),
         options,
-        workers=wanted.largest if room is None else min(room, wanted.largest),
+        workers=workers.largest if room is None else min(room, workers.largest),
         run_dir=own.run_dir,
         extra_environment=hosts.variables()
         | ({VARIABLE: "1"} if sys.stdout.isatty() else {})  # a progress bar can be shown
@@ -258,12 +258,12 @@ def run(
     )
     elastic = restarts.elastic(
         settings,
-        wanted,
-        begin_with=None if room is not None or fitting == wanted.largest else fitting,
+        workers,
+        begin_with=None if room is not None or fitting == workers.largest else fitting,
         entrance=replace(entrance.read(coordinator), towards="" if placement is None else placement.towards),
     )
     elastic.check()
-    is_elastic = not wanted.is_fixed or restarts.max_restarts is not None or room is not None
+    is_elastic = not workers.is_fixed or restarts.max_restarts is not None or room is not None
     if cluster.is_ray:
         raise typer.Exit(start_on_ray(elastic, cluster.resources))
     if own.dry:
@@ -283,21 +283,21 @@ def _fault_injection(plan: Path) -> dict[str, str]:
 def start(
     settings: ElasticSettings, placement: HostPlan | None, hosts: HostOptions, *, is_elastic: bool, page: bool
 ) -> int:
-    """Run a job to its end and say how it ended.
+    """Run a job to its end, and print how it ended.
 
     Args:
         settings: the settings of the job.
-        placement: the hosts that are reached over ssh; None if there are none.
+        placement: the hosts that an engine reaches; None if there are none.
         hosts: the options with which they are reached.
         is_elastic: whether workers may come and go.
-        page: whether its page is shown as long as it runs.
+        page: whether the job's page is shown while it runs.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: the run folder cannot be used, or an option cannot be what it is.
-        LaunchError: a worker or the coordinator cannot be started, or that cannot be kept running.
+        JobError: the run folder cannot be used, or an option cannot work.
+        LaunchError: a worker or the coordinator cannot be started, or the coordinator cannot be kept running.
     """
     from unisono.launch.command_process import page_beside
 
@@ -318,18 +318,18 @@ def start(
             outcome = run_agent(settings, folder, terminal, others=others)
         else:
             outcome = launch(settings.launch, folder, terminal)
-    terminal.conclude(report(outcome, folder) + _go_on(outcome.exit_code, folder.path))
+    terminal.conclude(report(outcome, folder) + _resume_hint(outcome.exit_code, folder.path))
     return outcome.exit_code
 
 
 def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
-    """Run a job on the nodes of a Ray cluster and say how it ended.
+    """Run a job on the nodes of a Ray cluster, and print how it ended.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: the job cannot be started so.
+        JobError: the job cannot be started with these options.
         LaunchError: the cluster cannot be reached, or has lost the job.
     """
     from unisono.launch.ray import train
@@ -341,9 +341,9 @@ def start_on_ray(settings: ElasticSettings, resources: str | None) -> int:
     terminal.say(f"exit code {ended.exit_code}, run folder {ended.run_dir} on host {ended.host}")
     if ended.words:
         terminal.say(ended.words)
-    terminal.conclude(_go_on(ended.exit_code, Path(ended.run_dir)))
+    terminal.conclude(_resume_hint(ended.exit_code, Path(ended.run_dir)))
     return int(ended.exit_code)
 
 
-def _go_on(exit_code: int, run_dir: Path) -> str:
+def _resume_hint(exit_code: int, run_dir: Path) -> str:
     return f"unisono: to go on: {resume_command(run_dir)}\n" if exit_code == PREEMPTED else ""

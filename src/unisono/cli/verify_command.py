@@ -49,23 +49,19 @@ NUMBERS = ("steps", "shards", "arithmetic__threads")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Finds a command's options among the words of a script; what it does not know is the script's.
-
-    Args:
-        options: the options.
-    """
+    """Finds a command's options among the words of a script. Unknown words are the script's."""
 
     def __init__(self, options: Sequence[Any]) -> None:
         super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         for option in options:
-            if option.is_flag:  # of --tuning and --no-tuning the one that changes something
+            if option.is_flag:  # of --tuning and --no-tuning, the one that differs from the default
                 name = (option.secondary_opts or option.opts)[0]
                 self.add_argument(name, dest=option.name, action="store_const", const=not option.secondary_opts)
             else:
                 self.add_argument(*option.opts, dest=option.name, type=int if option.name in NUMBERS else str)
 
     def error(self, message: str) -> NoReturn:
-        raise JobError(f"{message} (if it is meant for the script, put -- before it)")
+        raise JobError(f"{message} (if it is for the script, put -- before it)")
 
 
 class VerifyCommand(HelpfulCommand):
@@ -112,7 +108,7 @@ class VerifyOptions:
     """Keep the run folders, with logs and traces, and print where they are."""
 
     def request(self, script: Script, settings: Settings) -> VerifyRequest:
-        """What is to be verified.
+        """The request to verify a script with these options.
 
         Raises:
             JobError: a number is out of range, or the script cannot be run.
@@ -132,15 +128,15 @@ class VerifyOptions:
             JobError: a number cannot be read, there is one size only, or options contradict each other.
         """
         numbers_of = {"--devices-per-worker": self.devices_per_worker, "--stages": self.stages}
-        said = [name for name, value in {**numbers_of, "--fsdp": self.fsdp}.items() if value not in (None, False)]
-        if len(said) > 1:
-            raise JobError(f"{said[0]} and {said[1]} both say how many devices a worker has: leave one of them out")
+        used = [name for name, value in {**numbers_of, "--fsdp": self.fsdp}.items() if value not in (None, False)]
+        if len(used) > 1:
+            raise JobError(f"{used[0]} and {used[1]} both set the number of devices of a worker: leave one of them out")
         workers = self.workers or ("1" if self.stages else WORKERS)
         numbers = read_workers(workers)
         if self.fsdp:
             sizes = [size for number in numbers for size in _groups(number)]
         else:
-            per_worker = read_workers(numbers_of[said[0]] or "", said[0]) if said else (1,)
+            per_worker = read_workers(numbers_of[used[0]] or "", used[0]) if used else (1,)
             sizes = [Size(number, devices) for devices in per_worker for number in numbers]
         if self.fsdp or self.stages:
             sizes = [WHOLE, *(size for size in sizes if size != WHOLE)]
@@ -183,7 +179,7 @@ def verify(
 
 
 def _groups(devices: int) -> list[Size]:
-    """All the ways to make workers of so many devices, of several each where that can be."""
+    """All ways to divide devices among workers of several devices each; one device each if there is no such way."""
     ways = [
         Size(devices // per_worker, per_worker) for per_worker in range(devices, 1, -1) if devices % per_worker == 0
     ]
@@ -191,13 +187,13 @@ def _groups(devices: int) -> list[Size]:
 
 
 def start(options: VerifyOptions, settings: Settings, script: Script) -> int:
-    """Verify a script and print what came of it.
+    """Verify a script and print the result.
 
     Returns:
         the exit code.
 
     Raises:
-        JobError: a setting cannot work, or the script does nothing that could be compared.
+        JobError: a setting cannot work, or the script gives nothing to compare.
         LaunchError: a worker could not be started.
     """
     request = options.request(script, settings)
@@ -211,7 +207,7 @@ def start(options: VerifyOptions, settings: Settings, script: Script) -> int:
 
 @contextmanager
 def _folder(*, keep: bool) -> Iterator[Path]:
-    """A folder for runs and traces, removed in the end unless it is to be kept."""
+    """A temporary folder for runs and traces, which is removed in the end unless it is to be kept."""
     folder = Path(tempfile.mkdtemp(prefix="unisono-verify-"))
     try:
         yield folder
@@ -222,16 +218,16 @@ def _folder(*, keep: bool) -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-# What is printed: the progress, a table of the runs, and a verdict with its reasons.
+# The output: the progress, a table of the runs, and a verdict with its reasons.
 
 MOST_HINTS = 5
 LOG_LINES = 40
 DIGITS = 16
-"""Of the weights' sha256 in the table."""
+"""The number of digits of the weights' sha256 in the table."""
 
 
 class Printer:
-    """Prints one verification: progress to stderr, what came of it to stdout."""
+    """Prints one verification: the progress to stderr, the result to stdout."""
 
     def __init__(self, request: VerifyRequest) -> None:
         self._request = request
@@ -239,14 +235,14 @@ class Printer:
         self._err = Console(stderr=True, highlight=False, emoji=False)
 
     def begin(self) -> None:
-        """Say what is going to be compared."""
+        """Print which runs will be compared."""
         steps = f"{self._request.steps} step{'s' if self._request.steps > 1 else ''}"
         title = Text.assemble(("unisono verify  ", "bold"), shlex.join(self._request.script.argv))
         self._print(title.append(f"  ({steps}, {_sizes(self._request.sizes)})", "dim"))
 
     @contextmanager
     def watch(self, label: str, trace: Path) -> Iterator[None]:
-        """Show that a run is under way: with its steps on a terminal, else in a line."""
+        """Show that a run is under way: on a terminal with its number of steps, elsewhere in a line."""
         if self._err.is_terminal:
             with self._err.status(_Steps(label, trace / "rank-0.jsonl")):
                 yield
@@ -285,7 +281,7 @@ class Printer:
             self._print(Text("The logs of all workers can be kept with --keep.", "dim"))
 
     def _print(self, text: Text) -> None:
-        # A file or a pipe gets whole lines; a terminal wraps them by itself.
+        # Without rich's own wrapping: files and pipes get whole lines, and terminals wrap them.
         self._out.print(text, soft_wrap=True)
 
 
@@ -296,7 +292,7 @@ _NOTHING_TRAINED = (
 
 
 class _Steps:
-    """The progress of a run, read from its trace whenever it is drawn."""
+    """The progress of a run, which is read from its trace whenever it is drawn."""
 
     def __init__(self, label: str, trace: Path) -> None:
         self._label, self._trace = label, trace
@@ -392,7 +388,7 @@ def _reasons(verification: VerifyResult) -> Table:
 
 
 def _places(hints: Sequence[Hint]) -> Iterator[tuple[str, Text]]:
-    """The first of the hints, under what they have to do with."""
+    """The first hints with their labels, grouped by topic."""
     shown = hints[:MOST_HINTS]
     label = "look at"
     for topic, places in groupby(shown, key=lambda hint: hint.topic):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DAYS = 3650
-"""A certificate of ours is trusted for what it is, and its date protects nobody."""
+"""The days for which a certificate is valid. Since exactly this one is trusted, an earlier end would protect nobody."""
 
 PINNED = ssl.VerifyFlags(ssl.VERIFY_X509_PARTIAL_CHAIN | 0x200000)
-"""Flags for whom exactly one certificate is right, on hosts whose clocks are wrong, too (``X509_V_FLAG_NO_CHECK_TIME``,
-for which Python has no name)."""
+"""The flags for trust in exactly one certificate, also on hosts whose clocks are wrong: the number is
+``X509_V_FLAG_NO_CHECK_TIME``, for which Python has no name."""
 
 OPENSSL_S = 60.0
 
@@ -41,14 +41,14 @@ class Certificate:
 
 
 class NoCertificate(Exception):
-    """There is nothing here that makes one, or it could not; says why."""
+    """The reason why no certificate could be made."""
 
 
 def make(folder: Path, owner: str, more: Iterable[str] = ()) -> Certificate:
-    """A new certificate with a key of its own, P-256, in files that only this user can read.
+    """Make a certificate with a new key, P-256, in files that only this user can read.
 
     Args:
-        folder: a folder that nobody else looks into.
+        folder: a folder that no other user can read.
         owner: the name in the certificate.
         more: further lines of openssl's configuration.
 
@@ -58,24 +58,24 @@ def make(folder: Path, owner: str, more: Iterable[str] = ()) -> Certificate:
     openssl = shutil.which("openssl")
     if openssl is None:
         raise NoCertificate("there is no 'openssl' here that could make a certificate")
-    made, configuration = Certificate(folder / "chain", folder / "key"), folder / "configuration"
+    certificate, configuration = Certificate(folder / "chain", folder / "key"), folder / "configuration"
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-sha256", "-nodes"]
-    into = ["-config", str(configuration), "-keyout", str(made.key), "-out", str(made.chain)]
+    files = ["-config", str(configuration), "-keyout", str(certificate.key), "-out", str(certificate.chain)]
     try:
         configuration.write_text(_CONFIGURATION.format(owner=owner, more="\n".join(more)), encoding="ascii")
         subprocess.run(
-            [openssl, "req", "-x509", *curve, "-days", str(DAYS), *into],
+            [openssl, "req", "-x509", *curve, "-days", str(DAYS), *files],
             check=True,
             capture_output=True,
             text=True,
             timeout=OPENSSL_S,
             stdin=subprocess.DEVNULL,
         )
-        made.key.chmod(0o600)
+        certificate.key.chmod(0o600)
     except (OSError, subprocess.SubprocessError) as error:
-        words = getattr(error, "stderr", None) or error
-        raise NoCertificate(f"'openssl' made no certificate ({str(words).strip()})") from error
-    return made
+        reason = getattr(error, "stderr", None) or error
+        raise NoCertificate(f"'openssl' made no certificate ({str(reason).strip()})") from error
+    return certificate
 
 
 def alternative_names(names: Iterable[str]) -> str:

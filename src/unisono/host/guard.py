@@ -1,11 +1,11 @@
 """A small process that outlives a launcher killed with -9, ends what its workers started, and removes its secrets.
 
-The kernel ends the workers themselves; programs that those started would live on. The guard reads process groups
-from its standard input: ``+1234`` when a worker starts, ``-1234`` when its group has ended; ``/path`` is a folder of
-files that nobody else may find. The end of the input is the launcher's end, however it came: whatever is still listed
-is killed, and the folders are removed.
+The kernel ends the workers themselves, but programs that they started would live on. The guard reads from its standard
+input: ``+1234`` when a worker starts with this process group, ``-1234`` when the group has ended, ``/path`` for a
+folder of secret files. The end of the input is the launcher's end, for whatever reason: then the guard kills all groups
+that have not ended, and removes the folders.
 
-It runs as a plain file without any import of this package, so that it starts in some milliseconds.
+It runs as a plain file that imports nothing of this package, so that it starts in some milliseconds.
 """
 
 import os
@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 
 
 class Guard:
-    """The launcher's side: starts the guard, and tells it of workers.
+    """The launcher's side: starts the guard, and names process groups and folders to it.
 
-    A guard that cannot be reached any more is no reason to stop training; its task is taken over by nobody.
+    If the guard ends first, training goes on without one.
     """
 
     def __init__(self) -> None:
@@ -34,23 +34,23 @@ class Guard:
 
     def watch(self, group: int) -> None:
         """End this process group if the launcher ends first."""
-        self._tell(f"+{group}\n")
+        self._write(f"+{group}\n")
 
     def forget(self, group: int) -> None:
-        """This process group has ended; its number may be given to another."""
-        self._tell(f"-{group}\n")
+        """Do not end this process group, which has ended: the system may give its number to another one."""
+        self._write(f"-{group}\n")
 
     def remove(self, folder: str) -> None:
-        """Remove this folder, an absolute path, and the files in it in the end."""
-        self._tell(f"{folder}\n")
+        """Remove this folder, an absolute path, and the files in it when the launcher ends."""
+        self._write(f"{folder}\n")
 
     def close(self) -> None:
-        """End the guard, and with it whatever it still watches."""
+        """End the guard, which ends all groups and removes all folders that it still has."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(os.fsencode(line))
@@ -58,7 +58,7 @@ class Guard:
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """A new temporary folder for files that nobody else may find; gone in the end, also if this process is killed."""
+    """A temporary folder for secret files, which is removed in the end even if this process is killed."""
     import tempfile
 
     guard = Guard()
@@ -71,14 +71,14 @@ def private_folder() -> Iterator[str]:
 
 
 def kill_group(group: int) -> None:
-    """End every process of a group at once."""
-    # Nobody is left in it, or (macOS) only processes that have ended already.
+    """Kill all processes of a group."""
+    # The errors mean that the group is empty, or (macOS) holds only processes that have ended already.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def main() -> None:
-    """Read groups and folders until the launcher is gone, then end and remove them."""
+    """Read groups and folders until the launcher has ended, then kill the groups and remove the folders."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     watched: set[int] = set()
@@ -91,7 +91,7 @@ def main() -> None:
     for group in watched:
         kill_group(group)
     for name in folders:
-        from pathlib import Path  # it takes as long to load as all else here
+        from pathlib import Path  # here, since it takes as long to import as all else together
 
         with suppress(OSError):
             folder = Path(os.fsdecode(name))

@@ -1,4 +1,4 @@
-"""The machine: limits of control groups, cores, memory, and on which paths its processors compute."""
+"""The host's limits by control groups, its cores and memory, and the instruction sets that libraries use on it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pathlib import Path
 # What a container or a Slurm job allows this process, by control groups of versions 1 and 2.
 
 NO_LIMIT = 1 << 60
-"""Version 1 writes "no limit" as a number that no machine has."""
+"""Numbers from here on mean "no limit" in version 1: more bytes than any machine has."""
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimits:
-    """The tightest limits on the way up to the root; None where there is none.
+    """The tightest limits of a process's control group and those above it; None where there is no limit.
 
     Attributes:
-        cpus: CPU seconds per second.
-        memory_bytes: memory of all its processes together.
-        free_bytes: what is left of the memory, where least is left; caches count as free.
+        cpus: the CPU seconds per second.
+        memory_bytes: the bytes of memory of all processes together.
+        free_bytes: the bytes of that memory that are free, in the group with the fewest; caches count as free.
     """
 
     cpus: float | None = None
@@ -76,11 +76,11 @@ def _memory(folder: Path) -> list[int]:
 
 
 def _used(folder: Path) -> int:
-    """Bytes that the kernel cannot take back at once: without the pages of files that nobody has read lately."""
+    """The bytes that the kernel cannot free at once: those in use without pages of files that were not read lately."""
     words = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes") or ["0"]
-    about = _words(folder / "memory.stat")
-    parts = dict(zip(about[::2], about[1::2], strict=False))
-    # In version 1 only the totals are of the groups below, too.
+    statistics = _words(folder / "memory.stat")
+    parts = dict(zip(statistics[::2], statistics[1::2], strict=False))
+    # In version 1 only the totals include the groups below.
     return int(words[0]) - int(parts.get("total_inactive_file", parts.get("inactive_file", "0")))
 
 
@@ -88,29 +88,28 @@ def _words(path: Path) -> list[str]:
     return path.read_text().split() if path.is_file() else []
 
 
-# Processors: how many cores this process may use, and what they are.
-
+# Processors: how many cores this process may use, and their model.
 
 CORES = "UNISONO_CORES"
 """The variable by which a launcher that pins its workers tells them how many cores they share."""
 
 
 def usable_cores() -> int:
-    """Those it may run on, or shares with others that are pinned as it is; no more than its control groups allow."""
+    """The number of cores that this process may use, or that pinned workers share, within its control groups."""
     variable = os.environ.get(CORES, "")
     if re.fullmatch("[1-9][0-9]{0,5}", variable):
         return cores_within(read_limits(), int(variable))
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores_within(read_limits(), mine)
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores_within(read_limits(), allowed)
 
 
 def cores_within(limits: CgroupLimits, cores: int) -> int:
-    """How many of these cores limits allow; at least 1."""
+    """The number of these cores that limits allow; at least 1."""
     return cores if limits.cpus is None else max(1, min(cores, math.floor(limits.cpus)))
 
 
 def unpin_from_too_few_cores(threads: int) -> None:
-    """Run on all cores, if a launcher that did not know of so many threads has pinned this process to fewer."""
+    """Run on all cores if a launcher that did not know the number of threads has pinned this process to fewer."""
     if CORES in os.environ and threads > len(os.sched_getaffinity(0)):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
@@ -126,24 +125,24 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# The memory that processes need, seen from inside and outside, and the memory that the host has left.
+# The memory that processes use, measured by themselves or by others, and the free memory of the host.
 #
 # A resource limit would not do: RLIMIT_AS counts addresses, of which torch and CUDA reserve many times what they use,
-# and RLIMIT_DATA counts no shared memory; both make allocations fail in places that were never tested for it. A control
-# group needs rights. So the launcher looks itself, at what Linux keeps anyway: the largest resident set so far.
+# and RLIMIT_DATA counts no shared memory; both make allocations fail in places that were never tested for it. To make a
+# control group needs rights. So the launcher itself reads what Linux records anyway: the largest resident set so far.
 
 MIB = 2**20
 KIB_PER_MIB = 1024
 LOOK_S = 0.05
-"""Seconds between two looks."""
+"""The seconds between two measurements."""
 
 FIRST_TO_GO = "1000"
-"""For the kernel's choice of whom to end when the whole machine has no memory left."""
+"""The score of the process that the kernel is to end first when the whole machine has no memory left."""
 
 
 def peak_mib(pid: int) -> float:
-    """What a process needed at most, and what its children have to themselves now, in MiB; 0 if it has ended."""
-    import psutil  # commands that only ask for other things begin sooner without it
+    """The most memory that a process has used, and what its children alone use now, in MiB; 0 if it has ended."""
+    import psutil  # here, so that commands that do not need it start sooner
 
     with suppress(OSError, psutil.Error):
         return own_peak_mib(pid) + sum(_alone_mib(child) for child in _children(pid))
@@ -151,33 +150,33 @@ def peak_mib(pid: int) -> float:
 
 
 def offer(pid: int) -> None:
-    """Should the machine run out of memory, the kernel ends this process rather than others."""
+    """Have the kernel end this process before others if the machine runs out of memory."""
     with suppress(OSError):
         Path(f"/proc/{pid}/oom_score_adj").write_text(FIRST_TO_GO)
 
 
 def own_peak_mib(pid: int) -> float:
-    """The largest resident set that a process has had by itself, in MiB.
+    """The largest resident set that a process has had, without its children, in MiB.
 
     Raises:
-        OSError: there is no such process.
-        psutil.Error: likewise.
+        OSError: there is no such process, on Linux or for this process.
+        psutil.Error: there is no such process, elsewhere.
     """
     status = Path(f"/proc/{pid}/status")
     if sys.platform == "linux" and status.exists():
-        # Not from rusage: Linux hands that on to whatever a process starts.
+        # Not from rusage: there a process begins with the peak of the one that started it.
         for line in status.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / KIB_PER_MIB
     if pid != os.getpid():
         import psutil
 
-        return float(psutil.Process(pid).memory_info().rss) / MIB  # 0 if nobody has asked for its exit code yet
+        return float(psutil.Process(pid).memory_info().rss) / MIB  # 0 if the process has ended and was not waited for
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else KIB_PER_MIB)
 
 
 def _children(pid: int) -> list[int]:
-    if sys.platform == "linux":  # psutil would look at every process of the machine
+    if sys.platform == "linux":  # psutil would read the entry of every process of the machine
         files = Path(f"/proc/{pid}/task").glob("*/children")
         return [int(word) for file in files for word in file.read_text(encoding="utf-8").split()]
     import psutil
@@ -194,33 +193,32 @@ def _alone_mib(pid: int) -> float:
 
 
 def room_mib(limits: CgroupLimits) -> float:
-    """The memory that processes may take now: of the machine, and within the limits of their control group."""
+    """The memory in MiB that is free for processes, on the machine and within the limits of their control group."""
     import psutil
 
-    left = limits.free_bytes
     free = float(psutil.virtual_memory().available)
-    return (free if left is None else min(free, left)) / MIB
+    return (free if limits.free_bytes is None else min(free, limits.free_bytes)) / MIB
 
 
-# The variables that have libraries compute on every processor as on an older one. They are read as torch is loaded.
+# Variables that make libraries compute on every processor as on an older one. They are read when torch is loaded.
 
 PORTABLE: Mapping[str, str] = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
-"""For torch's own vectors, oneDNN (convolutions) and MKL (matrix products, LAPACK)."""
+"""The variables of torch's own kernels, oneDNN (convolutions) and MKL (matrix products, LAPACK)."""
 
 LEVEL = "UNISONO_NUMERICS"
 """The variable that asks for a level of numerics."""
 
 AS_EXPORT = "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in PORTABLE.items())
-"""As a shell takes them."""
+"""The shell's command that sets these variables."""
 
 
 def numerics_variables(level: str | None) -> dict[str, str]:
-    """The variables that a process needs from its start, for a level of numerics."""
+    """The variables that a process needs from its start for a level of numerics."""
     return {LEVEL: level, **PORTABLE} if level == "portable" else {} if level is None else {LEVEL: level}
 
 
 def missing_portable_variables(environ: Mapping[str, str]) -> list[str]:
-    """What of these variables an environment lacks, as a person reads it."""
+    """The variables of :data:`PORTABLE` that an environment lacks or sets otherwise, each as a sentence for people."""
     return [
         f"{name} is {environ.get(name, 'not set')}" for name, value in PORTABLE.items() if environ.get(name) != value
     ]

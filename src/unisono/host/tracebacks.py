@@ -15,13 +15,13 @@ from typing import Any
 from unisono.errors import UnisonoError, UnisonoWarning, WorkerLost
 
 OURS = tuple(f"{Path(__file__).parents[2] / package}/" for package in ("unisono", "unisono_lab"))
-"""Where Unisono's own code is, in which whoever wrote a script has nothing to look for."""
+"""The folders of Unisono's own code, which do not help the author of a script."""
 
 
 def for_people(error: BaseException) -> str:
-    """The traceback of an error, in which calls of Unisono's are one line each.
+    """The traceback of an error, with one line for each call into Unisono's own code.
 
-    An error in Unisono's own code that it does not raise on purpose is a fault of it: then all lines are there.
+    If Unisono's own code fails without raising an error on purpose, that is a bug, and the traceback has all lines.
     """
     described = TracebackException.from_exception(error)
     _shorten(described, error, set())
@@ -29,14 +29,15 @@ def for_people(error: BaseException) -> str:
 
 
 def _shorten(described: TracebackException, error: BaseException, seen: set[int]) -> None:
-    """Likewise an error and those that led to it, in place."""
+    """Shorten the tracebacks of an error and of the errors that led to it, in place."""
     seen.add(id(error))
     described.stack[:] = _shortened(described.stack, error)
     cause, context = error.__cause__, error.__context__
     if cause is not None and described.__cause__ is not None and id(cause) not in seen:
         is_same = isinstance(error, UnisonoError) and isinstance(cause, UnisonoError) and str(cause) in str(error)
         if is_same or (isinstance(error, WorkerLost) and isinstance(cause, OSError)):
-            described.__cause__ = None  # the same, without the rank and the step; or how our own sockets told it
+            # The cause is the same error without the rank and the step, or an error of our own sockets.
+            described.__cause__ = None
         else:
             _shorten(described.__cause__, cause, seen)
     elif context is not None and described.__context__ is not None and id(context) not in seen:
@@ -56,11 +57,11 @@ def _is_ours(frame: FrameSummary) -> bool:
 
 
 def warn(text: str) -> None:
-    """Warn whoever wrote the script, at the line of it that is under way; a thread of ours is at none."""
+    """Warn the author of the script, at the present line of the script; on a thread of ours there is none."""
     frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     names = [frame.f_code.co_filename for frame in frames]
     of_script = [level for level, name in enumerate(names) if not _is_under(name, {*OURS, *_PYTHONS, *_LIBRARIES})]
-    # A script may be installed, as torchrun's own is: then the line that calls Unisono is the nearest one.
+    # The script may itself be installed, as torchrun's is: then the nearest frame outside Unisono is taken.
     of_others = [
         level
         for level, name in enumerate(names)
@@ -73,12 +74,12 @@ def warn(text: str) -> None:
 
 
 def warn_without_script(text: str) -> None:
-    """Warn in a process or thread that runs no line of a script; the same text once."""
+    """Warn in a process or thread that runs no script; each text only once."""
     warnings.warn_explicit(text, UnisonoWarning, "unisono", 0, registry=_WARNED)
 
 
 _WARNED: dict[Any, Any] = {}
-"""What Python keeps of the warnings of our own threads, so that it shows each once."""
+"""Python's record of the warnings of our own threads, so that it shows each once."""
 
 _LIBRARIES = (
     sysconfig.get_path("purelib"),
@@ -86,10 +87,10 @@ _LIBRARIES = (
     *site.getsitepackages(),
     site.getusersitepackages(),
 )
-"""Where packages are, of the environment, the system and the user."""
+"""The folders of installed packages: of the environment, the system and the user."""
 
 _PYTHONS = (sysconfig.get_path("stdlib"), "<frozen ")
-"""What the names of Python's own files begin with."""
+"""The beginnings of the names of Python's own files."""
 
 
 def _is_under(name: str, folders: Iterable[str]) -> bool:
