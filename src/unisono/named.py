@@ -1,4 +1,4 @@
-"""Objects that are given by name: our own, plugins of other packages (entry points), or ``module:Class``."""
+"""Objects that are given by name: our own, extensions of other packages (entry points), or ``module:Class``."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -20,17 +20,17 @@ GROUPS = {
     "policy": "unisono.policies",
     "strategy": "unisono.strategies",
 }
-"""The group of entry points for each kind of plugin."""
+"""The group of entry points for each kind of extension."""
 
 US = "unisono"
 """The name of our own package, of which the lab is a part."""
 
 NAME = r"[^\W_][\w.-]*"
-"""The form of a plugin's name. Colons, commas and blanks have other meanings on the command line."""
+"""The form of an extension's name. Colons, commas and blanks have other meanings on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plugin:
+class Extension:
     """An object that packages offer under one name.
 
     Attributes:
@@ -56,8 +56,8 @@ class Plugin:
         return imported(text, f"the {self.kind} {self.name}")
 
 
-def plugins(kind: str) -> dict[str, Plugin]:
-    """The plugins of a kind, by name. Other packages cannot replace those of our own package.
+def extensions(kind: str) -> dict[str, Extension]:
+    """The extensions of a kind, by name. Other packages cannot replace those of our own package.
 
     Args:
         kind: one of :data:`GROUPS`.
@@ -78,7 +78,7 @@ def plugins(kind: str) -> dict[str, Plugin]:
             package = "" if point.dist is None else point.dist.name
             by_name.setdefault(point.name, {}).setdefault(package, point.value.partition("[")[0].strip())
     return {
-        name: Plugin(kind, name, {US: objects[US]} if US in objects else objects)
+        name: Extension(kind, name, {US: objects[US]} if US in objects else objects)
         for name, objects in sorted(by_name.items())
     }
 
@@ -95,7 +95,7 @@ def require_named(names: Iterable[str], ours: Collection[str], kind: str, where:
     """Refuse names that are unknown. Texts such as ``module:Class`` are not imported: another host may have the module.
 
     Args:
-        names: our own names, names of plugins, or texts such as ``module:Class``.
+        names: our own names, names of extensions, or texts such as ``module:Class``.
         ours: our own names.
         kind: one of :data:`GROUPS`.
         where: the variable or option with the names, for errors.
@@ -103,8 +103,8 @@ def require_named(names: Iterable[str], ours: Collection[str], kind: str, where:
     Raises:
         JobError: a name is unknown; lists the known names.
     """
-    if wrong := [name for name in names if name not in ours and ":" not in name and name not in plugins(kind)]:
-        listed = ", ".join([*ours, *(name for name in plugins(kind) if name not in ours)])
+    if wrong := [name for name in names if name not in ours and ":" not in name and name not in extensions(kind)]:
+        listed = ", ".join([*ours, *(name for name in extensions(kind) if name not in ours)])
         raise JobError(f"{where}: there is no {kind} {short(wrong[0])}: choose of {listed}, or write module:Class")
 
 
@@ -117,4 +117,4 @@ def load_named(name: str, ours: Mapping[str, Any], kind: str, where: str) -> Any
     require_named((name,), ours, kind, where)
     if name in ours:
         return ours[name]
-    return imported(name, where) if ":" in name else plugins(kind)[name].load()
+    return imported(name, where) if ":" in name else extensions(kind)[name].load()

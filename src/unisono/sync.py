@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from unisono.errors import JobError
-from unisono.named import plugins
+from unisono.named import extensions
 from unisono.received import decimal_number, short, whole_number
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class DiLoCo(LocalSGD):
 # Strategies by name, as the command line, the environment and policies give them.
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (AllReduce, LocalSGD, DiLoCo)}
-"""Our own strategies; plugins of other packages, and of the lab, add more."""
+"""Our own strategies; extensions of other packages, and of the lab, add more."""
 
 
 def strategy_of(strategy: Strategy | str) -> Strategy:
@@ -220,12 +220,12 @@ def strategy_of(strategy: Strategy | str) -> Strategy:
     if not isinstance(strategy, str):
         raise JobError(f"strategy={short(strategy)}: give a unisono.Strategy, or the name of one: {_listed()}")
     name, _, settings = strategy.partition(":")
-    kind = STRATEGIES.get(name) or _plugin(strategy, name)
+    kind = STRATEGIES.get(name) or _extension(strategy, name)
     return kind(**dict(_setting(kind, strategy, word) for word in settings.split(",") if word))
 
 
-def _plugin(text: str, name: str) -> type[Strategy]:
-    others = plugins("strategy")
+def _extension(text: str, name: str) -> type[Strategy]:
+    others = extensions("strategy")
     if name not in others:
         raise JobError(f"strategy={short(text)}: there is no such strategy; choose of {_listed()}")
     kind = others[name].load()
@@ -241,7 +241,7 @@ def _plugin(text: str, name: str) -> type[Strategy]:
 
 
 def _listed() -> str:
-    return ", ".join([*STRATEGIES, *(name for name in plugins("strategy") if name not in STRATEGIES)])
+    return ", ".join([*STRATEGIES, *(name for name in extensions("strategy") if name not in STRATEGIES)])
 
 
 def _setting(kind: type[Strategy], text: str, word: str) -> tuple[str, object]:

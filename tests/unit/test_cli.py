@@ -9,7 +9,7 @@ import typer
 
 from unisono.cli import app as cli
 from unisono.errors import CheckpointError, JobError
-from unisono.named import plugins
+from unisono.named import extensions
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def unisono(*args: str) -> int:
     return int(ended.value.code or 0)
 
 
-ALL = [*cli.COMMANDS, *plugins("command")]
+ALL = [*cli.COMMANDS, *extensions("command")]
 
 
 @pytest.fixture

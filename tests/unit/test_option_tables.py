@@ -12,11 +12,11 @@ import pytest
 import typer
 
 from unisono.cli.app import COMMANDS, application
-from unisono.named import plugins
+from unisono.named import extensions
 
 pytestmark = pytest.mark.unit
 
-ALL = [*COMMANDS, *plugins("command")]
+ALL = [*COMMANDS, *extensions("command")]
 ROOT = Path(__file__).parents[2]
 TABLE = re.compile(r"^\| options? of ([^|]+)\|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 

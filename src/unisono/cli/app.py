@@ -14,7 +14,7 @@ import typer
 
 from unisono.cli.display import HelpfulCommand, call
 from unisono.errors import USAGE, JobError, UnisonoError
-from unisono.named import Plugin, plugins
+from unisono.named import Extension, extensions
 from unisono.received import imported, why_of
 
 COMPLETE = "_UNISONO_COMPLETE"
@@ -57,7 +57,7 @@ COMMANDS = {
     "k8s": "unisono.cli.clusters:k8s",
     "verify": "unisono.cli.verify_command:app",
 }
-"""The place of each of our own commands, in the order of the help. Plugins add others."""
+"""The place of each of our own commands, in the order of the help. Extensions add others."""
 
 
 def application(words: Sequence[str] = ()) -> typer.Typer:
@@ -79,7 +79,7 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
         _add_own(app, words[0])
         return app
     try:
-        others = {name: command for name, command in plugins("command").items() if name not in COMMANDS}
+        others = {name: command for name, command in extensions("command").items() if name not in COMMANDS}
     except JobError as error:
         _warn(error)
         others = {}
@@ -91,7 +91,7 @@ def application(words: Sequence[str] = ()) -> typer.Typer:
     for command in others.values():
         try:
             _add(app, command)
-        except JobError as error:  # a plugin cannot be loaded: the others are shown in the help
+        except JobError as error:  # an extension cannot be loaded: the others are shown in the help
             _warn(error)
     return app
 
@@ -109,8 +109,8 @@ def _add_own(app: typer.Typer, name: str) -> None:
         app.command(name, cls=HelpfulCommand)(command)
 
 
-def _add(app: typer.Typer, plugin: Plugin) -> None:
-    """Add the command of a plugin: a function, or a typer.Typer with one command, or with several subcommands.
+def _add(app: typer.Typer, extension: Extension) -> None:
+    """Add the command of an extension: a function, or a typer.Typer with one command, or with several subcommands.
 
     Raises:
         JobError: it cannot be loaded, or is no command.
@@ -118,23 +118,25 @@ def _add(app: typer.Typer, plugin: Plugin) -> None:
     trial = typer.Typer(rich_markup_mode=None)  # so that a command which typer refuses does not spoil the application
     trial.callback()(lambda: None)
     with redirect_stdout(sys.stderr):  # what a module prints when it is imported is not the command's output
-        command = plugin.load()
+        command = extension.load()
     try:
         if not isinstance(command, typer.Typer):
-            trial.command(plugin.name, cls=HelpfulCommand)(command)
+            trial.command(extension.name, cls=HelpfulCommand)(command)
         elif len(command.registered_commands) == 1 and not command.registered_groups:
             [only] = command.registered_commands
-            only.name = plugin.name
+            only.name = extension.name
             trial.registered_commands.append(only)
         elif command.registered_commands or command.registered_groups:
-            trial.add_typer(command, name=plugin.name)
+            trial.add_typer(command, name=extension.name)
         else:
-            raise JobError(f"the command {plugin.name} is a typer.Typer without commands")
+            raise JobError(f"the command {extension.name} is a typer.Typer without commands")
         typer.main.get_command(trial)
     except JobError:
         raise
     except Exception as error:  # noqa: BLE001  (an object of another package may raise anything)
-        raise JobError(f"the command {plugin.name} is neither a function nor a typer.Typer: {why_of(error)}") from None
+        raise JobError(
+            f"the command {extension.name} is neither a function nor a typer.Typer: {why_of(error)}"
+        ) from None
     app.registered_commands += trial.registered_commands
     app.registered_groups += trial.registered_groups
 

@@ -17,7 +17,7 @@ from unisono.launch.elastic.address import Control, Whereabouts
 from unisono.launch.elastic.elastic_settings import FAILURE_TIMEOUT_S, MAX_RESTARTS, ElasticSettings, Range
 from unisono.launch.outcome import RUNS
 from unisono.launch.settings import LaunchSettings
-from unisono.named import plugins
+from unisono.named import extensions
 from unisono.received import imported, short
 from unisono.settings.groups import NamedRow, meanings
 from unisono.settings.reading import TABLE, names_in, settings_by_path, text_of
@@ -31,10 +31,10 @@ def _beginning(names: list[str], incomplete: str) -> list[str]:
 
 
 def _names_of(kind: str, ours: str) -> Callable[[str], list[str]]:
-    """A function that completes the names of a kind: our own, from a table (``module:NAMES``), and those of plugins."""
+    """A function that completes names of a kind: our own, from a table (``module:NAMES``), and those of extensions."""
 
     def complete(incomplete: str) -> list[str]:
-        return _beginning([*imported(ours, kind), *plugins(kind)], incomplete)
+        return _beginning([*imported(ours, kind), *extensions(kind)], incomplete)
 
     return complete
 

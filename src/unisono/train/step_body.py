@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from unisono.data.generators import seed_generators
 from unisono.data.shards import Source
 from unisono.errors import JobError, ModelError
-from unisono.named import plugins
+from unisono.named import extensions
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import short
 from unisono.train.group.collectives import CollectiveCalls
@@ -55,7 +55,7 @@ class StepBody:
     @cached_property
     def curvature(self) -> Any:
         """The object that measures curvature on the batches of steps."""
-        return plugins("measurement")["curvature"].load()(self.run, self.collectives, self.steps)
+        return extensions("measurement")["curvature"].load()(self.run, self.collectives, self.steps)
 
     def begin(self, step: Step) -> None:
         """Begin a step whose samples are loaded."""
