@@ -101,10 +101,7 @@ def _require_usable(device: torch.device) -> None:
 
 
 def use(device: torch.device, *, deterministic: bool) -> dict[str, str]:
-    """Make a device this thread's current one.
-
-    Returns:
-        the environment variables to set for the device's libraries.
+    """Make a device this thread's current one. Returns the environment variables to set for its libraries.
 
     Raises:
         JobError: a variable that is set already allows other bits each time.
@@ -143,11 +140,10 @@ def bits_of_device(device: torch.device) -> dict[str, Any]:
     if not is_accelerator(device):
         return facts | {"float32 precision": _precisions("mkldnn")}
     module = torch.get_device_module(device)
-    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    device_info = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     fields = ("multi_processor_count", "gpu_eu_count", "total_memory", "driver_version")
-    facts |= {
-        f"device's {name.replace('_', ' ')}": getattr(properties, name) for name in fields if hasattr(properties, name)
-    }
+    names_there = [name for name in fields if hasattr(device_info, name)]
+    facts |= {f"device's {name.replace('_', ' ')}": getattr(device_info, name) for name in names_there}
     facts |= {"share of the device": os.environ.get(SHARE, "all"), "float32 precision": _precisions("cuda", "cudnn")}
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -185,7 +181,6 @@ def _attention_kernels() -> str:
 
 
 def _name(device: torch.device) -> str:
-    """The name of a device's model, or of its kind."""
     if not is_accelerator(device):
         return device.type
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)

@@ -291,7 +291,6 @@ def first_not_finite(values: Tensor) -> float | None:
 
 
 def _together(looked: Sequence[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
-    """The sums, stacked by device and dtype, so that each device is waited for once."""
     sums: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     short: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for total, values in looked:

@@ -467,8 +467,8 @@ MUTANTS = (
     Mutant(
         "hosts whose workers come or go by a rule are not looked at again",
         TRANSITIONS,
-        "for rule in (*reach, *form, leave_out_unreachable):",
-        "for rule in (*reach, *form):",
+        "leave_out_unreachable, *rules, leave_out_unreachable):",
+        "leave_out_unreachable, *rules):",
         REACHES,
     ),
     Mutant(
@@ -480,8 +480,8 @@ MUTANTS = (
     Mutant(
         "a worker that hangs is noticed only if others wait for it when it speaks",
         TRANSITIONS,
-        "        state.members if begins else [state.workers",
-        "        [state.workers",
+        "    for worker in state.members if begins else those_changed:",
+        "    for worker in those_changed:",
     ),
     Mutant(
         "what changes of a worker is not written down",

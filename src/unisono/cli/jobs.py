@@ -258,7 +258,6 @@ def _folder(settings: ElasticSettings, where: Whereabouts) -> RunFolder:
 
 
 def _is_the_jobs(run_dir: Path, token: Path) -> bool:
-    """Whether a folder is the run folder of the job itself, on a file system that the hosts share."""
     with suppress(JobError):
         return read_token(token_file(run_dir)) == read_token(token)
     return False

@@ -198,7 +198,6 @@ def _with_default(text: str, default: Any) -> str:
 
 
 def _parameters(group: Any) -> list[Parameter]:
-    """The options of a data class, each with the sentences below its field."""
     parameters = list(signature(group, eval_str=True).parameters.values())
     for parameter in parameters:
         texts = [meanings(kind.__module__).get((kind.__name__, parameter.name)) for kind in group.__mro__]

@@ -276,7 +276,6 @@ def run(
 
 
 def _fault_injection(plan: Path) -> dict[str, str]:
-    """The environment variables by which workers inject the faults of a plan."""
     return dict(load_named("faults", {}, "launch option", "--faults")(plan))
 
 

@@ -207,7 +207,6 @@ def start(options: VerifyOptions, settings: Settings, script: Script) -> int:
 
 @contextmanager
 def _folder(*, keep: bool) -> Iterator[Path]:
-    """A temporary folder for runs and traces, which is removed in the end unless it is to be kept."""
     folder = Path(tempfile.mkdtemp(prefix="unisono-verify-"))
     try:
         yield folder
@@ -388,7 +387,6 @@ def _reasons(verification: VerifyResult) -> Table:
 
 
 def _places(hints: Sequence[Hint]) -> Iterator[tuple[str, Text]]:
-    """The first hints with their labels, grouped by topic."""
     shown = hints[:MOST_HINTS]
     label = "look at"
     for topic, places in groupby(shown, key=lambda hint: hint.topic):

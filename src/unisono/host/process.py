@@ -50,11 +50,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def allow_open_files(count: int) -> int:
-    """Raise the limit of open files to a number, as far as the system lets this user; never lower it.
-
-    Returns:
-        the number, or the limit if that is less.
-    """
+    """Raise the limit of open files to a number as far as possible. Returns the number, or the limit if it is less."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return count
@@ -156,8 +152,7 @@ class ScriptEnd:
     def then(self, act: Act) -> Act:
         """Add a function to call once, before those that were added earlier. If it raises, the script has failed.
 
-        Returns:
-            a function that removes it.
+        Returns a function that removes it.
         """
         self._acts.insert(0, act)
         if not self.is_told and self._exit is None:

@@ -430,7 +430,6 @@ class WorkerConnection:
         )
 
     async def _talk(self, socket: ClientConnection) -> None:
-        """Send and receive on one connection until it ends."""
         self.local_address = socket.local_address[0]
         self._socket = socket
         with self._lock:

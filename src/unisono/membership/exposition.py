@@ -35,12 +35,7 @@ OURS = frozenset(
 
 
 def exposition(state: machine.State, line: Mapping[str, Any] | None, version: str) -> bytes:
-    """The text that Prometheus scrapes.
-
-    Args:
-        state: the state of the job.
-        line: the newest line of ``metrics.jsonl``; None if this host has none.
-        version: the version of Unisono.
+    """The text that Prometheus scrapes, with the newest line of ``metrics.jsonl`` if this host has one.
 
     Raises:
         JobError: the package that writes the format is not installed; says how to install it.
@@ -135,7 +130,6 @@ def _step(state: machine.State) -> int:
 
 
 def _bounded(figures: Mapping[str, Any]) -> Mapping[str, float]:
-    """The first of the figures that are numbers and have a usable name."""
     names = [name for name, value in figures.items() if _is_name(name) and _is_number(value)]
     return {name: figures[name] for name in names[:MOST_LOGGED]}
 

@@ -288,10 +288,7 @@ _REPEAT_S = 60.0
 
 
 class DescriptorErrors:
-    """An event loop's exception handler that reports once a minute that no connection can be accepted.
-
-    Without it asyncio would report that many times a second, for lack of file descriptors or memory.
-    """
+    """An exception handler of an event loop: asyncio's own would report a lack of descriptors at each attempt."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self._write, self._silent_until = write, -math.inf

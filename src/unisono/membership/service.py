@@ -214,7 +214,6 @@ class Service:
         return JSONResponse(self._coordinator.status())
 
     async def _record(self, request: Request) -> Response:
-        """A part of a file of the run folder, for a page on another host."""
         first, most = (whole_number(request.query_params.get(name, "")) for name in ("first", "most"))
         if first is None or most is None or not (first >= 0 and 0 < most <= LARGEST_PART):
             raise NotAdmitted(400, f"name the first byte (first), and how many to read (most): up to {LARGEST_PART}")

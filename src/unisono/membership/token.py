@@ -96,11 +96,7 @@ def make_token(run_folder: Path) -> str:
 
 
 def new_token(run_folder: Path, token: str | None = None) -> str:
-    """Replace the token of a run folder: processes with the old token cannot take part in the next start.
-
-    Args:
-        run_folder: the run folder.
-        token: the new token; a fresh one by default.
+    """Replace the token of a run folder, by a fresh one by default: processes with the old one take part no more.
 
     Raises:
         JobError: it cannot be written.

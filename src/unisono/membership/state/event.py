@@ -49,11 +49,7 @@ class DropKeys:
 
 @dataclass(frozen=True, slots=True)
 class SaveRows:
-    """Save these rows of the state: they are new, gone, or changed by more than signs of life.
-
-    Attributes:
-        rows: the ids of the rows, by the name of their table.
-    """
+    """Save the rows with these ids, by table: they are new, gone, or changed by more than signs of life."""
 
     rows: dict[str, frozenset[str]]
 

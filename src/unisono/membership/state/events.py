@@ -135,7 +135,6 @@ def _reason_to_refuse(state: State, worker: Worker, hello: messages.WorkerHello)
 
 
 def _send_missed_messages(update: StateUpdate, worker: Worker, generation: int) -> None:
-    """Send a member the messages that it may have missed while it had no connection."""
     current = update.state.minted
     assert current is not None
     if generation < current.generation:
@@ -147,7 +146,6 @@ def _send_missed_messages(update: StateUpdate, worker: Worker, generation: int) 
 
 
 def _receive(update: StateUpdate, names: Sequence[str], message: messages.FromWorker) -> None:
-    """Apply a message that all of these workers have sent."""
     senders = zip(names, update.state.workers.get_many(names), strict=True)
     workers = [
         worker
@@ -344,7 +342,6 @@ def _has_yet_to_join(state: State, worker: Worker) -> bool:
 
 
 def _why_ended(state: State, worker: Worker, ended: messages.WorkerEnded) -> tuple[str, bool]:
-    """Why a worker's process has ended, and whether its script is to blame."""
     if ended.code == 0:
         is_early = not worker.leaving and not state.finished
         return "its script ended before the others'", is_early
@@ -387,7 +384,6 @@ def _leave_asked(update: StateUpdate, who: str) -> None:
 
 
 def _replace_asked(update: StateUpdate, who: str) -> None:
-    """Have a worker leave at the next boundary. Its place stays open for another worker."""
     worker = update.state.workers.get(find(update.state, who) or "")
     if worker is not None and not why_not_replaced(update.state, who):
         if worker.phase in MEMBER:

@@ -160,7 +160,6 @@ def _leave_out(update: StateUpdate) -> None:
 
 
 def _tell(update: StateUpdate, agent: Agent, why: str) -> None:
-    """Leave a host out for this reason; with an empty reason, take it back."""
     update.put_agent(agent, left_out=why, tried_at=update.now if why else agent.tried_at)
     if not why:
         probe_unless_recent(update, agent.id)  # the host that it did not reach may just be gone

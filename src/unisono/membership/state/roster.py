@@ -75,7 +75,6 @@ class MintedGeneration:
                 yield others, message
 
     def _neighbours(self) -> dict[str, tuple[Neighbour, ...]]:
-        """The workers of each host, in the order of ranks."""
         here: dict[str, list[Neighbour]] = defaultdict(list)
         for rank, seat in enumerate(self.roster):
             here[seat.host].append(_neighbour(rank, seat.worker, seat.address))
@@ -90,7 +89,6 @@ class MintedGeneration:
         return {worker: agent for agent, worker in first.items()}
 
     def _hosts(self) -> dict[str, Target]:
-        """The hosts that answer probes, by agent."""
         seats = {seat.agent: seat for seat in self.roster if seat.agent and seat.probes}
         return {name: Target(agent=name, host=seat.host, address=seat.probes) for name, seat in seats.items()}
 
@@ -98,7 +96,6 @@ class MintedGeneration:
         return tuple(target for name, target in self._hosts().items() if name != agent)
 
     def _common_message(self) -> NewGeneration:
-        """The part of the message that is the same for all workers."""
         alike = groupby(zip(self.roster, pairwise(self.bounds), strict=True), key=_rank_key)
         ranks = tuple(
             Ranks(workers=len(list(seats)), shards=shards, acts=acts, joins=joins)

@@ -74,7 +74,6 @@ class StateUpdate:
             self._new_signs = {}
 
     def _forget_reports(self, worker: Worker) -> None:
-        """Forget what a worker that is no member any more has reported of its generation."""
         if worker.id in self.state.arrivals or worker.id in self.state.formed_by:
             arrivals, formed_by = self.state.arrivals, self.state.formed_by
             self.set(arrivals=arrivals.drop(worker.id), formed_by=formed_by.discard(worker.id))
@@ -264,7 +263,6 @@ class StateUpdate:
             self.send(worker, farewell)
 
     def _count_loss(self, worker: Worker) -> None:
-        """Count a loss: whether another worker may be started for it, and how soon."""
         agent = self.state.agents[worker.agent]
         if worker.leaving or is_past(agent_deadline(self.state, agent), self.now):
             return  # its place is gone with it: no worker is started for it
@@ -320,7 +318,6 @@ class StateUpdate:
 
 
 def _is_to_keep(before: Worker, after: Worker, fields: Iterable[str]) -> bool:
-    """Whether more has changed than what the worker sends again when it connects."""
     return any(name != "signs" and getattr(before, name) != getattr(after, name) for name in fields)
 
 

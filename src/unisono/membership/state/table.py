@@ -273,7 +273,6 @@ class Table(Mapping[str, Row], Generic[Row]):
         return table
 
     def _copy(self) -> Self:
-        """A copy that is not open."""
         table = type(self).__new__(type(self))
         table._rows, table._marked, table.weight = self._rows, self._marked, self.weight
         table._pending_rows, table._pending_marks, table._count_changes = None, {}, {}
@@ -326,7 +325,6 @@ class Table(Mapping[str, Row], Generic[Row]):
         return self._rows
 
     def _apply_pending(self) -> None:
-        """Write all collected rows into rows and index."""
         if not self._pending_rows:
             return
         self._rows = self._rows.update(self._pending_rows)

@@ -100,10 +100,7 @@ MOST_UNFORMED = 2
 def exclude_unconnected(update: StateUpdate, current: MintedGeneration, holders: Sequence[Worker]) -> frozenset[str]:
     """Exclude members whose hosts are left out, or else members suspected to keep generations from forming.
 
-    All members have arrived. At least one of those that hold the weights stays.
-
-    Returns:
-        the ids of the excluded workers.
+    All members have arrived. At least one of those that hold the weights stays. Returns the ids of excluded workers.
     """
     agents = update.state.agents
     out = [member for member in update.state.members if agents[member.agent].left_out] if agents.count("out") else []
@@ -154,12 +151,7 @@ def _unformed_reason(current: MintedGeneration) -> str:
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
-    """Apply an event to a state.
-
-    Args:
-        state: the state.
-        event: the event.
-        now: the time in seconds, not before that of the last event.
+    """Apply an event to a state, at a time in seconds that is not before that of the last event.
 
     Returns:
         the new state, and the actions to do in this order once the new state is saved.
@@ -178,24 +170,19 @@ LONGEST_DELAY_S = 30.0
 
 def apply_rules(update: StateUpdate) -> None:
     """Apply every rule to the state, in order."""
-    reach, form = (
-        (_give_up_hanging, leave_out_unreachable),
-        (_finish, _regroup, _dismiss, _start, _form_first, _request_regroup, _release),
-    )
-    for rule in (*reach, *form, leave_out_unreachable):  # again, for those that have come or gone
+    rules = (_finish, _regroup, _dismiss, _start, _form_first, _request_regroup, _release)
+    # The rules may have changed who takes part: so the hosts that are left out are looked at before and after them.
+    for rule in (_give_up_hanging, leave_out_unreachable, *rules, leave_out_unreachable):
         if update.state.over is None:
             rule(update)
 
 
 def _give_up_hanging(update: StateUpdate) -> None:
-    """Give up workers that hang."""
     state = update.state
     # Whether a worker hangs changes only with its own pulse, or for all when a first worker waits for others.
     begins = state.workers.count("waits") > 0 == update.before.workers.count("waits")
-    members = (
-        state.members if begins else [state.workers[name] for name in update.pulse_changed if name in state.workers]
-    )
-    for worker in members:
+    those_changed = [state.workers[name] for name in update.pulse_changed if name in state.workers]
+    for worker in state.members if begins else those_changed:
         if hangs(update.state, worker):
             pulse = worker.signs.pulse
             where = "a collective call" if pulse.doing == "call" else "the script's own code, and others wait for it"
@@ -295,7 +282,6 @@ def _start_over(update: StateUpdate) -> None:
 
 
 def _dismiss(update: StateUpdate) -> None:
-    """Remove candidates that are not needed."""
     for worker in update.state.workers.in_phases(CANDIDATE, leaving=None if update.state.preempting else True):
         update.remove(worker, "it was asked to leave")
     surplus = update.state.staying - update.state.size
@@ -304,7 +290,6 @@ def _dismiss(update: StateUpdate) -> None:
 
 
 def _start(update: StateUpdate) -> None:
-    """Have agents with room start as many workers as are missing."""
     _reopen(update)
     state = update.state
     missing = state.size - state.unreplaced - state.staying
@@ -405,7 +390,6 @@ def _request_regroup(update: StateUpdate) -> None:
 
 
 def _should_split_again(update: StateUpdate) -> bool:
-    """Whether a better split of the shards is found; it is looked for every :data:`SETTLED_S` seconds."""
     if update.now < update.state.judged_at + SETTLED_S:
         return False
     update.set(judged_at=update.now)
