@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from unisono_lab.strategies.averaging import ModelAveraging, PairAveraging
     from unisono_lab.strategies.parameter_server import ParameterServer
 
-__all__ = ["KFAC", "Faults", "ModelAveraging", "PairAveraging", "ParameterServer"]
+__all__ = ["Faults", "KFAC", "ModelAveraging", "PairAveraging", "ParameterServer"]
 
 _HOMES = {
     "Faults": "unisono_lab.faults.faults",
