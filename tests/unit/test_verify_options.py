@@ -130,7 +130,7 @@ def test_workers_and_devices_say_what_is_compared(started: Started, line: str, s
         (VerifyOptions(stages="1,0"), "--devices-per-worker 0"),
         (VerifyOptions(stages="1,x"), "--stages '1,x': 'x' is no number"),
         (VerifyOptions(devices_per_worker=""), "--devices-per-worker ''"),
-        (VerifyOptions(stages="2", fsdp=True), "--stages and --fsdp both say"),
+        (VerifyOptions(stages="2", fsdp=True), "--stages and --fsdp both set"),
         (VerifyOptions("3"), "two numbers at least"),
         (VerifyOptions("1,2", 0), "--steps 0: at least 1"),
         (VerifyOptions("1,0"), "--workers 0: at least 1"),
