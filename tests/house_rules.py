@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("jsonl", "arguments", "named", "words"),
     ("device",),
     ("received", "host", "spans", "telemetry"),
-    ("errors", "failpoints", "hooks"),
+    ("errors", "failpoints"),
 )
 LAB = "unisono_lab"
 LAB_ROWS: tuple[tuple[str, ...], ...] = (

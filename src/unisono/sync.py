@@ -139,7 +139,7 @@ class LocalSGD(Rounds):
     """
 
     name: ClassVar[str] = "local-sgd"
-    part: ClassVar[str] = "unisono.train.strategies.averaging:LocalUpdates"
+    part: ClassVar[str] = "unisono.train.strategies.local_rounds:LocalUpdates"
 
     every: int = 8
 
@@ -176,7 +176,7 @@ class DiLoCo(LocalSGD):
     """
 
     name: ClassVar[str] = "diloco"
-    part: ClassVar[str] = "unisono.train.strategies.averaging:OuterUpdates"
+    part: ClassVar[str] = "unisono.train.strategies.local_rounds:OuterUpdates"
 
     every: int = 32
     outer_rate: float = 0.7

@@ -59,7 +59,7 @@ MUTANTS = (
     ),
     Mutant(
         "an update is made from what is not finite: a gradient, or a factor of K-FAC",
-        "train/step/sum_checks.py",
+        "train/step/gradient_parts.py",
         "return (not self._are_finite(),)",
         "return (False,)",
         ("tests/unit/test_not_finite.py", *FACTORS),

@@ -22,8 +22,7 @@ from unisono.sync import Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.update import hyperparameters_of, set_hyperparameters
-from unisono.train.strategies.replica import set_states, states_of
-from unisono.train.strategies.synchroniser import SyncContext
+from unisono.train.strategies.synchroniser import SyncContext, set_states, states_of
 from unisono_lab import PairAveraging
 from unisono_lab.strategies.asynchronous_server import AsynchronousServer, CentralWeights
 from unisono_lab.strategies.parameter_server import ParameterServer

@@ -15,7 +15,7 @@ from unisono.sync import DiLoCo, LocalSGD, Strategy
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
-from unisono.train.strategies.averaging import LocalUpdates, OuterUpdates
+from unisono.train.strategies.local_rounds import LocalUpdates, OuterUpdates
 from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
 from unisono_lab import ModelAveraging
 from unisono_lab.strategies.replicas import CentralAveraging

@@ -19,10 +19,9 @@ from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Devices, Mesh, Workers
 from unisono.train.model.buffers import Buffers
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.parallel_gradients import TensorParallel
 from unisono.train.step.part import EngineBase
 from unisono.train.step.pipeline import Pipeline
-from unisono.train.step.placement import Placement
+from unisono.train.step.placement import Placement, TensorParallel
 from unisono.train.step.placements import placement_of
 from unisono.train.step.shard_passes import Round
 from unisono.train.step.sliced_gradients import Slicing

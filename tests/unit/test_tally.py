@@ -48,9 +48,9 @@ from unisono.train.recovery.state_digests import StateDigests
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 from unisono.train.step.engine import StepEngine
+from unisono.train.step.gradient_parts import MemoryChecks
 from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call, Clip
-from unisono.train.step.sum_checks import MemoryChecks
 from unisono.word_sums import totals
 from unisono.words import SMALL, ManyWords, bytes_of, sum_of_words
 from unisono_lab.faults.injector import flip

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 from unisono.errors import JobError
-from unisono.hooks import own_methods
 from unisono.received import short
 from unisono.train.record.metrics_line import require_free_name
-from unisono.train.step.part import Attempt, Back, Hearing, Part
+from unisono.train.step.part import Attempt, Back, Hearing, Part, own_methods
 from unisono.train.step.word import Field
 
 WRITERS = ("gradient", "work_out", "look", "apply")

@@ -15,8 +15,7 @@ from unisono.reduce.buckets import pack, unpack
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import set_all
 from unisono.train.model.update import hyperparameters_of, quiet_schedulers, set_hyperparameters
-from unisono.train.strategies.replica import set_states, states_of
-from unisono.train.strategies.synchroniser import SyncContext, Synchroniser
+from unisono.train.strategies.synchroniser import SyncContext, Synchroniser, set_states, states_of
 from unisono_lab.strategies.parameter_server import ParameterServer, shares
 from unisono_lab.strategies.queued_work import QueuedWork
 from unisono_lab.strategies.rpc_message import RpcMessage

@@ -10,9 +10,9 @@ from unisono.train.group.majority import Verdict
 from unisono.train.model.at_rest import AtRest, MemoryState, tensors_of
 from unisono.train.model.update import settings_digest
 from unisono.train.recovery.integrity import HeldStates, Integrity, Note, judged, nothing
+from unisono.train.step.gradient_parts import MemoryChecks
 from unisono.train.step.part import Attempt, Back, EngineBase, Hearing, Part
 from unisono.train.step.step import Call
-from unisono.train.step.sum_checks import MemoryChecks
 from unisono.train.step.word import Field
 from unisono.words import MODULUS
 

@@ -27,7 +27,7 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.update import Scaled, Update, may_change_gradients
 from unisono.train.state.trained import LossScale
-from unisono.train.step.gradient_norms import Clipping
+from unisono.train.step.gradient_parts import Clipping, FiniteSums, WholeGradients
 from unisono.train.step.gradients import Fusion, Gradients
 from unisono.train.step.loss import ask_all, require_agreement
 from unisono.train.step.owned_update import whole_update
@@ -35,7 +35,6 @@ from unisono.train.step.part import Attempt, Back, EngineBase, Hearing, Part, Pa
 from unisono.train.step.placements import placement_of
 from unisono.train.step.shared_pieces import SharedPieces
 from unisono.train.step.step import Call
-from unisono.train.step.sum_checks import FiniteSums, WholeGradients
 from unisono.train.step.weights_watch import ForwardWrites
 from unisono.train.step.word import ReportExchange
 

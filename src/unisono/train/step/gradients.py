@@ -1,8 +1,9 @@
-"""The gradients of a step: from each shard's to their mean in ``parameter.grad``."""
+"""The gradients of a step: from each shard's to their mean in ``parameter.grad``, and what is checked of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +14,129 @@ from torch import Tensor
 
 from unisono.adapt.squared_norms import SquaredNorms
 from unisono.errors import ModelError
+from unisono.reduce.partial_sums import UNTALLIED, Tally, Witness, windows
 from unisono.reduce.reducer import Reducer, Weigh
-from unisono.train.step.gradient_checks import GradientChecks
-from unisono.train.step.shard_digest import ShardDigest
-from unisono.words import first_not_finite
+from unisono.train.step.word import ShardReport
+from unisono.words import LONG, MODULUS, Finiteness, Words, first_not_finite, is_dense, sum_of_words
 
 _NOTHING = nullcontext()
 
 GRADIENT = attrgetter("grad")
+
+
+_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it modulo 2**64 loses no bit
+
+
+class ShardDigest:
+    """A digest of all results of a shard: its gradient, its loss and metrics, and its buffers."""
+
+    def __init__(self) -> None:
+        self._sum = 0
+
+    def take(self, number: int, gradient: Tensor | None) -> None:
+        """Add a parameter's gradient. The order of calls does not matter."""
+        words = 0 if gradient is None else 1 + sum_of_words(_in_memory_order(gradient))
+        self._sum = (self._sum + _FACTOR * (2 * number + 1) * words) % MODULUS
+
+    def finish(self, report: ShardReport, buffers: Sequence[Tensor | None]) -> str:
+        """The digest, in hex, once all gradients are added."""
+        buffer_sums = [None if buffer is None else sum_of_words(_in_memory_order(buffer)) for buffer in buffers]
+        numbers = [report.loss, report.weight, *(report.metrics[name] for name in sorted(report.metrics))]
+        results = [self._sum, buffer_sums, [float(number).hex() for number in numbers]]
+        return hashlib.blake2b(repr(results).encode(), digest_size=8).hexdigest()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A tensor's elements in the order in which they lie in memory, if there are no gaps; else in their own order."""
+    if is_dense(tensor):
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
+    return tensor.detach().reshape(-1)
+
+
+_BALANCE, _COPIES, _FINISHED = map(attrgetter, ("balance", "copies", "finished"))
+
+
+class GradientChecks:
+    """Checks that memory has kept the gradients that were written to it, and that all of them are finite.
+
+    Args:
+        lengths: the number of elements of each buffer: of each bucket, or of each gradient that stays where it is.
+        size: the bytes of all buffers together.
+        checked_bytes: the bytes whose memory is checked in a step; None for all.
+        tallies: whether the buffers are buckets, to which partial sums are written.
+
+    Attributes:
+        witness: a function that gets what was written to checked memory, to inject a fault.
+        tallies: the tally of each bucket; ``UNTALLIED`` once other memory has taken the bucket's place.
+    """
+
+    def __init__(self, lengths: Sequence[int], size: int, checked_bytes: int | None, *, tallies: bool) -> None:
+        self.witness: Witness | None = None
+        self.tallies: list[Tally] = []
+        self._lengths, self._size, self._checked_bytes, self._has_tallies = lengths, size, checked_bytes, tallies
+        self._windows: Sequence[range] = ()  # the elements of each buffer that are checked
+        self._kept: dict[int, tuple[Words, int]] = {}  # by buffer: the memory in its place, and the sum of its words
+        self._stays = Finiteness()
+
+    def begin(self, step: int) -> None:
+        """Forget the last step, and choose the memory to check in this one."""
+        self._windows = windows(self._lengths, self._size, self._checked_bytes, step)
+        self._kept = {}
+        self._stays.forget()
+        if self._has_tallies:
+            self.tallies = [Tally(part.start, part.stop, self.witness) for part in self._windows]
+
+    def keep(self, number: int, values: Tensor | None) -> None:
+        """Check from now on that values stay as they are in the place of a buffer."""
+        part = self._windows[number]
+        if part and values is not None and not values.is_sparse:
+            flat = values if values.is_contiguous() else _in_memory_order(values)
+            words = Words(flat if len(part) == flat.numel() else flat.view(-1)[part.start : part.stop])
+            self._kept[number] = words, words.sum()
+            if self.tallies:
+                self.tallies[number] = UNTALLIED
+
+    def arrived(self, number: int, gradient: Tensor) -> None:
+        """Note a gradient that was just written, and stays where it is."""
+        self.keep(number, gradient)
+        if gradient.numel() >= LONG:  # shorter ones are checked together after the backward pass
+            self._stays.look(gradient, number)
+
+    def stays(self, number: int, gradient: Tensor, *, is_new: bool) -> None:
+        """Note a gradient after the backward pass; it is new if :meth:`arrived` was not called with it."""
+        if is_new:
+            self.keep(number, gradient)
+        if is_new or gradient.numel() < LONG:
+            self._stays.look(gradient, number)
+
+    @property
+    def balance(self) -> int:
+        """The words that this worker has written less those that it has read; see :class:`Tally`."""
+        return sum(map(_BALANCE, self.tallies))
+
+    @property
+    def copies(self) -> int:
+        """The difference of words written and words read, of memory that is copied to every worker."""
+        return sum(map(_COPIES, self.tallies))
+
+    def are_finite(self) -> Callable[[], bool]:
+        """Ask whether everything that this worker has finished is finite. What is returned waits for the answer."""
+        return self._stays.start_check(map(_FINISHED, self.tallies))
+
+    def has_kept(self) -> bool:
+        """Whether the checked memory still holds the step's gradient as it was reduced."""
+        for words, left in self._kept.values():  # runs in each step: a generator would take twice as long
+            if words.sum() != left:
+                return False
+        return all(map(Tally.has_kept, self.tallies))
+
+    def show(self) -> None:
+        """Show the step's gradient to the witness."""
+        if self.witness is not None:
+            for words, _ in self._kept.values():
+                self.witness("gradient", words.values)
+            for tally in self.tallies:
+                tally.show()
 
 
 @dataclass(frozen=True, slots=True)

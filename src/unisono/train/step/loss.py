@@ -21,7 +21,7 @@ from unisono.reduce.transport import Transport
 from unisono.spans import Spans
 from unisono.train.config.numerics import autocast
 from unisono.train.model.prepared import Prepared
-from unisono.train.step.shard_digest import ShardDigest
+from unisono.train.step.gradients import ShardDigest
 from unisono.train.step.step import Call
 from unisono.train.step.word import ShardReport
 

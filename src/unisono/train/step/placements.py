@@ -17,7 +17,7 @@ def placement_of(prepared: Prepared, workers: Workers) -> Placement:
 
         return Pipeline(prepared, workers, staging)
     if workers.devices.mesh.call == "run.parallelize":
-        from unisono.train.step.parallel_gradients import TensorParallel
+        from unisono.train.step.placement import TensorParallel
 
         return TensorParallel(prepared, workers)
     from unisono.train.step.sliced_gradients import Slicing  # loads FSDP, which takes seconds

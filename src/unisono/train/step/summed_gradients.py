@@ -14,8 +14,7 @@ from unisono.adapt.squared_norms import LARGE, squares_of
 from unisono.reduce.buckets import Bucket, plan_buckets
 from unisono.reduce.partial_sums import PIECE, PartialSumRow, PartialSums, views_of
 from unisono.reduce.reducer import Weigh
-from unisono.train.step.gradient_checks import GradientChecks
-from unisono.train.step.gradients import GRADIENT, Fusion, Gradients
+from unisono.train.step.gradients import GRADIENT, Fusion, GradientChecks, Gradients
 
 _numbers = itertools.count()
 
