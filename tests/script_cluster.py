@@ -34,7 +34,7 @@ from unisono.errors import UnisonoWarning
 from unisono.host.process import ScriptEnd
 from unisono.job import Job
 from unisono.train.config.run_config import Connection
-from unisono.train.record.plugins import Event
+from unisono.train.plugins import Event
 from unisono.train.run import Run
 from unisono.train.start import HOST_PROCESS, HostProcess
 from unisono.train.state.ending import LeaveRequest

@@ -3,7 +3,7 @@
 from mutants.mutant import ACTS, Mutant
 
 ACTS_FILE = "train/group/collectives.py"
-MAJORITY = "train/group/majority.py"
+MAJORITY = "train/group/membership.py"
 WORKERS = "train/group/workers.py"
 ELASTIC = "train/group/elastic.py"
 MEMBERSHIP = "train/group/membership.py"

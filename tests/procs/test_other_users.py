@@ -26,7 +26,7 @@ from unisono.reduce.host_memory import Segment, created
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.connect import connect
-from unisono.train.group.rendezvous import FixedRendezvous
+from unisono.train.group.meeting import FixedRendezvous
 from unisono.train.group.workers import Workers
 
 pytestmark = [pytest.mark.procs, needs_root]

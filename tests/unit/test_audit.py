@@ -15,13 +15,13 @@ from side_by_side import side_by_side
 from unisono.data.generators import generators_kept
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.plan.audits import AuditResult, audited, auditors, judged
 from unisono.plan.batches import Batch
+from unisono.plan.split import AuditResult, audited, auditors, judged_audit
 from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
-from unisono.train.recovery.audits import Audits
+from unisono.train.recovery.compared_steps import Audits
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call, Clip
@@ -65,7 +65,7 @@ def test_three_different_workers_have_to_do_with_an_audit_where_there_are_three(
     ],
 )
 def test_who_is_wrong_is_said_only_where_most_results_agree(results: Any, expected: AuditResult | None) -> None:
-    assert judged(4, results) == expected
+    assert judged_audit(4, results) == expected
 
 
 # -- in whole steps

@@ -14,7 +14,7 @@ from unisono.plan.split import Split
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import Connection, RunConfig
 from unisono.train.group.connect import connect, mesh_of, topology_over
-from unisono.train.group.rendezvous import FixedRendezvous
+from unisono.train.group.meeting import FixedRendezvous
 
 pytestmark = pytest.mark.unit
 

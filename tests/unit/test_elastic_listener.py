@@ -32,9 +32,9 @@ from unisono.membership.rendezvous import Generation
 from unisono.reduce.transport import Solo
 from unisono.train.group.elastic import Elastic
 from unisono.train.group.liveness import Probing, Report
+from unisono.train.group.meeting import Rendezvous
 from unisono.train.group.membership import MemberProgress, StateTransfer
 from unisono.train.group.publisher import Publisher
-from unisono.train.group.rendezvous import Rendezvous
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit

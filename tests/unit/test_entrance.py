@@ -29,7 +29,7 @@ from unisono.membership.token import context_for, is_private, make_token, read_t
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import PeerListener
 from unisono.train.config.run_config import CoordinatorAccess
-from unisono.train.group.rendezvous import ElasticRendezvous
+from unisono.train.group.meeting import ElasticRendezvous
 
 pytestmark = pytest.mark.unit
 

@@ -19,7 +19,7 @@ import unisono
 from unisono.checkpoint.checkpoint_store import CheckpointStore
 from unisono.errors import JobError, UnisonoWarning
 from unisono.failpoints import failpoint
-from unisono.train.record.plugins import Event, load_plugins
+from unisono.train.plugins import Event, load_plugins
 from unisono_lab.commands.chaos import restart_reason
 from unisono_lab.faults.faults import KINDS, RECOVERY, SHARES, Fault, Faults, RandomFaults, Slow, listening
 from unisono_lab.faults.injector import PLUGIN, FaultInjector, flip_in, is_in_recovery

@@ -1,7 +1,6 @@
 import pytest
 
-from unisono.train.group.majority import Verdict, healing, trusted, verdict
-from unisono.train.group.membership import StateTransfer
+from unisono.train.group.membership import StateTransfer, Verdict, healing, trusted, verdict
 from unisono.train.recovery.integrity import HeldStates, judged
 
 pytestmark = pytest.mark.unit

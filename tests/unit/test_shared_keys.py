@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unisono.errors import JobError
 from unisono.reduce.data_network import NetworkKeys, write_keys
-from unisono.train.group.rendezvous import shared_keys
+from unisono.train.group.meeting import shared_keys
 
 pytestmark = pytest.mark.unit
 

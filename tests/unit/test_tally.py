@@ -42,9 +42,9 @@ from unisono.train.config.run_config import CHECKS, Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
+from unisono.train.recovery.compared_steps import StateDigests
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import StateCopies
-from unisono.train.recovery.state_digests import StateDigests
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
 from unisono.train.step.engine import StepEngine

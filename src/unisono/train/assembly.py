@@ -18,22 +18,21 @@ from unisono.spans import Spans
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
-from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.evaluation import Evaluator
 from unisono.train.loop.loop_data import LoopDataSets
+from unisono.train.plugins import Callbacks
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.log_follower import LogFollower
 from unisono.train.record.metrics_line import MetricsLine
 from unisono.train.record.notices import LoneUpdates, Notices
-from unisono.train.record.plugins import Callbacks
 from unisono.train.record.result_file import ResultWriter, worker_name
 from unisono.train.record.step_timeline import StepTimeline, TorchProfile
 from unisono.train.record.trace import SampleLog, Trace
-from unisono.train.recovery.audits import JudgedAudits
+from unisono.train.recovery.boundary import Boundary, Verification
+from unisono.train.recovery.compared_steps import JudgedAudits
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import KnownStates, StateCopies
 from unisono.train.recovery.recovery import Recovery, Snapshots
-from unisono.train.recovery.verification import Verification
 from unisono.train.state.checkpoints import FirstWeights, RunCheckpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.policy_state import PolicyState

@@ -18,11 +18,10 @@ from unisono.train.group.workers import Operation, Workers
 from unisono.train.loop.evaluation import Metrics, Predict
 from unisono.train.model.prepared import Prepared, require_modules
 from unisono.train.model.tensors import digest_tensors
+from unisono.train.plugins import Callback, Event, checked
 from unisono.train.preparation import prepare
 from unisono.train.record.metrics_line import metric
-from unisono.train.record.plugins import Callback, Event
 from unisono.train.run_on_devices import RunOnDevices
-from unisono.train.script_part import checked
 from unisono.train.step.part import Part
 from unisono.train.step.step import LossFunction, Step
 from unisono.train.step_loop import LoopPlace

@@ -41,10 +41,10 @@ from unisono.train.config.run_config import Connection, CoordinatorAccess, RunCo
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.connect import connect, connect_devices, mesh_of
 from unisono.train.group.elastic import DeviceGroup, elastic
+from unisono.train.group.meeting import RUNS, FixedRendezvous, Rendezvous
 from unisono.train.group.membership import Fixed, Membership
-from unisono.train.group.rendezvous import RUNS, FixedRendezvous, Rendezvous
 from unisono.train.group.workers import SAME, Devices, Workers
-from unisono.train.record.plugins import load_plugins
+from unisono.train.plugins import load_plugins
 from unisono.train.record.result_file import FailureNote
 from unisono.train.run import Run
 from unisono.train.state.checkpoints import RunCheckpoints, agreed_folder

@@ -16,9 +16,9 @@ from unisono.errors import JobError, JobMismatch
 from unisono.host.tracebacks import warn
 from unisono.job import differences
 from unisono.plan.batches import Position
-from unisono.train.loop.boundary import Boundary
 from unisono.train.loop.course import Course, NextStep
 from unisono.train.loop.loop_data import LoopData, LoopDataSets, require_counts, require_strategy
+from unisono.train.recovery.boundary import Boundary
 from unisono.train.state.trained import Reading, RunProgress
 from unisono.train.step.current import StepComputer
 from unisono.train.step.step import Step

@@ -16,8 +16,7 @@ from unisono.job import differences
 from unisono.received import value_of
 from unisono.spans import Spans
 from unisono.telemetry import span
-from unisono.train.group.majority import trusted
-from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
+from unisono.train.group.membership import MemberProgress, Membership, StateTransfer, trusted
 from unisono.train.group.workers import SAME, Workers
 
 R = TypeVar("R")

@@ -29,7 +29,7 @@ from unisono.reduce.transport import Solo, Transport
 from unisono.reduce.wire import SocketGroup
 from unisono.settings.table import Communication
 from unisono.train.config.run_config import RunConfig
-from unisono.train.group.rendezvous import Rendezvous
+from unisono.train.group.meeting import Rendezvous
 from unisono.train.group.workers import Devices, Mesh, Workers
 
 

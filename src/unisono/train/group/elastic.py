@@ -26,9 +26,9 @@ from unisono.train.config.run_config import Connection, CoordinatorAccess
 from unisono.train.group.device_line import DeviceLine, FirstLine
 from unisono.train.group.device_messages import Agreed, Farewell, News, ToDevice, Watched, WorkedOut
 from unisono.train.group.liveness import BEAT_S, Heartbeat, OtherHosts, Probing, Report
+from unisono.train.group.meeting import ElasticRendezvous, Rendezvous
 from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
 from unisono.train.group.publisher import Ask, Publisher, packed, unpacked
-from unisono.train.group.rendezvous import ElasticRendezvous, Rendezvous
 from unisono.train.group.workers import Devices, Mesh, Workers
 
 CLOCK_S = 2.0

@@ -1,7 +1,9 @@
-"""Membership: the workers that this worker trains with, and their changes."""
+"""Membership: the workers that this worker trains with, and their changes; and which of them hold the right state."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, NoReturn
 
 from unisono.errors import JobError, WorkerLost
@@ -191,3 +193,48 @@ class Membership:
 
 class Fixed(Membership):
     """Workers that were started together. Without one of them the others cannot go on."""
+
+
+class Verdict(Enum):
+    """The verdict on the workers' states, from their digests."""
+
+    RIGHT = "all hold the same"
+    HEALING = "most hold the same"
+    WRONG = "nobody can say who is right"
+
+
+def verdict(held: Sequence[Hashable]) -> Verdict:
+    """Judge the digests of what workers hold, by rank."""
+    if len(set(held)) <= 1:
+        return Verdict.RIGHT
+    return Verdict.WRONG if healing(held) is None else Verdict.HEALING
+
+
+def healing(held: Sequence[Hashable]) -> StateTransfer | None:
+    """Return who gives whom the right state, where some workers hold another one than most do.
+
+    ``held`` are digests by rank. Return None if no state is held by more than half of the workers.
+    """
+    right, votes = Counter(held).most_common(1)[0]
+    if 2 * votes <= len(held):
+        return None
+    return StateTransfer(
+        source=held.index(right), acts=[int(digest == right) for digest in held], joiners=frozenset(), seconds={}
+    )
+
+
+def trusted(transfer: StateTransfer, held: Mapping[int, Hashable]) -> StateTransfer | None:
+    """Return who gives whom the state when some workers lack it.
+
+    A worker that holds another state than most counts as behind. ``transfer`` is from the workers that have come
+    furthest, any of which may hold a wrong state. ``held`` are digests by rank, empty if states are not compared.
+    Return None if no majority holds the same.
+    """
+    if len(set(held.values())) <= 1:
+        return transfer
+    ranks, repair = list(held), healing(list(held.values()))
+    if repair is None:
+        return None
+    outvoted = {ranks[number] for number in repair.behind}
+    acts = [-1 if rank in outvoted else acts for rank, acts in enumerate(transfer.acts)]
+    return replace(transfer, source=ranks[repair.source], acts=acts)

@@ -18,8 +18,7 @@ from unisono.plan.split import Split
 from unisono.plan.tree import SummationTree
 from unisono.reduce.partial_sums import Witness
 from unisono.reduce.transport import Transport
-from unisono.train.model.combining import Combining
-from unisono.train.model.places import FRESH, BufferPlace, Placed, Rule
+from unisono.train.model.places import FRESH, BufferPlace, Combining, Placed, Rule
 from unisono.train.model.tensors import set_all, version_of
 from unisono.words import bytes_of, sum_of_words
 

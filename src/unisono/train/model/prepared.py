@@ -18,8 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from unisono.checkpoint.tensor_bytes import form_of
 from unisono.errors import ModelError
-from unisono.train.model.combining import further_places
-from unisono.train.model.places import BufferPlace, places_of
+from unisono.train.model.places import BufferPlace, further_places, places_of
 from unisono.train.model.shared_work import sharing_in, statistics_of
 from unisono.train.model.slices import held_whole, let_go_of_gathered, slice_of, update_slices
 from unisono.train.model.staging import groups_of, require_memory, staging_of, update_own
@@ -58,7 +57,7 @@ class Prepared:
     def of(cls, model: Any, optimizers: Sequence[Optimizer], state: Mapping[str, Any] | None = None) -> Prepared:
         """Take inventory. Frozen parameters lose the gradients that they had before they were frozen.
 
-        ``state`` is further state that shards change, see :func:`~unisono.train.model.combining.further_places`.
+        ``state`` is further state that shards change, see :func:`~unisono.train.model.places.further_places`.
 
         Raises:
             ModelError: there is nothing to train, or an argument is no module, optimizer or state.

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from unisono.checkpoint.snapshot import Digests
 from unisono.errors import JobMismatch, MemoryFault
 from unisono.host.tracebacks import warn
-from unisono.plan.audits import AuditResult
-from unisono.train.group.majority import Verdict, healing, verdict
-from unisono.train.group.membership import StateTransfer
+from unisono.plan.split import AuditResult
+from unisono.train.group.membership import StateTransfer, Verdict, healing, verdict
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.known_states import BOUNDARY, START_AGAIN, AgreedState, KnownStates, Place, StateCopies
 from unisono.train.state.trained import Doubt, Trained

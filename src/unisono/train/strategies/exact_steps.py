@@ -16,9 +16,8 @@ from unisono.errors import DataError, JobError, MemoryFault, PolicyError
 from unisono.train.group.collectives import Change, CollectiveCalls
 from unisono.train.group.workers import Workers
 from unisono.train.loop.prefetch import to_device
-from unisono.train.recovery.audits import JudgedAudits
+from unisono.train.recovery.compared_steps import JudgedAudits, StateDigests
 from unisono.train.recovery.integrity import Integrity
-from unisono.train.recovery.state_digests import StateDigests
 from unisono.train.step.current import Measure, StepCall, StepComputer
 from unisono.train.step.engine import StepEngine
 from unisono.train.step.gradient_parts import MemoryChecks, NoiseMonitor
