@@ -22,9 +22,9 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest
 from unisono.train.recovery.compared_steps import Audits
-from unisono.train.step.engine import StepEngine
 from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call, Clip
+from unisono.train.step.step_engine import StepEngine
 from unisono_lab.faults.injector import flip
 
 pytestmark = pytest.mark.unit

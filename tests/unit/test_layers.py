@@ -442,7 +442,7 @@ def test_inside_of_a_room_those_of_one_row_do_not_know_each_other(house: Build) 
 
 
 def test_what_lies_beside_the_rooms_of_a_room_stands_above_them(house: Build) -> None:
-    down = {"train.run": "import unisono.train.step.engine", "train.step.engine": ""}
+    down = {"train.run": "import unisono.train.step.step_engine", "train.step.step_engine": ""}
     up = {"train.step.low": "import unisono.train.run"}
 
     assert found(house_rules.sub_layers, house(**down)) == []

@@ -47,10 +47,10 @@ from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import StateCopies
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Trained
-from unisono.train.step.engine import StepEngine
 from unisono.train.step.gradient_parts import MemoryChecks
 from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call, Clip
+from unisono.train.step.step_engine import StepEngine
 from unisono.word_sums import totals
 from unisono.words import SMALL, ManyWords, bytes_of, sum_of_words
 from unisono_lab.faults.injector import flip

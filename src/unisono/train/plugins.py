@@ -80,6 +80,8 @@ def _load(name: str) -> Plugin:
     return plugin
 
 
+# Parts of a step: what they return, write and measure is checked, so that errors name the part.
+
 WRITERS = ("gradient", "work_out", "look", "apply")
 """Methods that run while the mean gradient lies in the parameters."""
 

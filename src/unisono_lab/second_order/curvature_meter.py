@@ -16,9 +16,9 @@ from unisono.received import read_object
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.step.current import CurrentSteps, StepCall
-from unisono.train.step.engine import StepEngine
 from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Call, Clip, LossFunction, Step
+from unisono.train.step.step_engine import StepEngine
 from unisono_lab.second_order.curvature_probe import Curvature, CurvatureProbe
 
 

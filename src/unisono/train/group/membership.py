@@ -195,6 +195,9 @@ class Fixed(Membership):
     """Workers that were started together. Without one of them the others cannot go on."""
 
 
+# The majority of states: whether all workers hold the same one, and which ones do not.
+
+
 class Verdict(Enum):
     """The verdict on the workers' states, from their digests."""
 

@@ -1,4 +1,4 @@
-"""Places of tensors that shards change (buffers of modules, further state of a run), and how what shards made is combined."""
+"""Places of tensors that shards change (buffers, further state), and how what shards have made is combined."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def places_of(prefix: str, root: nn.Module) -> Iterator[BufferPlace]:
                 yield BufferPlace(module._buffers, key, f"{path}.{key}" if path else key)
 
 
-MOST_DIMENSIONS = 16
+_MOST_DIMENSIONS = 16
 """The most dimensions of a tensor whose shape workers exchange to join it with others."""
 
 
@@ -141,7 +141,7 @@ class _Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedPlace(BufferPlace):
+class _ListedPlace(BufferPlace):
     """The place of a list of tensors, which together are one tensor: all of them, one behind the other.
 
     An empty list is a tensor of no elements, whose dtype and shape mean nothing. After a step, the list has one tensor.
@@ -151,7 +151,7 @@ class ListedPlace(BufferPlace):
     _joined: _Joined = field(default_factory=lambda: _Joined([], torch.empty(0)))
 
     @classmethod
-    def of(cls, registry: dict[str, Any], key: str, name: str) -> ListedPlace:
+    def of(cls, registry: dict[str, Any], key: str, name: str) -> _ListedPlace:
         """Make the place of a list, and join its tensors."""
         place = cls(registry, key, name, "cat")
         place.put(place.tensor)
@@ -189,7 +189,7 @@ class ListedPlace(BufferPlace):
     def fits(self, value: Tensor, present: Tensor | None = None) -> bool:
         """Whether a tensor may be appended to the list: it has the form of those that are in it."""
         present = self.tensor if present is None else present
-        if not value.dim() or value.dim() > MOST_DIMENSIONS or value.dtype not in KEPT:
+        if not value.dim() or value.dim() > _MOST_DIMENSIONS or value.dtype not in KEPT:
             return False
         (dtype, shape), (other_dtype, other_shape) = form_of(value), form_of(present)
         return not len(value) or not len(present) or [dtype, shape[1:]] == [other_dtype, other_shape[1:]]
@@ -275,7 +275,7 @@ def _form_of(tensors: Sequence[Tensor]) -> Tensor:
     The numbers behind the first are zeros if there are no tensors, and -1 if the tensors differ.
     """
     forms = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors}
-    row = torch.zeros(3 + MOST_DIMENSIONS, dtype=torch.int64)
+    row = torch.zeros(3 + _MOST_DIMENSIONS, dtype=torch.int64)
     if len(forms) == 1:
         ((dtype, shape),) = forms
         row[1], row[2] = _CODES.index(dtype) + 1, len(shape) + 1
@@ -347,7 +347,7 @@ def _place(registry: dict[str, Any], key: str, name: str, rule: Any, *, grows: b
     if isinstance(registry[key], list):
         if rule != "cat":
             raise ModelError(f"{title} is a list of tensors, to which shards append: its rule can only be cat")
-        return ListedPlace.of(registry, key, name)
+        return _ListedPlace.of(registry, key, name)
     tensor = registry[key]
     version_of(tensor, title)
     require_memory(tensor, title)

@@ -249,6 +249,8 @@ def _leaving(step: ExitStack) -> Callable[..., None]:
     return leave
 
 
+# An optimizer's step on copies of some of its tensors, which shows the result and leaves the tensors as they are.
+
 Changes = dict[int, dict[str, Any]]
 """The settings that the step has changed, as JSON values, by the number of the group."""
 

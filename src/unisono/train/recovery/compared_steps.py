@@ -1,4 +1,4 @@
-"""What workers compare in a step: digests of the weights that they compute with, and shards that others compute again (audits)."""
+"""Comparisons of workers in each step: digests of their weights, and shards that others compute again (audits)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Call
 from unisono.train.step.word import Field
 from unisono.words import MODULUS
+
+# Digests of the weights that each worker computes with, compared before anything is committed.
 
 
 class StateDigests(Part):
@@ -139,6 +141,9 @@ class StateDigests(Part):
         """Digests of settings, limits and the loss, which have to be the same when the call is computed again."""
         values = (attempt.call.clip, attempt.report.loss)
         return [settings_digest(self._prepared.optimizers), *[crc32(repr(value).encode()) for value in values]]
+
+
+# Audits: other workers compute some shards again, and a worker that computes wrongly is replaced.
 
 
 class Audits(Part):

@@ -216,6 +216,9 @@ class MemoryChecks(Part):
             self.rewrite(attempt)
 
 
+# Norms of gradients: clipping, and the measurement of noise.
+
+
 class Clipping(Part):
     """Limits the gradient's norm and values, see :class:`~unisono.train.step.step.Clip`.
 

@@ -24,6 +24,8 @@ _NOTHING = nullcontext()
 GRADIENT = attrgetter("grad")
 
 
+# Digests of the results of a shard, by which workers compare them bit for bit.
+
 _FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplying by it modulo 2**64 loses no bit
 
 
@@ -52,6 +54,8 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
         return tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.detach().reshape(-1)
 
+
+# Checks that memory has kept a step's gradients, and that they are finite.
 
 _BALANCE, _COPIES, _FINISHED = map(attrgetter, ("balance", "copies", "finished"))
 
@@ -137,6 +141,9 @@ class GradientChecks:
                 self.witness("gradient", words.values)
             for tally in self.tallies:
                 tally.show()
+
+
+# From each shard's gradients to their mean.
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 # One call for a method of several objects: only those are called whose class has one of its own.
 
-Method = Callable[..., Any]
+_Method = Callable[..., Any]
 
 
-def own_methods(base: type, name: str, objects: Sequence[object]) -> tuple[Method, ...]:
+def own_methods(base: type, name: str, objects: Sequence[object]) -> tuple[_Method, ...]:
     """The methods of this name that replace the one of a base class, in the order of their objects."""
     return tuple(getattr(owner, name) for owner in objects if getattr(type(owner), name) is not getattr(base, name))
 
 
-def together(methods: Sequence[Method]) -> Method:
+def together(methods: Sequence[_Method]) -> _Method:
     """Calls all of these with the same arguments, one after the other; returns nothing."""
     return methods[0] if len(methods) == 1 else partial(_call_all, tuple(methods))
 
 
-def _call_all(methods: Sequence[Method], *arguments: Any, **named: Any) -> None:
+def _call_all(methods: Sequence[_Method], *arguments: Any, **named: Any) -> None:
     for method in methods:
         method(*arguments, **named)
 
@@ -268,7 +268,7 @@ class Parts(Part):
         ]
         self._combine = [field.of_workers for field in self.fields]
 
-    def _rewriting(self, gradient: Method, attempt: Attempt) -> None:
+    def _rewriting(self, gradient: _Method, attempt: Attempt) -> None:
         """Have the gradient checked before a part changes it, and as it is then."""
         self.rewrite(attempt)
         gradient(attempt)
@@ -308,7 +308,7 @@ class Parts(Part):
         return any(blames() for blames in self._blaming)
 
 
-def _first(methods: Sequence[Method], attempt: Attempt) -> Any:
+def _first(methods: Sequence[_Method], attempt: Attempt) -> Any:
     """The first result of these methods that is true; None if there is none."""
     for method in methods:
         if result := method(attempt):

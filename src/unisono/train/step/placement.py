@@ -164,6 +164,9 @@ class SpreadPasses(ShardPasses):
         return [device_values[device][number] for number, turn in enumerate(self.rounds) for device in turn.devices]
 
 
+# Tensor parallelism: each device adds up the gradients of its parts over all shards of its worker.
+
+
 class ParallelGradients(SummedGradients):
     """The gradients of this device's parts of a model whose devices compute each shard together.
 

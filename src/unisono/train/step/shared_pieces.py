@@ -18,6 +18,8 @@ from unisono.train.group.workers import Workers
 from unisono.train.model.shared_work import Piece, SharingOptimizer
 from unisono.train.step.part import Attempt, Part
 
+# Tensors as rows of bytes, and values of which only a digest is sent once all members know them.
+
 ALIGNMENT = 64
 """Each tensor of a row begins at a multiple of this number of bytes."""
 
@@ -108,6 +110,9 @@ def _key(value: Any) -> str:
 
 def _padded(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+# Pieces of work of an update, each of which its owner does for all workers.
 
 
 class SharedPieces(Part):

@@ -19,13 +19,13 @@ from unisono.train.loop.prefetch import to_device
 from unisono.train.recovery.compared_steps import JudgedAudits, StateDigests
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.step.current import Measure, StepCall, StepComputer
-from unisono.train.step.engine import StepEngine
 from unisono.train.step.gradient_parts import MemoryChecks, NoiseMonitor
 from unisono.train.step.listeners import Computed, Counted
 from unisono.train.step.owned_update import lone_update
 from unisono.train.step.part import Attempt, Back, Part
 from unisono.train.step.run_base import RunBase
 from unisono.train.step.step import Call, Step
+from unisono.train.step.step_engine import StepEngine
 from unisono.train.step.synchronisation import RequestFields, TimeFields
 from unisono.train.step.weights_watch import Followers, UpdateCause
 

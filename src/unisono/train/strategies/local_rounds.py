@@ -21,10 +21,10 @@ from unisono.train.config.run_config import Execution, RunConfig
 from unisono.train.group.workers import Workers
 from unisono.train.model.tensors import set_all, set_like
 from unisono.train.state.trained import Trained
-from unisono.train.step.engine import StepEngine
 from unisono.train.step.gradient_parts import MemoryChecks
 from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call
+from unisono.train.step.step_engine import StepEngine
 from unisono.train.strategies.synchroniser import Alone, Sums, SyncContext, Synchroniser
 
 
@@ -246,6 +246,9 @@ def synchroniser_of(config: RunConfig, trained: Trained, workers: Workers) -> Sy
         SyncContext(workers, trained.require_prepared(), timeout_s, config.job.seed), strategy
     )
     return synchroniser
+
+
+# The workers' parts in local SGD and DiLoCo.
 
 
 class LocalUpdates(Synchroniser):

@@ -20,6 +20,8 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import Values, set_all
 from unisono.train.model.update import Update
 
+# This worker's own weights, where workers have different ones, and how all of them become the same.
+
 SCALARS = frozenset(("step", "mu_product"))
 """State that optimizers keep once per tensor, whatever its size."""
 
