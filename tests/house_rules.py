@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("jsonl", "arguments", "named", "words"),
     ("device",),
     ("received", "host", "spans", "telemetry"),
-    ("errors", "failpoints"),
+    ("errors", "failpoints", "hooks"),
 )
 LAB = "unisono_lab"
 LAB_ROWS: tuple[tuple[str, ...], ...] = (

@@ -15,7 +15,8 @@ from unisono.checkpoint.codec import unflatten
 from unisono.checkpoint.snapshot import Digests, FrozenSnapshot, Snapshot
 from unisono.plan.batches import Position
 from unisono.plan.tree import Node
-from unisono.train.group.collectives import Change, CollectiveCalls, Recovers
+from unisono.train.group.collectives import Change, CollectiveCalls
+from unisono.train.group.membership import Recovers
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.tensors import digest_tensors, set_all

@@ -10,9 +10,9 @@ from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import NewGeneration, Ranks
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
-from unisono.train.group.collectives import MOST_FRUITLESS, Change, CollectiveCalls, Recovers
+from unisono.train.group.collectives import MOST_FRUITLESS, Change, CollectiveCalls
 from unisono.train.group.elastic import transfer_in
-from unisono.train.group.membership import MemberProgress, Membership, StateTransfer
+from unisono.train.group.membership import MemberProgress, Membership, Recovers, StateTransfer
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit

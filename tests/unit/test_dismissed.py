@@ -26,8 +26,9 @@ from unisono.membership.messages import (
     WorkerHello,
 )
 from unisono.reduce.transport import Solo
-from unisono.train.group.collectives import CollectiveCalls, Recovers
+from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.elastic import Elastic
+from unisono.train.group.membership import Recovers
 from unisono.train.group.workers import Workers
 
 pytestmark = pytest.mark.unit

@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args
 
 from unisono.arguments import require_types
 from unisono.errors import JobError
+from unisono.hooks import own_methods
 from unisono.received import imported, short
 from unisono.train.record.metrics_line import require_free_name
 from unisono.train.step.listeners import Listener
-from unisono.train.step.part import Attempt, Back, Hearing, Part, own_methods
+from unisono.train.step.part import Attempt, Back, Hearing, Part
 from unisono.train.step.step import Step
 from unisono.train.step.word import Field
 

@@ -9,14 +9,14 @@ from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from unisono.errors import JobError, ModelError
 from unisono.host.tracebacks import warn
 from unisono.train.assembly import Inside
 from unisono.train.group.workers import Devices
-from unisono.train.model.prepared import Prepared, refuse_unset_memory, require_held
+from unisono.train.model.prepared import Prepared, require_held
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.slices import is_sliced, materialise, require_options, slice_modules
 from unisono.train.model.stages import StagePlaces, Stages
@@ -184,7 +184,7 @@ def prepare(
     for buffer in prepared.buffers if state else ():
         buffer.move(inside.device)
     if inside.job.deterministic:
-        refuse_unset_memory(prepared.optimizers)
+        _refuse_unset_memory(prepared.optimizers)
     if inside.job.precision == "fp16" and (sharing := sharing_in(prepared.optimizers)):
         raise ModelError(
             f"precision='fp16': {type(sharing[0]).__name__} goes by the sizes of gradients, which the loss scale "
@@ -244,3 +244,23 @@ def require_whole_layers(optimizers: Sequence[Any], devices: Devices) -> None:
             f"{type(sharing[0]).__name__} needs whole layers, and each worker has {devices.count} devices, which hold "
             f"parts of them: use one device per worker, or another optimizer"
         )
+
+
+def _refuse_unset_memory(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse the one optimizer of torch whose result depends on what happened to be in memory.
+
+    The fused SGD on the CPU reads its momentum before setting it, for 16-bit parameters whose size is no multiple of
+    the vector width (seen with torch 2.13).
+
+    Raises:
+        ModelError: says what to use instead.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            narrow = any(tensor.dtype.itemsize == 2 and tensor.device.type == "cpu" for tensor in group["params"])
+            if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and narrow:
+                raise ModelError(
+                    "torch's SGD(fused=True, momentum=…) gives other bits for 16-bit parameters depending on what was "
+                    "in memory before: use foreach=True, or accept it with unisono.init(arithmetic={'deterministic': "
+                    "False})"
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from unisono.job import differences
 from unisono.received import value_of
 from unisono.spans import Spans
 from unisono.telemetry import span
-from unisono.train.group.membership import MemberProgress, Membership, StateTransfer, trusted
+from unisono.train.group.membership import MemberProgress, Membership, Recovers, StateTransfer, trusted
 from unisono.train.group.workers import SAME, Workers
 
 R = TypeVar("R")
@@ -46,57 +46,6 @@ class Change(Generic[R]):
 
 Follow = Callable[[Any], None]
 """Makes a change on a worker that is behind, given its cause."""
-
-
-class Recovers:
-    """The state that collective calls change, and what to do when workers come and go. This base class has no state."""
-
-    def leave(self) -> None:
-        """End the generation: let go of what was made for it."""
-
-    def give(self) -> Any:
-        """Return the whole state, as a tree that can be broadcast."""
-
-    def take(self, state: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
-        """Set the state that another worker has given. This is neither collective nor does it do I/O.
-
-        Args:
-            state: the state, as its :meth:`give` returned it.
-            joins: whether this worker joins.
-            follow: a function that makes the newest change here. What it changes need not be set from ``state``.
-        """
-
-    def renew(self) -> None:
-        """Make what computes in the new generation. Collective."""
-
-    def go_on(self) -> None:
-        """Note that a collective call is complete here, and so that all workers have completed the one before it."""
-
-    def digests(self) -> Sequence[int] | None:
-        """Return digests of the state, equal on workers that completed the same calls; None where they may differ."""
-        return None
-
-    def suspect_only_copy(self) -> None:
-        """Note, before :meth:`give`, that members will get a state that only this worker has: nobody can compare it."""
-
-    def require_same_result(self) -> None:
-        """Note that members will get the result of a change that they have not made, without its cause.
-
-        Called before :meth:`give`.
-
-        Raises:
-            JobMismatch: the script has changed that result since, and would change it there a second time.
-        """
-
-    def heal(self, workers: Workers, transfer: StateTransfer, name: str) -> None:
-        """Give the right state to the workers that hold another one than most. Collective.
-
-        ``name`` is that of the state, for the message.
-        """
-
-    def depart(self, dismissed: Dismissed) -> NoReturn:
-        """End this worker: the others go on without it, or the job goes on later."""
-        raise dismissed
 
 
 MOST_FRUITLESS = 10

@@ -1,12 +1,12 @@
 """Membership: the workers that this worker trains with, and their changes; and which of them hold the right state."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NoReturn
 
-from unisono.errors import JobError, WorkerLost
+from unisono.errors import Dismissed, JobError, WorkerLost
 from unisono.train.group.workers import Mesh, Workers
 
 
@@ -193,6 +193,60 @@ class Membership:
 
 class Fixed(Membership):
     """Workers that were started together. Without one of them the others cannot go on."""
+
+
+# What becomes of the state when workers come and go.
+
+
+class Recovers:
+    """The state that collective calls change, and what to do when workers come and go. This base class has no state."""
+
+    def leave(self) -> None:
+        """End the generation: let go of what was made for it."""
+
+    def give(self) -> Any:
+        """Return the whole state, as a tree that can be broadcast."""
+
+    def take(self, state: Any, *, joins: bool, follow: Callable[[], None] | None = None) -> None:
+        """Set the state that another worker has given. This is neither collective nor does it do I/O.
+
+        Args:
+            state: the state, as its :meth:`give` returned it.
+            joins: whether this worker joins.
+            follow: a function that makes the newest change here. What it changes need not be set from ``state``.
+        """
+
+    def renew(self) -> None:
+        """Make what computes in the new generation. Collective."""
+
+    def go_on(self) -> None:
+        """Note that a collective call is complete here, and so that all workers have completed the one before it."""
+
+    def digests(self) -> Sequence[int] | None:
+        """Return digests of the state, equal on workers that completed the same calls; None where they may differ."""
+        return None
+
+    def suspect_only_copy(self) -> None:
+        """Note, before :meth:`give`, that members will get a state that only this worker has: nobody can compare it."""
+
+    def require_same_result(self) -> None:
+        """Note that members will get the result of a change that they have not made, without its cause.
+
+        Called before :meth:`give`.
+
+        Raises:
+            JobMismatch: the script has changed that result since, and would change it there a second time.
+        """
+
+    def heal(self, workers: Workers, transfer: StateTransfer, name: str) -> None:
+        """Give the right state to the workers that hold another one than most. Collective.
+
+        ``name`` is that of the state, for the message.
+        """
+
+    def depart(self, dismissed: Dismissed) -> NoReturn:
+        """End this worker: the others go on without it, or the job goes on later."""
+        raise dismissed
 
 
 # The majority of states: whether all workers hold the same one, and which ones do not.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from unisono.checkpoint.tensor_bytes import form_of
 from unisono.errors import ModelError
@@ -354,32 +354,6 @@ def _form(tensor: Tensor) -> str:
 
 def _words(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def refuse_unset_memory(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse the one optimizer of torch whose result depends on what happened to be in memory.
-
-    The fused SGD on the CPU reads its momentum before setting it, for 16-bit parameters whose size is no multiple of
-    the vector width (seen with torch 2.13).
-
-    Raises:
-        ModelError: says what to use instead.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            narrow = any(tensor.dtype.itemsize == 2 and tensor.device.type == "cpu" for tensor in group["params"])
-            if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and narrow:
-                raise ModelError(
-                    "torch's SGD(fused=True, momentum=…) gives other bits for 16-bit parameters depending on what was "
-                    "in memory before: use foreach=True, or accept it with unisono.init(arithmetic={'deterministic': "
-                    "False})"
-                )
-
-
-def batch_norm_in(modules: Sequence[nn.Module]) -> bool:
-    """Whether any layer computes statistics over the samples of a shard."""
-    kinds = (torch.nn.modules.batchnorm._BatchNorm,)
-    return any(isinstance(layer, kinds) for root in modules for layer in root.modules())
 
 
 def held_by(optimizers: Sequence[Optimizer]) -> list[Tensor]:

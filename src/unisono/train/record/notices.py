@@ -10,6 +10,7 @@ from traceback import walk_stack
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,7 +21,7 @@ from unisono.job import SAMPLES_PER_SHARD
 from unisono.plan.batches import Batches
 from unisono.plan.split import AuditResult
 from unisono.train.group.membership import Membership
-from unisono.train.model.prepared import Prepared, batch_norm_in
+from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import sharing_in
 from unisono.train.model.update import UpdateWatch
 from unisono.train.state.trained import Doubt
@@ -51,7 +52,7 @@ class Notices(Listener):
     def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
         """Warn once of BatchNorm over shards so small that its statistics are noisy."""
         prepared, self._prepared = self._prepared, None
-        if prepared is None or not batch_norm_in(prepared.modules):
+        if prepared is None or not _batch_norm_in(prepared.modules):
             return
         if (per_shard := batches.batch_size // batches.shards) < SAMPLES_PER_SHARD:
             self._warn(
@@ -277,3 +278,9 @@ class LoneUpdates(Listener):
             f"`for step in run.steps(dataset, epochs)`, and call step.run(loss_fn) in it, which goes backward and "
             f"updates",
         )
+
+
+def _batch_norm_in(modules: Sequence[nn.Module]) -> bool:
+    """Whether any layer computes statistics over the samples of a shard."""
+    kinds = (torch.nn.modules.batchnorm._BatchNorm,)
+    return any(isinstance(layer, kinds) for root in modules for layer in root.modules())

@@ -16,8 +16,7 @@ from unisono.checkpoint.codec import can_keep
 from unisono.checkpoint.snapshot import Digests, Snapshot
 from unisono.errors import PREEMPTED, Dismissed, JobMismatch
 from unisono.failpoints import failpoint
-from unisono.train.group.collectives import Recovers
-from unisono.train.group.membership import StateTransfer
+from unisono.train.group.membership import Recovers, StateTransfer
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.slices import forget_passes

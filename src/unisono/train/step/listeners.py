@@ -10,11 +10,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unisono.data.sample_order import Order
+from unisono.hooks import own_methods, together
 from unisono.plan.batches import Batches
 from unisono.plan.split import AuditResult
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Doubt
-from unisono.train.step.part import own_methods, together
 from unisono.train.step.step import Call, Step
 from unisono.train.step.word import StepReport
 

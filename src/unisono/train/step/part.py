@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.adapt.norms import GradientNorms
+from unisono.hooks import Method, own_methods, together
 from unisono.job import Job
 from unisono.spans import Spans
 from unisono.train.config.run_config import Execution
@@ -26,25 +27,6 @@ from unisono.train.step.word import Field, StepReport
 
 if TYPE_CHECKING:
     from unisono.train.step.loss import Shard
-
-# One call for a method of several objects: only those are called whose class has one of its own.
-
-_Method = Callable[..., Any]
-
-
-def own_methods(base: type, name: str, objects: Sequence[object]) -> tuple[_Method, ...]:
-    """The methods of this name that replace the one of a base class, in the order of their objects."""
-    return tuple(getattr(owner, name) for owner in objects if getattr(type(owner), name) is not getattr(base, name))
-
-
-def together(methods: Sequence[_Method]) -> _Method:
-    """Calls all of these with the same arguments, one after the other; returns nothing."""
-    return methods[0] if len(methods) == 1 else partial(_call_all, tuple(methods))
-
-
-def _call_all(methods: Sequence[_Method], *arguments: Any, **named: Any) -> None:
-    for method in methods:
-        method(*arguments, **named)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +250,7 @@ class Parts(Part):
         ]
         self._combine = [field.of_workers for field in self.fields]
 
-    def _rewriting(self, gradient: _Method, attempt: Attempt) -> None:
+    def _rewriting(self, gradient: Method, attempt: Attempt) -> None:
         """Have the gradient checked before a part changes it, and as it is then."""
         self.rewrite(attempt)
         gradient(attempt)
@@ -308,7 +290,7 @@ class Parts(Part):
         return any(blames() for blames in self._blaming)
 
 
-def _first(methods: Sequence[_Method], attempt: Attempt) -> Any:
+def _first(methods: Sequence[Method], attempt: Attempt) -> Any:
     """The first result of these methods that is true; None if there is none."""
     for method in methods:
         if result := method(attempt):
