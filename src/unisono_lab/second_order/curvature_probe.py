@@ -21,11 +21,11 @@ from unisono.plan.order import Stream, stream_seed
 from unisono.plan.tree import Node, SummationTree
 from unisono.train.model.prepared import Prepared, prefixed
 from unisono.train.model.shared_work import sharing_in
-from unisono.train.model.update import Held, try_step
 from unisono.train.step.loss import BackwardDone, Weighted, read_loss
 from unisono.train.step.part import Attempt
 from unisono.train.step.step import Call
 from unisono.train.step.step_engine import StepEngine
+from unisono.train.step.trial_step import Held, try_step
 
 Vector = list[Tensor]
 """A tensor like each trained parameter."""

@@ -20,20 +20,10 @@ from unisono.train.group.workers import Devices, Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import Cost, cost_of, products
 from unisono.train.model.slices import held_whole
-from unisono.train.model.update import (
-    Changes,
-    Held,
-    Update,
-    copied,
-    has_own_step,
-    is_hooked,
-    merged,
-    quiet_schedulers,
-    set_hyperparameters,
-    try_step,
-)
+from unisono.train.model.update import Update, has_own_step, is_hooked, quiet_schedulers, set_hyperparameters
 from unisono.train.state.sliced_state import is_per_element
 from unisono.train.step.shared_pieces import Announcements, Form, form, forms_of, row_of, size_of, tensors_in
+from unisono.train.step.trial_step import Changes, Held, copied, merged, try_step
 
 
 @dataclass(frozen=True, slots=True)
