@@ -1,4 +1,4 @@
-"""One call for a method of several objects: only those are called whose class has one of its own."""
+"""One function that calls a method of several objects, without those whose class has only the base class's method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def own_methods(base: type, name: str, objects: Sequence[object]) -> tuple[Metho
 
 
 def together(methods: Sequence[Method]) -> Method:
-    """Calls all of these with the same arguments, one after the other; returns nothing."""
+    """A function that calls all of these methods with its arguments, one after the other, and returns nothing."""
     return methods[0] if len(methods) == 1 else partial(_call_all, tuple(methods))
 
 

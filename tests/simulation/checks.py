@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from simulation.world import World
+    from unisono.membership.state.member_table import Table
     from unisono.membership.state.roster import MintedGeneration
-    from unisono.membership.state.table import Table
 
 PHASES = get_args(Phase)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.membership.state.table import FEW, LayeredMap
+from unisono.membership.state.member_table import FEW, LayeredMap
 
 pytestmark = pytest.mark.unit
 

@@ -19,6 +19,7 @@ from unisono.membership.state.event import (
     Tick,
     WorkerMessage,
 )
+from unisono.membership.state.member_table import LayeredMap
 from unisono.membership.state.questions import (
     agent_deadline,
     find,
@@ -41,7 +42,6 @@ from unisono.membership.state.reach import (
 )
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, AgentSigns, Phase, Signs, State, Worker, changed
 from unisono.membership.state.state_update import StateUpdate
-from unisono.membership.state.table import LayeredMap
 
 ACTIVE: tuple[Phase, ...] = ("preparing", "ready", *MEMBER, "finished")
 """Phases of the workers whose messages count."""

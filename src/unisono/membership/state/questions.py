@@ -3,8 +3,8 @@
 from dataclasses import asdict, replace
 from typing import Any
 
+from unisono.membership.state.member_table import LayeredMap
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, State, Worker, changed
-from unisono.membership.state.table import LayeredMap
 
 LONGER = 3.0
 """A worker hangs only after this factor times the longest time without progress that it ever had."""

@@ -11,8 +11,8 @@ from rpds import HashTrieSet
 
 from unisono.errors import JobError
 from unisono.membership.messages import Arrived, JobOver, Pulse, Removed
+from unisono.membership.state.member_table import LayeredMap, Table
 from unisono.membership.state.roster import MintedGeneration
-from unisono.membership.state.table import LayeredMap, Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from rpds import HashTrieSet
 from unisono.membership.messages import Arrived, JobOver, Start
 from unisono.membership.state.event import Action, DropKeys, Event, Restarted, Tick
 from unisono.membership.state.events import apply_event
+from unisono.membership.state.member_table import LayeredMap
 from unisono.membership.state.questions import hangs, next_tick, with_late_deadlines
 from unisono.membership.state.reach import drop_probe_results, leave_out_unreachable
 from unisono.membership.state.roster import MintedGeneration, Seat
 from unisono.membership.state.state import CANDIDATE, MEMBER, Agent, Signs, State, Worker, changed
 from unisono.membership.state.state_update import StateUpdate
-from unisono.membership.state.table import LayeredMap
 from unisono.plan.split import Split
 
 Arrivals = Mapping[str, Arrived]
