@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import completed
+from unisono_lab.faults.faults import Faults
 
 PATIENCE_S = 150.0
 
@@ -18,6 +19,13 @@ def train(
     """Run a script, with options of ``unisono run`` and environment variables."""
     words = ("run", *options, "--run-dir", folder, script, *arguments)
     return completed(*words, env={**os.environ, **(settings or {})}, timeout=PATIENCE_S)
+
+
+def struck_by(folder: Path, faults: Faults) -> tuple[str, str]:
+    """The option with which a job is struck by these faults, for which a file is written beside its run folder."""
+    script = folder.with_suffix(".toml")
+    script.write_text(faults.to_toml())
+    return "--faults", str(script)
 
 
 def outcome(folder: Path, ended: subprocess.CompletedProcess[str]) -> tuple[str, list[Any]]:

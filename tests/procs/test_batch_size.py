@@ -1,10 +1,7 @@
 """The search for the largest batch, with a real script: each lack of memory is an answer, and leaves nothing behind."""
 
 import json
-import os
 import re
-import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,6 @@ from typing import Any
 import pytest
 
 from commands import completed
-from forks.commands import start
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
@@ -99,36 +95,8 @@ def test_a_script_that_fails_for_another_reason_ends_the_search_and_its_log_stay
     assert "ValueError" in (tmp_path / log[1]).read_text()
 
 
-@pytest.mark.slow
-def test_where_the_data_end_the_search_does(tmp_path: Path) -> None:
-    ended = search(tmp_path, "--from", 64, "--", "--samples", 100, "--drop-last")
-    assert ended.code == 0, ended.err
-    assert ended.curve["largest"] == ended.curve["with_margin"] == 100
-    assert "the data set has no more samples for a step" in ended.out
-
-
-@pytest.mark.slow
 def test_a_limit_under_which_nothing_fits_is_said(tmp_path: Path) -> None:
     ended = search(tmp_path, "--from", 4, "--memory-limit", "20MiB", "--", "--shards", 1)
     assert "no batch fits, not even" in ended.out, ended.err
     assert ended.code == 1
     assert ended.curve["largest"] is None
-
-
-@pytest.mark.slow
-def test_an_interrupted_search_ends_at_once_with_its_processes(tmp_path: Path) -> None:
-    with (tmp_path / "err.txt").open("w") as err:
-        process = start(*command("--steps", 100_000), cwd=tmp_path, stdout=err, stderr=err)
-    try:
-        begun = time.monotonic()
-        while not list(Path(os.environ["TMPDIR"]).glob("unisono-batch-size-*/batch-16/metrics.jsonl")):
-            assert process.poll() is None, (tmp_path / "err.txt").read_text()
-            assert time.monotonic() - begun < PATIENCE_S
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 130
-    finally:
-        process.kill()
-        process.wait()
-    assert "ended by SIGINT: no figures are kept" in (tmp_path / "err.txt").read_text()
-    assert not list(Path(os.environ["TMPDIR"]).glob("unisono-batch-size-*/batch-16"))

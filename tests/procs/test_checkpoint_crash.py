@@ -1,13 +1,12 @@
 """Checkpoints and the end of the process that writes them: whatever the moment, a whole one is left."""
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from same_trees import same
 from unisono.checkpoint.snapshot import read_snapshot
 
@@ -20,6 +19,7 @@ import os
 import signal
 import sys
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -80,10 +80,7 @@ def check(folder, done, size):
     assert found is None or same(vars(found), vars(content(*reached, size)))
     for path in folder.glob("step-*"):
         read_snapshot(path)
-"""
 
-BETWEEN = """
-from pathlib import Path
 
 CHANGES, REMOVALS = {"open", "os.mkdir", "os.rename"}, {"os.remove", "os.rmdir"}
 
@@ -119,52 +116,16 @@ for moment in count(1):
 print(moment - 1)
 """
 
-ANYWHERE = """
-import random
-import time
-from pathlib import Path
-
-SIZE = 2**17
-
-
-def train(folder, done):
-    store = CheckpointStore(folder, keep=KEEP)
-    found = store.newest()
-    write(store, found.step + 1 if found else 1, 10**6, SIZE, done)
-
-
-folder, moments = Path(sys.argv[1]), random.Random(0)
-for kills in range(1, 26):
-    number, reading = forked(lambda done: train(folder, done))
-    begun = os.read(reading, 2**16).decode().splitlines()[-1].split()
-    time.sleep(moments.uniform(0, 0.04))  # the moment itself: anywhere within some saves
-    os.kill(number, signal.SIGKILL)
-    done = max(last_line(reading), tuple(map(int, begun)))
-    _, status = os.waitpid(number, 0)
-    assert os.WIFSIGNALED(status), status
-    check(folder, done, SIZE)
-print(kills)
-"""
-
 
 def run_python(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return python("-c", script, *arguments, PYTHONPATH=path)
 
 
-@pytest.mark.parametrize(
-    ("script", "least"),
-    [(BETWEEN, 80), pytest.param(ANYWHERE, 25, marks=pytest.mark.slow)],
-    ids=["before each file operation", "anywhere"],
-)
-def test_whenever_the_writer_is_killed_the_newest_whole_checkpoint_is_what_its_step_saved(
-    tmp_path: Path, script: str, least: int
-) -> None:
-    done = run_python(WRITER + script, tmp_path)
+def test_whenever_the_writer_is_killed_the_newest_whole_checkpoint_is_what_its_step_saved(tmp_path: Path) -> None:
+    done = run_python(WRITER, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= least
+    assert int(done.stdout) >= 80
 
 
 TRAIN = """
@@ -175,58 +136,28 @@ import torch
 import unisono
 from torch import nn
 
-full, free = map(int, sys.argv[2:])  # the disk is full between these steps
+full = int(sys.argv[2])  # from this step on the disk is
 run = unisono.init(batch_size=32, seed=0, run_dir=sys.argv[1], checkpoints={"every": 2, "keep": 5})
 model = nn.Linear(8, 1)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 dataset = torch.utils.data.TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
 for step in run.steps(dataset, epochs=1):
-    if step.number in (full, free):
+    if step.number == full:
         run.inside.checkpoints.store.wait()  # what was begun before has the room of then
-    room = 100 if full <= step.number < free else resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     step.run(lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
 run.finish(model)
 """
 
 
-def weights(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
-def checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return folder, weights(run_python(TRAIN, folder, "99", "99"))
-
-
-@pytest.mark.slow
-def test_training_goes_on_while_the_disk_is_full_and_saves_again_when_there_is_room(
-    tmp_path: Path, undisturbed: tuple[Path, str]
-) -> None:
-    done = run_python(TRAIN, tmp_path, "3", "7")
-    assert weights(done) == undisturbed[1]
-    for step in (4, 6):
-        assert f"the checkpoint of step {step} could not be written: [Errno 27]" in done.stderr
-    assert checkpoints(tmp_path) == ["step-00000002", "step-00000008", "step-00000010"]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {0, 1, 2, 7, 8, 9} <= {line["step"] for line in lines}
-
-
-@pytest.mark.slow
-def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(
-    tmp_path: Path, undisturbed: tuple[Path, str]
-) -> None:
-    done = run_python(TRAIN, tmp_path, "3", "99")
-    assert weights(done) == undisturbed[1]
+def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(tmp_path: Path) -> None:
+    full, free = tmp_path / "full", tmp_path / "free"
+    done, undisturbed = run_python(TRAIN, full, "3"), run_python(TRAIN, free, "99")
+    assert (done.returncode, undisturbed.returncode) == (0, 0), done.stderr + undisturbed.stderr
+    assert done.stdout.splitlines()[-1] == undisturbed.stdout.splitlines()[-1]
     assert "the checkpoint of step 10 could not be written" in done.stderr
-    assert checkpoints(tmp_path) == ["step-00000002"]
-    ours, theirs = (read_snapshot(folder / "checkpoints" / "step-00000002") for folder in (tmp_path, undisturbed[0]))
+    assert [path.name for path in (full / "checkpoints").iterdir()] == ["step-00000002"]
+    ours, theirs = (read_snapshot(folder / "checkpoints" / "step-00000002") for folder in (full, free))
     assert same([ours.model, ours.optimizer], [theirs.model, theirs.optimizer])
 
 

@@ -11,14 +11,12 @@ import pytest
 from forks.commands import start
 from serial_runs import SerialRuns
 from training import PATIENCE_S, SCRIPT, Trained, Training
-from unisono_lab.faults.faults import Faults
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(400)]
 
 TWO = ("--devices-per-worker", "2")
 
 LONG: Any = {"EPOCHS": "12"}
-LONGEST: Any = {"EPOCHS": "40"}
 
 WAYS: Any = {"slices": {}, "stages": {"STAGES": "1f1b"}, "matrices": {"MATRICES": "1"}}
 
@@ -44,12 +42,6 @@ def long(way: Any, serial_runs: SerialRuns) -> Trained:
     return serial_runs(SCRIPT, PACE_S="0", **LONG, **way)
 
 
-@pytest.fixture(scope="session")
-def longest(way: Any, serial_runs: SerialRuns) -> Trained:
-    """The same with forty."""
-    return serial_runs(SCRIPT, PACE_S="0", **LONGEST, **way)
-
-
 def test_a_device_that_dies_anywhere_costs_its_worker_and_no_bit(
     way: Any, whole: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -65,23 +57,6 @@ def test_a_device_that_dies_anywhere_costs_its_worker_and_no_bit(
     assert len(training.journal("lost")) == len(faults)
     assert training.steps == whole.steps
     assert training.said == whole.said
-
-
-@pytest.mark.slow
-def test_devices_that_are_killed_twenty_times_at_drawn_moments_change_no_bit(
-    way: Any, longest: Trained, started: list[Training], tmp_path: Path
-) -> None:
-    drawn, plan = random.Random(20), Faults()
-    for number in range(20):
-        rank, device, after_s = drawn.randrange(3), drawn.randrange(2), drawn.uniform(0, 0.06)
-        plan = plan.kill(rank=rank, device=device, at_step=4 + 9 * number, after_s=round(after_s, 4))
-    (written := tmp_path / "faults.toml").write_text(plan.to_toml())
-    options = ("-n", "3", "--max-restarts", "40", "--faults", str(written), *TWO)
-    started.append(Training(tmp_path / "run", *options, PACE_S="0.004", **LONGEST, **way))
-    training = started[0]
-    assert training.process.wait(4 * PATIENCE_S) == 0, training.output.read_text()
-    assert training.end() == longest.end()
-    assert len(training.journal("fault")) == 20
 
 
 @pytest.mark.slow
@@ -130,20 +105,6 @@ def test_workers_of_two_devices_come_and_go_and_go_on_with_one_and_three(
     started[-1].hurry()
     assert started[-1].end() == long.end()
     assert training.steps == long.steps
-
-
-@pytest.mark.slow
-def test_an_agent_that_is_killed_takes_all_devices_with_it_and_the_job_goes_on_from_its_checkpoint(
-    way: Any, whole: Trained, started: list[Training], tmp_path: Path
-) -> None:
-    run_dir, options = tmp_path / "run", ("-n", "1:2", "--checkpoint-every", "3", *TWO)
-    started.append(Training(run_dir, *options, PACE_S="0.02", **way))
-    started[0].until_step(8)
-    started[0].process.kill()
-    started[0].process.wait(PATIENCE_S)
-    started.append(Training(run_dir, *options, PACE_S="0", **way))
-    assert started[1].end() == whole.end()
-    assert started[1].steps == whole.steps
 
 
 @pytest.mark.slow

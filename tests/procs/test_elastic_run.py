@@ -121,24 +121,6 @@ def test_a_job_trains_to_its_end_and_leaves_nothing(job: Job) -> None:
     assert not (job.run_dir / "coordinator.json").exists()
 
 
-def test_a_lost_worker_is_replaced_and_the_job_ends_well(job: Job) -> None:
-    launcher = job.start("-n", "2", "--max-restarts", "2")
-    job.formed(1, "w1", "w2")
-    os.kill(job.pid_of("w2"), signal.SIGKILL)
-    job.formed(3, "w1", "w3")
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
-    assert "lost" in job.events
-
-
-def test_a_worker_that_is_not_warm_does_as_well(job: Job) -> None:
-    launcher = job.start("-n", "2", "--max-restarts", "2", "--no-warm-start")
-    job.formed(1, "w1", "w2")
-    assert not (job.run_dir / "logs" / "template.log").exists()
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
-
-
 def test_a_job_goes_on_while_its_coordinator_is_started_again(job: Job) -> None:
     launcher = job.start("-n", "2", "--max-restarts", "1")
     job.formed(1, "w1", "w2")

@@ -13,28 +13,7 @@ from training import PATIENCE_S, SCRIPT, Trained, Training
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="session")
-def long(serial_runs: SerialRuns) -> Trained:
-    """The undisturbed run of one worker with twice the epochs."""
-    return serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
-
-
-@pytest.mark.slow
-def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(
-    serial: Trained, started: list[Training], tmp_path: Path
-) -> None:
-    places = ["first", "between", "second", "after"]
-    faults = [{"place": place, "step": 2 + 5 * number, "rank": number % 2} for number, place in enumerate(places)]
-    workers = 1 + len(places)
-    started.append(Training(tmp_path / "run", "-n", f"{workers}", "--max-restarts", "9", faults=faults, PACE_S="0"))
-    training = started[0]
-    assert training.end() == serial.end()
-    assert len(training.journal("lost")) == len(faults)
-    assert training.steps == serial.steps
-    assert training.said == serial.said
-
-
-def test_growing_and_shrinking_changes_no_bit(long: Trained, started: list[Training], tmp_path: Path) -> None:
+def test_growing_and_shrinking_changes_no_bit(serial_runs: SerialRuns, started: list[Training], tmp_path: Path) -> None:
     started.append(Training(tmp_path / "run", "-n", "1:3", "--pin", EPOCHS="12", PACE_S="0.02"))
     training = started[0]
     training.until("minted", generation=1)
@@ -44,6 +23,7 @@ def test_growing_and_shrinking_changes_no_bit(long: Trained, started: list[Train
     training.until("minted", workers=["w1"])
     training.ask("resize", "2")
     training.hurry()
+    long = serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
     assert training.end() == long.end()
     assert training.steps == long.steps
 
@@ -62,21 +42,32 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     assert started[1].steps == serial.steps
 
 
-@pytest.mark.slow
-def test_over_sockets_whose_keys_the_coordinator_hands_out_a_loss_changes_no_bit(
+def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
-    faults = [{"place": "first", "step": 3, "rank": 1}]
-    options = ("-n", "3", "--max-restarts", "2")
-    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT="sockets"))
+    faults = [{"place": "between", "step": 9, "rank": 1, "signal": "raise"}]
+    options = ("-n", "2", "--max-restarts", "3", "--restart-on-error")
+    started.append(Training(tmp_path / "run", *options, faults=faults))
     assert started[0].end() == serial.end()
-    assert len(started[0].journal("lost")) == 1
+    assert "ValueError: boom" in started[0].output.read_text()
+    assert [line["worker"] for line in started[0].journal("lost")] == ["w2"]
+    assert started[0].steps == serial.steps
+
+
+def test_the_main_worker_is_lost_while_it_writes_a_checkpoint(
+    serial: Trained, started: list[Training], tmp_path: Path
+) -> None:
+    faults = [{"place": "write", "step": step, "rank": 0} for step in (8, 16)]
+    options = ("-n", "3", "--max-restarts", "3", "--checkpoint-every", "8")
+    started.append(Training(tmp_path / "run", *options, faults=faults))
+    assert started[0].end() == serial.end()
+    assert len(started[0].journal("lost")) == 2
+    assert started[0].steps == serial.steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_a_server_that_is_killed_takes_nothing_with_it(
-    transport: str, serial: Trained, started: list[Training], tmp_path: Path
+    serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
     faults = [
         {"place": "between", "step": 3, "rank": 2},  # the server
@@ -84,7 +75,7 @@ def test_a_server_that_is_killed_takes_nothing_with_it(
         {"place": "first", "step": 9, "rank": 0},
     ]
     options = ("-n", "3", "--max-restarts", "9", "--strategy", "parameter-server:servers=1")
-    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT=transport))
+    started.append(Training(tmp_path / "run", *options, faults=faults, UNISONO_TRANSPORT="sockets"))
     training = started[0]
     assert training.end() == serial.end()
     assert len(training.journal("lost")) >= 2

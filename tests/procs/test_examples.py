@@ -4,85 +4,29 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from commands import completed
-from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES
-from serial_runs import SerialRuns
+from commands import completed, python
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.usefixtures("warm", "serial_launches")]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What is left of an example that has run.
-
-    Attributes:
-        output: what it printed.
-        run_dir: its run folder.
-    """
-
-    output: str
-    run_dir: Path
-
-    @property
-    def weights(self) -> str:
-        found = re.findall(r"weights sha256 ([0-9a-f]{64})", self.output)
-        assert len(found) == 1, self.output  # the main worker prints it, once
-        return str(found[0])
-
-    @property
-    def result(self) -> dict[str, object]:
-        result = json.loads((self.run_dir / "result.json").read_text())
-        assert isinstance(result, dict)
-        return result
-
-
 def on(workers: int | None, *script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script on so many workers; without a number, as plain Python."""
-    environment = {**os.environ, **variables}
-    if workers is not None:
-        return completed("run", "-n", workers, *script, cwd=folder, env=environment, timeout=240, is_merged=True)
-    return subprocess.run(
-        [sys.executable, *script],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def run(folder: Path, command: str, workers: int | None = None, steps: int = 3) -> Finished:
-    """Run an example for a few steps in a folder of its own; without ``workers``, as plain Python."""
-    folder.mkdir()
-    script, *flags = command.split()
-    done = on(
-        workers, str(EXAMPLES / script), *flags, folder=folder, UNISONO_STOP_AFTER=str(steps), UNISONO_RUN_DIR="run"
-    )
-    assert done.returncode == 0, done.stdout
-    return Finished(done.stdout, folder / "run")
-
-
-def run_serially(serial_runs: SerialRuns, command: str, steps: int = 3) -> Finished:
-    """Run an example for a few steps on one worker."""
-    script, *flags = command.split()
-    trained = serial_runs(EXAMPLES / script, *flags, UNISONO_STOP_AFTER=str(steps))
-    return Finished(trained.output.read_text(), trained.run_dir)
+    if workers is None:
+        return python(*script, cwd=folder, timeout=240, is_merged=True, **variables)
+    told = {**os.environ, **variables}
+    return completed("run", "-n", workers, *script, cwd=folder, env=told, timeout=240, is_merged=True)
 
 
 SHORT = {
+    "cifar10.py --synthetic --batch-size 32": 2,
     "char_lm.py --layers 1 --width 32 --context 32 --steps 3": 3,
     "large_gpt.py --layers 4 --width 32 --context 16": 2,
     "gan.py": 2,
@@ -171,64 +115,23 @@ def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(comman
 def test_a_frameworks_second_example_ends_in_the_same_weights_too(command: str, tmp_path: Path) -> None:
     for folder in ("alone", "together"):
         (tmp_path / folder).mkdir()
-    alone, together = (
-        run_all(tmp_path / "alone", [command])[command],
-        run_all(tmp_path / "together", [command], FURTHER[command])[command],
-    )
+    alone = run_all(tmp_path / "alone", [command])[command]
+    together = run_all(tmp_path / "together", [command], FURTHER[command])[command]
     assert alone["weights_sha256"] == together["weights_sha256"]
     assert alone["steps"] == together["steps"] == 3
 
 
 @pytest.mark.slow
-def test_digits_reaches_97_percent_on_held_out_images_whatever_the_number_of_workers(
-    serial_runs: SerialRuns, tmp_path: Path
-) -> None:
-    alone = run_serially(serial_runs, "digits.py --epochs 6", steps=1000)
-    together = run(tmp_path / "together", "digits.py --epochs 6", workers=3, steps=1000)
-    accuracies = [re.findall(r"accuracy ([\d.]+)%", done.output) for done in (alone, together)]
-    assert len(accuracies[0]) == 6
-    assert float(accuracies[0][-1]) >= 97
-    assert accuracies[0] == accuracies[1]
-    assert alone.weights == together.weights
-
-
-@pytest.mark.slow
-def test_real_images_are_augmented_alike_on_any_number_of_workers_and_loader_processes(
-    serial_runs: SerialRuns, tmp_path: Path
-) -> None:
-    images = tmp_path / "cifar-10-batches-bin"
-    images.mkdir()
-    random = np.random.default_rng(0)
-    for name in TRAIN_FILES + TEST_FILES:
-        records = random.integers(0, 256, (20, RECORD_BYTES), dtype=np.uint8)
-        records[:, 0] %= 10
-        records.tofile(images / name)
-    command = f"cifar10.py --data-dir {images} --batch-size 64 --epochs 1 --loader-workers"
-    alone = run_serially(serial_runs, f"{command} 0")
-    together = run(tmp_path / "together", f"{command} 1", workers=3)
-    assert alone.weights == together.weights
-    assert "epoch 0" in alone.output
-
-
-@pytest.mark.slow
-def test_another_number_of_workers_synchronises_in_another_way(serial_runs: SerialRuns, tmp_path: Path) -> None:
-    alone = run_serially(serial_runs, "strategies.py --epochs 2", steps=1000)
-    together = run(tmp_path / "together", "strategies.py --epochs 2", workers=2, steps=1000)
-    assert re.findall(r"epoch \d: (.+), acc", alone.output) == ["all-reduce among 1"] * 2
-    assert re.findall(r"epoch \d: (.+), acc", together.output) == ["local-sgd:every=4 among 2"] * 2
-    assert alone.weights != together.weights
-
-
-@pytest.mark.slow
-def test_cifar10_can_be_tried_without_the_data(serial_runs: SerialRuns) -> None:
-    done = run_serially(serial_runs, "cifar10.py --synthetic --batch-size 32 --max-steps 2")
-    assert done.result["steps"] == 2
+def test_another_number_of_workers_synchronises_in_another_way(tmp_path: Path) -> None:
+    for workers, way in ((1, "all-reduce among 1"), (2, "local-sgd:every=4 among 2")):
+        done = on(workers, str(EXAMPLES / "strategies.py"), "--epochs", "2", folder=tmp_path)
+        assert re.findall(r"epoch \d: (.+), acc", done.stdout) == [way] * 2, done.stdout
 
 
 @pytest.mark.slow
 def test_the_plain_loop_runs_without_unisono(tmp_path: Path) -> None:
-    done = run(tmp_path / "plain", "plain_loop.py --which plain")
-    epochs = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+    done = on(None, str(EXAMPLES / "plain_loop.py"), "--which", "plain", folder=tmp_path)
+    epochs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     losses = [epoch["loss"] for epoch in epochs]
     assert [epoch["samples"] for epoch in epochs] == [1797] * 5  # as a study reads it
     assert losses[-1] < losses[0] / 2

@@ -174,17 +174,6 @@ def test_an_engine_that_cannot_start_hosts_is_refused(
     assert "Traceback" not in done.stderr
 
 
-def test_a_command_that_cannot_be_loaded_is_refused_and_leaves_the_help_of_others(tmp_path: Path) -> None:
-    write_distribution(tmp_path, "torn", {"unisono.commands": {"torn": "no.such.module:f"}})
-    refused = unisono("torn", cwd=tmp_path, path=str(tmp_path))
-    assert refused.returncode == 2
-    assert "the command torn='no.such.module:f' cannot be imported: ModuleNotFoundError" in refused.stderr
-    shown = unisono("--help", cwd=tmp_path, path=str(tmp_path))
-    assert shown.returncode == 0
-    assert "Start workers that train together" in shown.stdout
-    assert "cannot be imported" in shown.stderr
-
-
 def test_a_name_that_two_packages_bring_is_refused_with_both(tmp_path: Path) -> None:
     for name in ("here", "there"):
         write_distribution(tmp_path, name, {"unisono.strategies": {"twice": f"{name}:Twice"}})

@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from commands import completed
+from commands import completed, python
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]  # the quick one: test_run_of_script.py
 
@@ -20,8 +18,7 @@ def test_the_first_weights_are_those_of_the_framework_alone_on_any_number_of_wor
     guest: str, tmp_path: Path
 ) -> None:
     told = {**os.environ, "KERAS_BACKEND": "torch"}
-    command = [sys.executable, str(SCRIPT), guest, "alone"]
-    alone = subprocess.run(command, env=told, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    alone = python(SCRIPT, guest, "alone", env=told, cwd=tmp_path)
     expected = re.findall("FIRST (.*)", alone.stdout)
     assert len(expected) == 1, alone.stderr
     for workers in (1, 2, 3):

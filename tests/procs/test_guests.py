@@ -1,17 +1,16 @@
 """Which ways of running a job end other frameworks' scripts in the same bits: the table in docs/guide/frameworks.md."""
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from commands import completed
-from outcomes import PATIENCE_S, outcome_in, train
+from commands import completed, python
+from outcomes import PATIENCE_S, outcome_in, struck_by, train
 from serial_runs import SerialRuns
+from unisono_lab.faults.faults import Faults
 
 pytestmark = [
     pytest.mark.procs,
@@ -36,19 +35,13 @@ def launched(*options: str) -> Callable[[Path, Path], Ended]:
     return lambda script, folder: train(folder, *options, script=script)
 
 
-def struck(fault: str, *options: str) -> Callable[[Path, Path], Ended]:
-    def way(script: Path, folder: Path) -> Ended:
-        faults = folder.with_suffix(".toml")
-        faults.write_text(f"[[fault]]\n{fault}\n")
-        return train(folder, *options, "--faults", str(faults), script=script)
-
-    return way
+def struck(faults: Faults, *options: str) -> Callable[[Path, Path], Ended]:
+    return lambda script, folder: train(folder, *options, *struck_by(folder, faults), script=script)
 
 
 def under_torchrun(script: Path, folder: Path) -> Ended:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    told = {**os.environ, "UNISONO_RUN_DIR": str(folder)}
-    return subprocess.run(command, env=told, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    return python(*torchrun, script, timeout=PATIENCE_S, UNISONO_RUN_DIR=str(folder))
 
 
 def resumed(script: Path, folder: Path) -> Ended:
@@ -61,11 +54,9 @@ WAYS: dict[str, Callable[[Path, Path], Ended]] = {
     "3 workers": launched("-n", "3"),
     "5 workers": launched("-n", "5"),
     "torchrun": under_torchrun,
-    "a worker is killed, and replaced": struck(
-        "kind = 'kill'\nrank = 1\nat_step = 5", "-n", "3", "--max-restarts", "3"
-    ),
-    "the main worker is killed": struck("kind = 'kill'\nrank = 0\nat_step = 7", "-n", "2:3"),
-    "a worker joins": struck("kind = 'resize'\nworkers = 2\nat_step = 3", "-n", "1:2"),
+    "a worker is killed, and replaced": struck(Faults().kill(rank=1, at_step=5), "-n", "3", "--max-restarts", "3"),
+    "the main worker is killed": struck(Faults().kill(rank=0, at_step=7), "-n", "2:3"),
+    "a worker joins": struck(Faults().resize(workers=2, at_step=3), "-n", "1:2"),
     "resumed from 3 workers to 2": resumed,
 }
 

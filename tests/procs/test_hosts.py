@@ -19,27 +19,24 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.strangers import strangers
 from forks.commands import ON_PATH
 from leaks import ALLOWED_VARIABLES
 from serial_runs import SerialRuns
-from training import SETTINGS, Trained
+from training import SCRIPT, SETTINGS, Trained, whole_lines
 from two_hosts import Host, NoHosts, two_hosts
 from unisono.launch.elastic.elastic_settings import make_certificate
 from unisono.launch.tuning import KEEPING
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 120.0
 SILENCE_S = 5.0
 """After which a host is lost."""
 
 LONG = {"EPOCHS": "10", "PACE_S": "0.05"}
-LONGER = {"EPOCHS": "80", "PACE_S": "0.15"}
 
 
-AT_A_HOST = Path(__file__).parent / "scripts" / "at_a_host.py"
+AT_A_HOST = SCRIPT.with_name("at_a_host.py")
 
 
 class Place:
@@ -103,14 +100,13 @@ def warm_on(host: Host) -> Iterator[Place]:
         yield Place(host, process)
 
 
-class Desk:
+class Desk(Trained):
     """Where a person sits at one of the hosts: a folder, and the commands that were typed in it."""
 
     def __init__(self, place: Place, folder: Path) -> None:
+        super().__init__(folder / "run")
         self.host, self.folder = place.host, folder
         self._place = place
-        self.output = folder / "output"
-        self.run_dir = folder / "run"
         folder.mkdir()
 
     def start(self, *words: str, **settings: str) -> Command:
@@ -128,27 +124,6 @@ class Desk:
         where = {"folder": str(self.folder), "out": str(out), "err": str(err)}
         return Command(self._place, self._place.answer(words=words, settings=settings, **where)["pid"])
 
-    def journal(self, event: str) -> list[dict[str, Any]]:
-        path = self.run_dir / "journal.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [one for one in map(json.loads, lines) if one["event"] == event]
-
-    @property
-    def result(self) -> dict[str, Any]:
-        found = json.loads((self.run_dir / "result.json").read_text())
-        assert isinstance(found, dict)
-        return found
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-        return [line for line in lines if "loss" in line]
-
-    @property
-    def steps(self) -> list[int]:
-        return [line["step"] for line in self.metrics]
-
     @property
     def text(self) -> str:
         return f"--- {self.host.name}\n{self.output.read_text() if self.output.exists() else ''}"
@@ -164,13 +139,10 @@ class Job:
 
     def run(self, *options: str, **settings: str) -> Command:
         where = ("--coordinator", f"{self.a.host.address}:0", "--failure-timeout-s", f"{SILENCE_S:g}")
-        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), **self._told, **settings)
+        hurry = str(self._hurry)
+        process = self.a.start("run", *where, *options, "--run-dir", "run", str(SCRIPT), HURRY=hurry, **settings)
         self._started.append(process)
         return process
-
-    @property
-    def _told(self) -> dict[str, str]:
-        return {"HURRY": str(self._hurry)}
 
     def invitation(self) -> list[str]:
         """The command for the other host, as it is shown."""
@@ -185,7 +157,7 @@ class Job:
         )
         for name in ("token", "certificate.pem"):
             shutil.copy2(self.a.run_dir / name, self.b.folder / name)
-        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], **self._told, **settings)
+        process = self.b.start(*words[:2], *options, "--run-dir", "run", *words[2:], HURRY=str(self._hurry), **settings)
         self._started.append(process)
         return process
 
@@ -201,7 +173,10 @@ class Job:
         """Until workers of both hosts have trained a step together."""
         self.until(lambda: len(self.trains_on()) == 2, "a generation of both hosts")
         number = self.a.journal("minted")[-1]["generation"]
-        self.until(lambda: any(line["generation"] >= number for line in self.a.metrics), "a step of both hosts")
+        metrics = self.a.run_dir / "metrics.jsonl"
+        self.until(
+            lambda: any(line.get("generation", 0) >= number for line in whole_lines(metrics)), "a step of both hosts"
+        )
 
     @contextmanager
     def cut(self) -> Iterator[None]:
@@ -213,14 +188,11 @@ class Job:
         finally:
             self.b.host.reach_all()
 
-    def hosts_of(self, workers: list[str]) -> set[str]:
-        asked = self.a.journal("asked for")
-        return {one["host"] for one in asked for worker in one["workers"] if worker in workers}
-
     def trains_on(self) -> set[str]:
         """The hosts of the newest generation's workers."""
-        minted = self.a.journal("minted")
-        return self.hosts_of(minted[-1]["workers"]) if minted else set()
+        asked, minted = self.a.journal("asked for"), self.a.journal("minted")
+        workers = minted[-1]["workers"] if minted else []
+        return {one["host"] for one in asked for worker in one["workers"] if worker in workers}
 
     def workers_on(self, host: Host) -> list[int]:
         """The process ids of the workers there."""
@@ -234,28 +206,16 @@ class Job:
         fork_servers = {parent for worker in workers if (parent := worker.parent())}
         return [*psutil.Process(joined.pid).children(recursive=True), *workers, *fork_servers]
 
-    def has_recovered(self, losses: int) -> bool:
-        """Whether so many workers are lost, and both hosts train again."""
-        lost, minted = self.a.journal("lost"), self.a.journal("minted")
-        return len(lost) == losses and minted[-1]["time"] > lost[-1]["time"] and len(self.trains_on()) == 2
-
-    def sockets(self, joined: Command) -> dict[str, int]:
-        """How many the processes have that somebody can call."""
-        coordinator = json.loads((self.a.run_dir / "coordinator.json").read_text())["pid"]
-        found = {"coordinator": coordinator, "launcher": self._started[0].pid, "agent": joined.pid}
-        for worker in self.workers_on(self.a.host):
-            found[f"worker {worker}"] = worker
-        return {name: sum("socket:" in link for link in _open(pid)) for name, pid in found.items()}
-
     def wait(self) -> int:
         """The exit code on host a."""
         return self._started[0].wait()
 
-    def end(self) -> str:
-        """Wait for the end, which nothing delays any more; returns the digest of the weights."""
+    def ends_as(self, serial: Trained) -> None:
+        """Nothing delays its end any more, and it has the weights and the steps of the undisturbed run."""
         self._hurry.touch()
         assert self.wait() == 0, self.text
-        return str(self.a.result["weights_sha256"])
+        assert self.a.end() == serial.end(), self.text
+        assert sorted({*self.a.steps, *self.b.steps}) == serial.steps
 
     @property
     def text(self) -> str:
@@ -287,31 +247,21 @@ def job(hosts: tuple[Place, Place], tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.fixture(scope="session")
-def serial(serial_runs: SerialRuns) -> dict[str, Any]:
-    """How the undisturbed run of one worker ended."""
-    folder = serial_runs(SCRIPT, **LONG | {"PACE_S": "0"}).run_dir
-    found = json.loads((folder / "result.json").read_text())
-    assert isinstance(found, dict)
-    return found
-
-
-@pytest.fixture(scope="session")
-def longer(serial_runs: SerialRuns) -> Trained:
-    """The undisturbed run of one worker that trains for longer."""
-    return serial_runs(SCRIPT, **LONGER | {"PACE_S": "0"})
+def serial(serial_runs: SerialRuns) -> Trained:
+    """The undisturbed run of one worker."""
+    return serial_runs(SCRIPT, **LONG | {"PACE_S": "0"})
 
 
 def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhere_but_in_its_files(
-    job: Job, serial: dict[str, Any]
+    job: Job, serial: Trained
 ) -> None:
     job.run("-n", "2:4", "--here", "2", **LONG)
     joined = job.join(**LONG)
     job.together()
     token = (job.a.run_dir / "token").read_bytes().strip()
     assert not [words for words in _told_to_processes() if token in words]
-    assert job.end() == serial["weights_sha256"], job.text
+    job.ends_as(serial)
     assert joined.wait() == 0, job.text
-    assert job.a.steps == list(range(serial["steps"]))
     assert not job.b.steps
     files = [path for desk in (job.a, job.b) for path in desk.folder.rglob("*") if path.is_file()]
     assert sorted(path.name for path in files if token in path.read_bytes()) == ["token", "token"]
@@ -321,7 +271,7 @@ def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhe
 
 @pytest.mark.slow
 @pytest.mark.hosts("unisono join", "kill", "join")
-def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job: Job, serial: dict[str, Any]) -> None:
+def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job: Job, serial: Trained) -> None:
     job.run("-n", "2:4", "--here", "2", **LONG)
     joined = job.join(**LONG)
     job.together()
@@ -333,15 +283,12 @@ def test_a_worker_of_another_host_dies_and_then_that_host_and_no_bit_changes(job
     joined.kill()
     job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
-    assert job.end() == serial["weights_sha256"], job.text
-    assert job.a.steps == list(range(serial["steps"]))
+    job.ends_as(serial)
 
 
 @pytest.mark.slow
 @pytest.mark.hosts("unisono join", "kill")
-def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
-    job: Job, serial: dict[str, Any]
-) -> None:
+def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(job: Job, serial: Trained) -> None:
     job.run("-n", "2:4", "--here", "2", **LONG)
     joined = job.join(**LONG)
     job.together()
@@ -349,8 +296,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
     job.b.host.cable("down")
     try:
         job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the host")
-        assert job.end() == serial["weights_sha256"], job.text
-        assert job.a.steps == list(range(serial["steps"]))
+        job.ends_as(serial)
         assert joined.wait() == 1, job.text
         assert f"no coordinator answered at https://{job.a.host.address}:" in job.b.text
         assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
@@ -360,7 +306,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_and_ends_by_itself(
 
 @pytest.mark.slow
 def test_workers_of_two_devices_on_two_hosts_train_to_the_weights_of_one_and_one_of_them_dies(
-    job: Job, serial: dict[str, Any]
+    job: Job, serial: Trained
 ) -> None:
     settings = {**LONG, **KEEPING.variables}  # with the allocator's own for devices, both hosts would load torch anew
     job.run("-n", "1:2", "--here", "1", "--devices-per-worker", "2", **settings)
@@ -370,30 +316,28 @@ def test_workers_of_two_devices_on_two_hosts_train_to_the_weights_of_one_and_one
     os.kill(dies, signal.SIGKILL)
     job.until(lambda: job.a.journal("lost"), "the loss of a worker")
     job.until(lambda: len(job.trains_on()) == 2, "another worker")
-    assert job.end() == serial["weights_sha256"], job.text
+    job.ends_as(serial)
     assert joined.wait() == 0, job.text
-    assert job.a.steps == list(range(serial["steps"]))
 
 
 @pytest.mark.slow
-def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial: dict[str, Any]) -> None:
+def test_the_main_worker_may_be_on_a_host_that_shares_no_files(job: Job, serial: Trained) -> None:
     job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", "--checkpoint-every", "10", **LONG)
     joined = job.join("-n", "1", "--checkpoint-every", "10", **LONG)
     job.together()
     (dies,) = job.workers_on(job.a.host)
     os.kill(dies, signal.SIGKILL)
     job.until(lambda: job.trains_on() == {job.b.host.name}, "a generation of the other host")
-    assert job.end() == serial["weights_sha256"], job.text
+    job.ends_as(serial)
     assert joined.wait() == 0, job.text
-    assert sorted({*job.a.steps, *job.b.steps}) == list(range(serial["steps"]))
-    assert job.b.result["weights_sha256"] == serial["weights_sha256"]
+    assert job.b.end() == serial.end()
     assert (job.b.run_dir / "job.json").read_text() == (job.a.run_dir / "job.json").read_text()
     assert list((job.b.run_dir / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.slow
 def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_the_job_never_stops(
-    job: Job, serial: dict[str, Any]
+    job: Job, serial: Trained
 ) -> None:
     job.run("-n", "1:2", "--here", "1", **LONG)
     job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation of the first host")
@@ -401,7 +345,7 @@ def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_
         joined = job.join("-n", "1", **LONG)
         job.until(lambda: "takes no part for now" in job.b.text, "a word at the other host")
         shown = job.a.ask("status", "--run-dir", "run").stdout
-        assert job.end() == serial["weights_sha256"], job.text
+        job.ends_as(serial)
         assert joined.wait() == 0, job.text
     said = f"{job.b.host.name} does not reach {job.a.host.name} at {job.a.host.address}:"
     assert said in job.b.text
@@ -409,25 +353,6 @@ def test_a_host_that_reaches_the_coordinator_but_not_the_workers_is_told_so_and_
     assert f"room for 1, left out: {said}" in shown
     assert len(job.a.journal("minted")) == 1, job.text
     assert [one["host"] for one in job.a.journal("asked for")] == [job.a.host.name]
-
-
-@pytest.mark.slow  # those before it have a host that is cut off, and one that comes back
-def test_hosts_that_lose_each_other_go_on_as_one_of_them_and_together_again_later(
-    job: Job, serial: dict[str, Any]
-) -> None:
-    slowly = {**LONG, "PACE_S": "0.1"}
-    job.run("-n", "1:3", "--here", "1", **slowly)
-    joined = job.join("-n", "2", **slowly)
-    job.together()
-    with job.cut():
-        os.kill(job.workers_on(job.b.host)[0], signal.SIGKILL)
-        job.until(lambda: job.trains_on() == {job.a.host.name}, "a generation without the other host")
-    assert "does not reach host" in job.a.journal("excluded")[0]["why"]
-    assert job.a.journal("not formed")
-    job.until(lambda: len(job.trains_on()) == 2, "both hosts again")
-    assert job.end() == serial["weights_sha256"], job.text
-    assert joined.wait() == 0, job.text
-    assert job.a.steps == list(range(serial["steps"]))
 
 
 def test_nobody_takes_part_or_looks_on_who_is_not_let_in(job: Job) -> None:
@@ -491,13 +416,13 @@ IN_THE_STATE = b"running_mean"
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--insecure-data",)], ids=["private", "insecure"])
 def test_what_workers_of_two_hosts_say_is_read_on_the_way_only_where_the_person_lets_it_and_the_journal_says_so(
-    job: Job, serial: dict[str, Any], tmp_path: Path, options: tuple[str, ...]
+    job: Job, serial: Trained, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     with overheard(job.b.host, tmp_path / "overheard") as heard:
         job.run("-n", "1:2", "--here", "1", *options, **LONG)
         joined = job.join("-n", "1", **LONG)  # the command that is printed has the option
         job.together()
-        assert job.end() == serial["weights_sha256"], job.text
+        job.ends_as(serial)
         assert joined.wait() == 0, job.text
         data = heard.read_bytes()
     assert len(data) > 100_000
@@ -507,53 +432,13 @@ def test_what_workers_of_two_hosts_say_is_read_on_the_way_only_where_the_person_
 
 @pytest.mark.slow
 def test_a_host_that_was_not_told_that_others_speak_plain_text_is_refused_and_the_job_goes_on(
-    job: Job, serial: dict[str, Any]
+    job: Job, serial: Trained
 ) -> None:
     job.run("-n", "1:2", "--here", "1", "--max-restarts", "0", "--insecure-data", **{**LONG, "PACE_S": "0.1"})
     joined = job.join("-n", "1", without="--insecure-data", **LONG)
     assert joined.wait() == 2, job.text
     assert "give --insecure-data to all of them, or to none" in job.b.text
-    assert job.end() == serial["weights_sha256"], job.text
-    assert job.a.steps == list(range(serial["steps"]))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ten_thousand_strangers_stop_nobody_add_nothing_and_leave_nothing_behind(job: Job, longer: Trained) -> None:
-    hosts = (job.a.host, job.b.host)
-    with strangers(hosts[1].enter, hosts[1].name, {host.address: host.pid for host in hosts}) as crowd:
-        job.run("-n", "2:3", "--here", "2", "--max-restarts", "30", **LONGER)
-        joined = job.join("-n", "1", **LONGER)
-        job.together()
-        assert crowd.have_overheard()
-        job.until(lambda: len(job.a.steps) > 30, "some steps in peace")
-        before, calls, called, always = job.sockets(joined), 0, set[str](), set[str]()
-        while calls < 10_000 or not called - always:  # until some have called workers on their way to each other
-            losses = len(job.a.journal("lost")) + 1
-            os.kill(job.workers_on(job.b.host)[0], signal.SIGKILL)
-            while not job.has_recovered(losses):
-                crowd.begin(1000, over_s=2.0)
-                ended = crowd.ended()
-                calls += ended["calls"]
-                called |= ended["taken"].keys()
-                always = always & ended["taken"].keys() or ended["taken"].keys()  # coordinator and agents
-            job.together()
-        crowd.hang_up()
-        job.until(lambda: not _more(before, job.sockets(joined)), f"as few sockets as before: {before}")
-        assert job.end() == longer.end(), job.text
-        assert joined.wait() == 0, job.text
-    assert job.a.steps == longer.steps
-    assert len(job.a.journal("lost")) == losses
-
-
-def _open(process: int) -> Iterator[str]:
-    for path in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):  # it has just been closed
-            yield os.readlink(path)  # noqa: PTH115 (as text)
-
-
-def _more(before: dict[str, int], now: dict[str, int]) -> dict[str, int]:
-    return {name: count for name, count in now.items() if count > before[name]}
+    job.ends_as(serial)
 
 
 def _told_to_processes() -> Iterator[bytes]:

@@ -35,15 +35,6 @@ def weights(*words: str, folder: Path, most: int = resource.RLIM_INFINITY) -> st
     return found[0] if found else ""
 
 
-def test_devices_that_hold_slices_or_stages_end_with_the_weights_of_one(tmp_path: Path) -> None:
-    small = (EXAMPLE, "--layers", "4", "--width", "32", "--context", "16")
-    for name in ("one", "slices", "stages"):
-        (tmp_path / name).mkdir()
-    one = weights(*small, folder=tmp_path / "one")
-    for cut in ("slices", "stages"):
-        assert weights(*LAUNCHER, "2", *small, "--cut", cut, folder=tmp_path / cut) == one
-
-
 @pytest.mark.parametrize(("cut", "devices", "named"), [("slices", "4", 0), ("stages", "2", 1)])
 def test_a_model_that_one_process_has_no_room_for_is_trained_by_several(
     cut: str, devices: str, named: int, tmp_path: Path

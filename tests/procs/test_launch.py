@@ -205,13 +205,6 @@ def test_workers_see_the_tuning_unless_it_is_switched_off(program: Run, monkeypa
     assert [program.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\nmmap None arenas 3\n"] * 2
 
 
-def test_arguments_reach_the_script_untouched(run: Run) -> None:
-    run.script("print(sys.argv)")
-    run.start("--", "-n", "3", "--help", "a b", "--", "--run-dir", "", workers=1)
-    assert run.end() == 0
-    assert str(["train.py", "-n", "3", "--help", "a b", "--", "--run-dir", ""]) in run.text
-
-
 def test_output_that_nobody_reads_does_not_stop_the_job(program: Run) -> None:
     program.script("print('first')\nwhen(run_dir / 'closed')\nfor n in range(1000): print(n)")
     program.start(workers=1)
@@ -252,16 +245,6 @@ def test_a_second_start_in_a_run_folder_is_refused_until_the_first_is_gone_even_
     assert program.end() == 0, program.text
 
 
-def test_without_a_folder_named_a_new_one_is_made_below_runs(program: Run) -> None:
-    program.script("print(run_dir)")
-    command = [sys.executable, "-m", "unisono", "run", "train.py"]
-    said = subprocess.run(command, cwd=program.folder, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-    (folder,) = (program.folder / "runs").iterdir()
-    assert said.stdout == f"[rank 0] {folder}\n"
-    assert folder.name.endswith("-train")
-    assert f"run folder {folder}" in said.stderr
-
-
 def test_the_installed_command_is_the_same_as_the_module() -> None:
     installed, module = [Path(sys.executable).with_name("unisono")], [sys.executable, "-m", "unisono"]
     said = [
@@ -271,11 +254,6 @@ def test_the_installed_command_is_the_same_as_the_module() -> None:
 
 
 # --- how it ends
-
-
-def test_a_good_end_is_0_and_leaves_a_result(program: Run) -> None:
-    assert program("pass", workers=3) == 0
-    assert (program.result["exit_code"], program.result["error"], program.result["world_size"]) == (0, None, 3)
 
 
 def test_what_the_main_worker_says_about_the_result_stands(run: Run) -> None:
@@ -288,11 +266,6 @@ def test_the_scripts_own_exit_code_is_the_jobs(program: Run) -> None:
     assert program("if rank == 1: sys.exit(3)\nforever()") == 3
     assert "rank 1 on host" in program.lines[-1]
     assert "ended with exit code 3" in program.lines[-1]
-
-
-def test_an_exit_with_words_shows_them(run: Run) -> None:
-    assert run("if rank == 1: sys.exit('no data here')\nforever()") == 1
-    assert "[rank 1] no data here" in run.text
 
 
 def test_a_failing_worker_ends_the_others_and_its_traceback_comes_last(run: Run) -> None:
@@ -386,19 +359,6 @@ def test_a_crash_in_native_code_leaves_its_stacks_in_the_log(run: Run) -> None:
     assert run("import faulthandler\ndef deep(): faulthandler._sigsegv()\ndeep()", workers=1) == 139
     assert b"in deep" in run.log(0)
     assert "was killed by SIGSEGV" in run.lines[-1]
-
-
-def test_workers_that_all_leave_with_a_checkpoint_make_it_75(run: Run) -> None:
-    assert run("sys.exit(75)", workers=3) == 75
-    assert "start it again" in run.lines[-2]
-    assert "to go on: " in run.lines[-1]
-
-
-def test_what_an_earlier_start_left_is_not_taken_for_this_ones(run: Run) -> None:
-    assert run("if rank == 1: raise ValueError('earlier')") == 1
-    assert run("sys.exit(4)") == 4
-    assert "earlier" not in json.dumps(run.result)
-    assert not (run.run_dir / "logs" / "rank-1.error.json").exists()
 
 
 def test_what_a_worker_started_goes_with_it(run: Run) -> None:

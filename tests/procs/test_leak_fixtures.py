@@ -1,14 +1,9 @@
 """The fixtures of the suite's conftest.py, seen from outside: runs of pytest whose tests leak on purpose."""
 
-import os
 import shlex
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 import leaks
@@ -17,7 +12,6 @@ pytestmark = [pytest.mark.procs, pytest.mark.slow]  # what the tests themselves 
 pytest_plugins = ["pytester"]
 
 TESTS = Path(leaks.__file__).parent
-SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
 
 LEAKY_TESTS = """
     import os, pathlib, signal, socket, subprocess, sys, tempfile, threading
@@ -201,44 +195,3 @@ def test_the_suites_folder_for_temporary_files_is_removed_in_the_end(suite: pyte
     run(suite).assert_outcomes(passed=1)
 
     assert not Path((suite.path / "where").read_text()).exists()
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(SLEEP, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield process
-        process.kill()
-
-
-def test_a_child_in_its_own_session_is_seen(sleeper: subprocess.Popen[bytes]) -> None:
-    words = leaks.Processes().look()[sleeper.pid]
-
-    assert words.endswith(", in a session of its own")
-
-
-def test_a_child_that_ended_is_gone_only_once_it_was_waited_for(sleeper: subprocess.Popen[bytes]) -> None:
-    sleeper.kill()
-    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
-
-    assert "nobody waited" in leaks.Processes().look()[sleeper.pid]
-
-    sleeper.wait()
-
-    assert sleeper.pid not in leaks.Processes().look()
-
-
-def test_an_orphan_is_found_by_the_mark_in_its_environment() -> None:
-    script = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3).pid)"
-    mark = ("UNISONO_TEST_MARK", f"of {os.getpid()}")
-    output = subprocess.check_output([sys.executable, "-c", script], env={**os.environ, mark[0]: mark[1]})
-    orphan = psutil.Process(int(output))
-    try:
-        assert orphan.pid not in {child.pid for child in psutil.Process().children(recursive=True)}
-        assert orphan.pid in leaks.Processes(mark).look()
-        assert orphan.pid not in leaks.Processes(("UNISONO_TEST_MARK", "of another run")).look()
-    finally:
-        leaks.kill({orphan.pid: ""})
-
-    assert orphan.pid not in leaks.Processes(mark).look()

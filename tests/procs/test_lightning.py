@@ -1,31 +1,12 @@
-"""Lightning in real processes: the main worker is killed, a job is asked to leave, either package is the script's."""
+"""Lightning by its other package, in a process that is asked to leave. Workers that are killed: ``test_guests.py``."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from outcomes import outcome, outcome_in, train
-from serial_runs import SerialRuns
+from commands import python
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
-
-SCRIPT = Path(__file__).parent / "scripts" / "lightning_training.py"
-
-
-@pytest.mark.slow  # the suite kills workers that are threads
-@pytest.mark.usefixtures("warm", "serial_launches")
-def test_weights_are_the_same_in_processes_of_which_one_is_killed(serial_runs: SerialRuns, tmp_path: Path) -> None:
-    faults = tmp_path / "faults.toml"
-    faults.write_text("[[fault]]\nkind = 'kill'\nrank = 0\nat_step = 9\n")
-    done = train(tmp_path / "run", "-n", "2", "--max-restarts", "3", "--faults", str(faults), script=SCRIPT)
-    serial = serial_runs(SCRIPT).run_dir
-    assert outcome(tmp_path / "run", done) == outcome_in(serial)
-    assert '"event": "lost"' in (tmp_path / "run" / "journal.jsonl").read_text()
-    rows = Path("rows") / "version_0" / "metrics.csv"
-    assert (tmp_path / "run" / rows).read_text() == (serial / rows).read_text()
-
 
 LEAVES = """
 import os, signal, sys
@@ -61,10 +42,9 @@ print("steps:", trainer.global_step)
 @pytest.mark.slow  # in a process, with a signal and both packages; the suite leaves in a unit test
 def test_a_job_that_is_asked_to_leave_leaves_a_checkpoint_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LEAVES)
-    command = [sys.executable, "-W", "ignore", "train.py"]
-    left = subprocess.run([*command, "leave"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    left = python("-W", "ignore", "train.py", "leave", cwd=tmp_path)
     assert left.returncode == 75, left.stderr
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    again = python("-W", "ignore", "train.py", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "steps: 6" in again.stdout
     assert '"event": "resumed"' in (tmp_path / "run" / "journal.jsonl").read_text()

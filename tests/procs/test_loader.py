@@ -18,8 +18,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from unisono.data.generators import generators_kept
@@ -133,11 +132,6 @@ def test_batches_of_growing_size_arrive_whole() -> None:
     assert all(bool((batch == 2 * step).all()) for step, batch in enumerate(found))
 
 
-def test_a_batch_that_is_kept_is_never_overwritten() -> None:
-    found = loaded(TensorDataset(torch.arange(200)), 2, steps=80)
-    assert [batch[0].tolist() for batch in found] == [[2 * step, 2 * step + 1] for step in range(80)]
-
-
 def test_a_part_of_a_batch_that_is_kept_is_never_overwritten_either() -> None:
     with closing(loading(TensorDataset(torch.arange(200)), 2, steps=80)) as batches:
         parts = [next(batches)[0][0].view(2, 1)[1:] for _ in range(80)]
@@ -160,32 +154,7 @@ def test_a_loop_is_told_what_is_there_already() -> None:
     assert not loading(TensorDataset(torch.arange(40)), 0).is_ready()
 
 
-@pytest.mark.usefixtures("torch_settings_restored")
-def test_training_ends_in_the_same_bits_with_any_number_of_loader_processes(tmp_path: Path) -> None:
-    def noisy(index: int) -> Any:
-        return {"x": torch.randn(6) + index, "y": index % 3, "name": str(random.random())}
-
-    def trained(loader_workers: int) -> str:
-        run = unisono.init(batch_size=32, shards=4, run_dir=tmp_path / f"{loader_workers}")
-        model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout(0.1))
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.001))
-        for step in run.steps(Subset(Sampled(noisy), range(75)), epochs=2, loader_workers=loader_workers):
-            step.run(lambda model, batch: cross_entropy(model(batch["x"]), batch["y"]))
-            np.random.rand(step.number)
-        return run.finish()
-
-    with generators_kept():
-        expected = trained(0)
-        assert [trained(workers) for workers in (1, 3)] == [expected] * 2
-
-
 # -- how they end -----------------------------------------------------------------------------------------------------
-
-
-def test_a_loader_that_is_left_early_leaves_no_process_behind() -> None:
-    with closing(loading(TensorDataset(torch.arange(40)), 2)) as batches:
-        next(batches)
-    batches.close()  # once more does no harm; what stays is found by the check for leaks
 
 
 def test_a_loader_that_is_left_while_a_sample_takes_for_ever_leaves_no_process_behind() -> None:

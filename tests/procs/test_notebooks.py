@@ -1,7 +1,6 @@
 """Cells of real notebooks train: the examples are executed, and a kernel is interrupted, and killed."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,11 +55,3 @@ def test_an_interrupted_cell_leaves_a_checkpoint_and_a_killed_kernel_leaves_nobo
     assert "limit (make it an argument" in seen["lacking"]["evalue"]
     assert seen["failing"]["ename"] == "LaunchError"
     assert "RuntimeError: no luck" in seen["failing"]["evalue"]
-
-
-@pytest.mark.slow  # tests/unit/test_progress.py has the same without a kernel
-def test_a_loop_in_a_cell_has_a_bar_that_needs_no_widgets(tmp_path: Path) -> None:
-    told = told_by("bar", tmp_path)
-
-    assert re.search(r"epoch 2/2 ━{10} 10/10 loss \d+\.\d+ \d+ samples/s 1 worker 0:00:00 left", told), told
-    assert "ipywidgets" not in told

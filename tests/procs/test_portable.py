@@ -105,43 +105,6 @@ def emulated_python(folder: Path, processor: str) -> Path:
     return python
 
 
-TRAIN = """
-import sys
-import time
-sys.path.insert(0, {folder!r})
-from exact_jobs import Net, cross_entropy, images
-import torch, unisono
-run = unisono.init(batch_size=64, shards=4, seed=3)
-model = Net()
-run.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
-for step in run.steps(images(256), epochs=2):
-    step.run(cross_entropy)
-run.finish()
-"""
-
-
-def test_a_worker_on_an_emulated_processor_trains_with_a_native_one_to_the_bits_of_the_serial_run(
-    tmp_path: Path,
-) -> None:
-    script, run_dir = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(TRAIN.format(folder=str(JOBS.parent)))
-    python = emulated_python(tmp_path, PROCESSORS[1])
-    serial = computed((str(script),), None, UNISONO_RUN_DIR=str(tmp_path / "serial"))
-    unisono = [sys.executable, "-m", "unisono"]
-    asked = ("run", "--numerics", "portable", "-n", "2:2", "--coordinator", "127.0.0.1:0", "--here", "1")
-    with subprocess.Popen([*unisono, *asked, "--run-dir", str(run_dir), str(script)]) as job:
-        try:
-            while not (run_dir / WHERE).exists() and job.poll() is None:
-                time.sleep(0.05)
-            how = ("join", "--run-dir", str(run_dir), "--no-warm-start", "--numerics", "portable", str(script))
-            subprocess.run([sys.executable, "-c", JOIN, str(python), "unisono", *how], check=True)
-            assert job.wait(300) == 0
-        finally:
-            job.kill()
-    digest = json.loads((run_dir / "result.json").read_text())
-    assert serial.split("weights sha256 ")[1].split()[0] in json.dumps(digest)
-
-
 SLOWLY = """
 import os
 import sys

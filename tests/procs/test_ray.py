@@ -1,6 +1,5 @@
 """Jobs on the nodes of a real Ray cluster: what happens to nodes there changes no bit."""
 
-import json
 import os
 import shutil
 import signal
@@ -222,28 +221,6 @@ def test_lines_after_finish_come_home_after_the_coordinators_end_or_it_is_said_t
     assert "was killed or lost (training was complete by then, and it is not missed)" in short.text
     assert (short.run_dir / "exported-0").exists()
     assert not (short.run_dir / "exported-1").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "how", "code", "words"),
-    [
-        ("1", "raise", 1, "has failed after run.finish (exit code 1)"),
-        ("0", "wait", 137, "the main worker was killed or lost on node"),
-    ],
-)
-def test_a_job_whose_last_lines_fail_or_are_cut_short_on_the_main_worker_has_failed_with_its_digest(
-    start: Callable[..., RayNodes], tmp_path: Path, victim: str, how: str, code: int, words: str
-) -> None:
-    job = OnRay(start(2), tmp_path)
-    after_finish = SCRIPT.with_name("after_finish.py")
-    job.begin("-n", "2", "--grace-s", "1", script=after_finish, arguments=(victim, how))
-    assert job.code() == code, job.text
-    assert words in job.text
-    result = json.loads((job.run_dir / "result.json").read_text())
-    assert result["exit_code"] == code
-    assert f"training was complete by then: weights sha256 {job.end()}" in result["error"]["message"]
-    assert ("ValueError: no such bucket" in job.text) == (how == "raise")
 
 
 @pytest.mark.slow

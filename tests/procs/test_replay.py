@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from commands import completed
+from outcomes import struck_by
 from unisono.jsonl import read_lines
+from unisono_lab.faults.faults import Faults
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
 
@@ -41,14 +43,10 @@ def called(*words: object, where: Path = ROOT) -> str:
 
 
 @pytest.mark.slow  # tests/unit/test_recorded.py has policies that see a run again
-@pytest.mark.parametrize("kills", [(), ((12, 0), (35, 1), (70, 0))], ids=["two workers", "workers that come and die"])
-def test_the_policies_of_a_run_decide_in_a_replay_what_they_decided_in_the_run(
-    kills: tuple[tuple[int, int], ...], tmp_path: Path
-) -> None:
+def test_the_policies_of_a_run_decide_in_a_replay_what_they_decided_in_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICIES)
-    faults = tmp_path / "faults.toml"
-    faults.write_text("".join(f"[[fault]]\nkind = 'kill'\nrank = {rank}\nat_step = {step}\n" for step, rank in kills))
-    options = ("-n", "1:3", "--max-restarts", 20, "--faults", faults) if kills else ("-n", 2)
+    kills = Faults().kill(rank=0, at_step=12).kill(rank=1, at_step=35).kill(rank=0, at_step=70)
+    options = ("-n", "1:3", "--max-restarts", 20, *struck_by(tmp_path / "run", kills))
     called("run", *options, "--run-dir", tmp_path / "run", ROOT / "examples" / "adaptive.py", "--epochs", 6)
 
     policies = ("--policy", "mine:NoiseScalePolicy", "--policy", "mine:MoreWorkersForLargerBatches")
@@ -62,4 +60,4 @@ def test_the_policies_of_a_run_decide_in_a_replay_what_they_decided_in_the_run(
     assert {one["verb"] for one in pairs} == {"set_batch_size", "set_learning_rate", "resize"}
     assert {one["likeness"] for one in pairs} == {"alike"}
     assert replayed == decided
-    assert sum(line["event"] == "lost" for line in journal) >= len(kills) - 1
+    assert sum(line["event"] == "lost" for line in journal) >= 2

@@ -1,7 +1,6 @@
 """A forked fork server is what a launcher would have started, or the launcher starts one itself."""
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -10,16 +9,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from forked import LOOK, PATIENCE_S, TRAINING, Host, cold, launcher_and_forks, seen
+from forked import LOOK, PATIENCE_S, Host, cold, launcher_and_forks, seen
 from forks.client import SHARED_FORK_SERVERS, NotForked, asked
-from forks.commands import start, warm_jobs
-from leaks import ALLOWED_VARIABLES
+from forks.commands import start
 from unisono.launch.tuning import Tuning
 from unisono.launch.worker_start import FORK_SERVER, WarmStart
 
@@ -183,45 +181,6 @@ async def test_workers_whose_fork_server_is_killed_are_lost_and_the_shared_one_s
         assert (await host.run("print('here')")).out == "here\n"
 
 
-@pytest.mark.slow
-def test_when_the_shared_fork_server_is_gone_its_jobs_go_on_and_the_next_one_loads_torch_itself(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])\n"
-        f"print('pids', os.getpid(), os.getppid(), flush=True)\nsignal.sigwait([signal.SIGUSR2])\n{TRAINING}"
-    )
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--max-restarts", "0", "--run-dir"]
-    before = set(psutil.Process().children())
-    with warm_jobs(ALLOWED_VARIABLES):
-        servers = set(psutil.Process().children()) - before
-        with (
-            subprocess.Popen(
-                [*command, "one", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-            ) as launcher,
-            ExitStack() as opened,
-        ):
-            opened.callback(launcher.kill)
-            assert launcher.stdout is not None
-            workers = [re.findall(r"pids (\d+) (\d+)", launcher.stdout.readline())[0] for _ in range(2)]
-            (fork_server,) = {int(parent) for _, parent in workers}
-            assert psutil.Process(fork_server).parent() in servers
-            for shared_server in servers:
-                shared_server.kill()
-                shared_server.wait(PATIENCE_S)
-            for worker, _ in workers:
-                os.kill(int(worker), signal.SIGUSR2)
-            assert launcher.wait(PATIENCE_S) == 0
-        (tmp_path / "train.py").write_text(TRAINING)
-        assert (
-            subprocess.run([*command, "two", "train.py"], cwd=tmp_path, check=False, timeout=PATIENCE_S).returncode == 0
-        )
-    assert (tmp_path / "one" / "logs" / "template.log").read_text() == ""
-    for name in ("template", "coordinator"):
-        assert (
-            "loads all that it needs itself: the shared fork server"
-            in (tmp_path / "two" / "logs" / f"{name}.log").read_text()
-        )
-
-
 # --- when it does not help
 
 ASKS = """
@@ -284,17 +243,3 @@ async def test_who_hangs_up_or_comes_from_a_folder_that_is_gone_does_not_keep_it
         os.chdir(before)
     async with fork_server(folder) as host:
         assert (await host.run("print('here')")).out == "here\n"
-
-
-@pytest.mark.slow
-def test_a_job_with_other_threads_loads_torch_itself_and_says_why(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os; print('threads', os.environ['OMP_NUM_THREADS'])")
-    command = ["run", "-n", "2", "--threads", "2", "--run-dir", "run", "train.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", *command], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[rank 1] threads 2" in done.stdout
-    log = (tmp_path / "run" / "logs" / "template.log").read_text()
-    assert re.search(r"loads all that it needs itself: the variable (OMP|MKL)_NUM_THREADS differs", log)
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["exit_code"] == 0

@@ -12,7 +12,6 @@ import pytest
 from pages import GUIDE, printed
 from slurm_cluster import Cluster
 from slurm_jobs import HOSTILE, SCRIPT, Queued
-from training import Trained
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -62,16 +61,6 @@ def test_an_array_trains_the_same_weights_on_one_two_and_three_nodes(
     assert [one["world_size"] for one in found] == [1, 2, 3]
     assert {one["weights_sha256"] for one in found} == {small_serial}
     assert "launched by slurm: rank 0 of 3" in (tmp_path / f"slurm-{training.job}_2.out").read_text()
-
-
-def test_portable_numerics_are_those_of_one_worker(cluster: Cluster, tmp_path: Path) -> None:
-    training = Queued.submit(cluster, tmp_path, *THREE, "--numerics", "portable", PACE_S="0")
-    training.until("COMPLETED")
-    alone = ("run", "--numerics", "portable", "--run-dir", "alone", str(SCRIPT))
-    cluster.run(sys.executable, "-m", "unisono", *alone, folder=tmp_path)
-    assert training.end() == Trained(tmp_path / "alone").end()
-    assert len(training.sizes) == 1
-    assert json.loads((training.run_dir / "job.json").read_text())["numerics"] == "portable"
 
 
 def test_a_job_is_put_back_into_the_queue_whatever_things_are_called(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,10 +1,6 @@
 """Timelines of whole jobs, from `unisono run --timeline` to the trace that a viewer opens."""
 
 import json
-import shutil
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -102,19 +98,6 @@ def test_workers_that_die_and_join_show_how_the_others_regroup(tmp_path: Path) -
     assert all(abs(look.ahead) <= look.within for look in ahead), "the coordinator is on the same host"
 
 
-@pytest.mark.slow  # the others have two and three workers
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_timeline_is_whole_with_any_number_of_workers(workers: int, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-
-    timelines = trained(folder, "-n", str(workers))
-    told = shown(folder)
-
-    require_whole(folder, timelines, workers)
-    require_sound(json.loads((folder / "timeline.json").read_text()))
-    assert "the median of 39" in told
-
-
 @pytest.mark.slow
 def test_torchs_own_events_stand_in_the_same_trace(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -128,32 +111,6 @@ def test_torchs_own_events_stand_in_the_same_trace(tmp_path: Path) -> None:
     assert products
     begun, ended = times["step 3"]["ts"], times["step 4"]["ts"] + times["step 4"]["dur"]
     assert all(begun <= event["ts"] <= ended for event in products)
-
-
-@pytest.mark.slow  # tests/unit/test_step_spans.py has clocks that differ; these are the kernel's
-def test_a_host_whose_clock_is_an_hour_ahead_is_shown_beside_the_others(tmp_path: Path) -> None:
-    ahead = ["unshare", "--time", "--monotonic", "3600"]
-    if shutil.which("unshare") is None or subprocess.run([*ahead, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("NO TIME NAMESPACES: this needs root, and Linux 5.6")
-    folder, unisono = tmp_path / "run", [sys.executable, "-m", "unisono"]
-    end = ["--run-dir", str(folder), str(SCRIPT)]
-    run = ["run", "-n", "2", "--here", "1", "--max-restarts", "1", "--coordinator", "127.0.0.1:0", "--timeline"]
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*unisono, *run, *end], **quiet) as first:
-        while not (folder / "coordinator.json").exists():
-            assert first.poll() is None
-            time.sleep(0.05)
-        join = [*ahead, *unisono, "join", "--timeline", *end]
-        assert subprocess.run(join, **quiet, timeout=PATIENCE_S, check=False).returncode == 0
-        assert first.wait(PATIENCE_S) == 0
-
-    timelines = read([folder])
-
-    assert len(timelines.corrections) == 2
-    within = sum(each.within for each in timelines.corrections.values() if each is not None)
-    met = [[one.all("exchange")[-1] for one in step.values()] for step in timelines.by_step.values()]
-    assert len(met) == STEPS
-    assert all(max(one.begun for one in pair) <= min(one.ended for one in pair) + 2 * within for pair in met)
 
 
 STAGED = """

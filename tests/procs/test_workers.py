@@ -36,12 +36,6 @@ def finished(workers: int, script: Path, folder: Path) -> subprocess.CompletedPr
     return completed(*words(workers, script, folder), timeout=120)
 
 
-def by_itself(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that is no command of ours."""
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
-
-
 @contextmanager
 def started(workers: int, script: Path, folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "unisono", *words(workers, script, folder)]
@@ -220,17 +214,3 @@ def test_more_workers_than_shards_are_a_mistake_in_usage(tmp_path: Path) -> None
 
 
 # -- under other launchers --------------------------------------------------------------------------------------------
-
-SHORT = ENDLESS.replace("EPOCHS", "1").replace("1600", "64")
-
-
-@pytest.mark.slow
-def test_the_script_runs_unchanged_as_plain_python_and_under_torchrun(tmp_path: Path) -> None:
-    script = str(script_with(tmp_path, SHORT))
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", script]
-    plain = by_itself(sys.executable, script, UNISONO_RUN_DIR=str(tmp_path / "plain"))
-    under_torchrun = by_itself(*torchrun, UNISONO_RUN_DIR=str(tmp_path / "torchrun"))
-    weights = [re.findall(r"weights sha256 (\w+)", done.stdout) for done in (plain, under_torchrun)]
-    assert weights[0] == weights[1] != [], under_torchrun.stderr
-    assert "launched by single" in plain.stderr
-    assert "launched by torchrun: rank 0 of 2" in under_torchrun.stderr

@@ -17,11 +17,11 @@ calls = 0
 class Enough(unisono.Policy):
     """Ends the loop once the policy has come to where it is expected."""
 
-    def __init__(self, workers: int, batch_size: int, steady: int = 9, after: int = 0) -> None:
-        self._goal, self._steady, self._after = (workers, batch_size), steady, after
+    def __init__(self, workers: int, batch_size: int, after: int = 0) -> None:
+        self._goal, self._after = (workers, batch_size), after
 
     def after_step(self, view: unisono.View) -> None:
-        if (view.world_size, view.batch_size) == self._goal and view.steady >= self._steady and view.step > self._after:
+        if (view.world_size, view.batch_size) == self._goal and view.steady >= 9 and view.step > self._after:
             self.stop()
 
 
@@ -42,8 +42,6 @@ def market() -> dict[str, float]:
 
 def chosen() -> list[unisono.Policy]:
     match os.environ["POLICY"]:
-        case "scaling":
-            return [unisono.ScalingPolicy(patience=6), Enough(2, 32, steady=25, after=40)]
         case "goodput":
             return [unisono.GoodputPolicy(largest=64, patience=6, ramp=3), Enough(4, 64)]
         case "spot":
@@ -52,8 +50,7 @@ def chosen() -> list[unisono.Policy]:
 
 
 def loss_of(model: nn.Module, batch: Any) -> Any:
-    busy = os.environ["POLICY"] == "scaling" and run.world_size > 2  # others make a third worker useless
-    time.sleep(0.0 if os.environ["POLICY"] == "recorded" else 5 * SHARD_S if busy else SHARD_S)
+    time.sleep(0.0 if os.environ["POLICY"] == "recorded" else SHARD_S)
     inputs, targets = batch
     return (model(inputs).squeeze(1) - targets).square().mean()
 
