@@ -18,14 +18,11 @@ from unisono.launch.elastic.address import Control, address_of
 
 SCRIPT = Path(__file__).parent / "procs" / "scripts" / "elastic_training.py"
 SETTINGS = (
-    *("ASKED", "EPOCHS", "FAULTS", "HURRY", "PACE_S", "STOP_BELOW"),
+    *("EPOCHS", "FAULTS", "HURRY", "PACE_S", "STOP_BELOW"),
     *("DECIDED", "LOADERS", "ODD", "OPTIONS", "POLICY", "SLOW", "TIMEOUT_S", "TROUBLE"),
     *("SAMPLER", "STREAM", "LEDGER", "ENTERS", "STAGES", "MATRICES"),
 )
 """Variables that this script, and the other scripts of these tests, read."""
-
-EARLY: Any = {"STOP_BELOW": "1.5", "EPOCHS": "40"}
-"""Settings with which it leaves its first loop before that is over."""
 
 PATIENCE_S = 90.0
 

@@ -14,7 +14,7 @@ from serial_runs import SerialRuns
 from slurm_cluster import Cluster, NoCluster, slurm_cluster
 from slurm_jobs import LONG
 from slurm_jobs import SCRIPT as SMALL
-from training import EARLY, SCRIPT, SETTINGS, Trained, Training
+from training import SCRIPT, SETTINGS, Trained, Training
 
 
 @pytest.fixture(scope="session")
@@ -68,12 +68,6 @@ def small_serial(serial_runs: SerialRuns) -> str:
 def long_serial(serial_runs: SerialRuns) -> Trained:
     """The same script for longer."""
     return serial_runs(SMALL, **LONG)
-
-
-@pytest.fixture(scope="session")
-def stopped_early(serial_runs: SerialRuns) -> Trained:
-    """The same of a script that leaves its first loop before that is over."""
-    return serial_runs(SCRIPT, PACE_S="0", **EARLY)
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import python
 
 pytestmark = pytest.mark.procs
 
@@ -35,9 +36,7 @@ def again(folder: Path, *failed: str) -> subprocess.CompletedProcess[str]:
     cache = folder / ".pytest_cache" / "v" / "cache" / "lastfailed"
     cache.parent.mkdir(parents=True, exist_ok=True)
     cache.write_text(json.dumps({f"test_it.py::{name}": True for name in failed}))
-    return subprocess.run(
-        [sys.executable, str(AGAIN)], cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
+    return python(AGAIN, cwd=folder)
 
 
 def test_a_test_that_passes_when_it_is_alone_is_named_and_stops_nothing(tmp_path: Path) -> None:

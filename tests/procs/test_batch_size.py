@@ -35,23 +35,19 @@ class Ended:
         return {row["batch"]: row["fits"] for row in self.curve["rows"]}
 
 
-def command(*words: object) -> tuple[str, ...]:
-    options = ("--json", "batch-size.json", "--steps", "3")
-    return ("batch-size", str(SCRIPT), *options, *map(str, words))
-
-
 def search(folder: Path, *words: object) -> Ended:
-    done = completed(*command(*words), cwd=folder, timeout=PATIENCE_S)
+    command = ("batch-size", SCRIPT, "--json", "batch-size.json", "--steps", 3, *words)
+    done = completed(*command, cwd=folder, timeout=PATIENCE_S)
     assert "Traceback" not in done.stdout + done.stderr
     assert not (folder / "own").exists()
     return Ended(done.returncode, done.stdout, done.stderr, folder)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_under_a_memory_limit_the_largest_batch_is_within_5_percent_of_one_that_does_not_fit(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limit = 330
+    workers, limit = 2, 330
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # without holes in its heap a larger batch always needs more
     ended = search(tmp_path, "-n", workers, "--memory-limit", f"{limit}MiB", "--from", 512)
     assert ended.code == 0, ended.err

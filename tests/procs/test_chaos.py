@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from commands import python
 from forks.client import SHARED_FORK_SERVERS
 from serial_runs import SerialRuns
-from training import Trained
+from training import SCRIPT
+from unisono_lab.faults.faults import Faults
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).parent / "scripts" / "elastic_training.py"
 PATIENCE_S = 280.0
 
 
@@ -28,8 +28,8 @@ def chaos(
     # What shared fork servers fork is not below its agent, and has not the mark of the job in its first environment.
     kept = (name for name in os.environ if not name.startswith("UNISONO_") and name != SHARED_FORK_SERVERS)
     environment = {name: os.environ[name] for name in kept} | settings
-    command = [sys.executable, "-m", "unisono", "chaos", str(script), "--run-dir", str(folder), *options]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    words = ("-m", "unisono", "chaos", script, "--run-dir", folder, *options)
+    ended = python(*words, env=environment, timeout=PATIENCE_S)
     report = folder / "chaos.json"
     return ended, json.loads(report.read_text()) if report.exists() else {}
 
@@ -50,19 +50,13 @@ def test_nobody_can_tell_a_job_that_was_struck_from_one_that_was_left_alone(tmp_
     assert report["generations"] > 3
 
 
-@pytest.fixture(scope="session")
-def alone(serial_runs: SerialRuns) -> Trained:
-    """A job that is left alone."""
-    return serial_runs(SCRIPT, PACE_S="0", EPOCHS="2", UNISONO_SAMPLES="1")
-
-
 @pytest.mark.slow
-def test_weights_that_differ_are_found(alone: Trained, tmp_path: Path) -> None:
+def test_weights_that_differ_are_found(serial_runs: SerialRuns, tmp_path: Path) -> None:
+    alone = serial_runs(SCRIPT, PACE_S="0", EPOCHS="2", UNISONO_SAMPLES="1")
     shutil.copytree(alone.run_dir, tmp_path / "chaos" / "serial")  # as another try in this folder would have left it
     (tmp_path / "chaos" / "serial.json").write_text(json.dumps({"argv": [str(SCRIPT)]}))
     script = tmp_path / "flip.toml"
-    script.write_text('[[fault]]\nkind = "resize"\nworkers = 1\nat_step = 1\n'
-                      '[[fault]]\nkind = "flip_bit"\nrank = 0\nat_step = 8\n')  # fmt: skip
+    script.write_text(Faults().resize(workers=1, at_step=1).flip_bit(rank=0, at_step=8).to_toml())
     options = ("-n", "1:2", "--script", str(script))
     ended, report = chaos(tmp_path / "chaos", *options, PACE_S="0", EPOCHS="2", UNISONO_VERIFY_EVERY="0")
     assert ended.returncode == 1, ended.stdout + ended.stderr

@@ -1,7 +1,6 @@
 """The coordinator as a process of its own: killed and started again, asked to end, and reached over TLS."""
 
 import json
-import shutil
 import signal
 import socket
 import stat
@@ -19,6 +18,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from commands import python
 from unisono.errors import LaunchError
 from unisono.launch.elastic.elastic_settings import make_certificate
 from unisono.membership.client import WorkerConnection
@@ -136,7 +136,7 @@ def hear_worker(told: "SimpleQueue[ToWorker]", kind: type[Message]) -> ToWorker:
 def test_a_coordinator_needs_no_torch() -> None:
     check = f"import sys, {MODULE}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
 
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+    assert python("-c", check).returncode == 0
 
 
 def test_only_its_owner_reads_where_it_is_and_what_it_knows(coordinator: Coordinator) -> None:
@@ -213,9 +213,7 @@ def test_a_job_that_all_leave_ends(coordinator: Coordinator) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", MODULE, "--run-dir", str(tmp_path), *options]
-
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    ended = python("-m", MODULE, "--run-dir", tmp_path, *options, cwd=tmp_path)
 
     assert ended.returncode == 2
     assert words in ended.stderr
@@ -224,14 +222,9 @@ def test_what_cannot_work_is_refused_with_the_reason(tmp_path: Path, options: li
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[Coordinator]:
-    """Over TLS, with ``cert.pem`` in its folder."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl to make a certificate")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
-    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    coordinator = Coordinator(tmp_path, "--tls-cert", str(certificate), "--tls-key", str(key))
+    """Over TLS, with ``certificate.pem`` in its folder."""
+    made = make_certificate(tmp_path, ["127.0.0.1"])
+    coordinator = Coordinator(tmp_path, "--tls-cert", str(made.chain), "--tls-key", str(made.key))
     coordinator.start()
     with closing(coordinator.listening):
         yield coordinator
@@ -245,10 +238,8 @@ def test_a_key_that_cannot_be_used_with_the_certificate_is_refused_in_one_line(t
     if key == "locked":
         locks = ["openssl", "pkey", "-in", str(chain.key), "-aes256", "-passout", "pass:x", "-out", str(other.key)]
         subprocess.run(locks, check=True, capture_output=True)
-    files = ["--tls-cert", str(chain.chain), "--tls-key", str(other.key)]
-    command = [sys.executable, "-m", MODULE, "--run-dir", str(tmp_path), *files]
 
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    ended = python("-m", MODULE, "--run-dir", tmp_path, "--tls-cert", chain.chain, "--tls-key", other.key, cwd=tmp_path)
 
     assert ended.returncode == 2
     assert "cannot be used together: " in ended.stderr
@@ -258,7 +249,7 @@ def test_a_key_that_cannot_be_used_with_the_certificate_is_refused_in_one_line(t
 def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(secured: Coordinator) -> None:
     assert secured.url.startswith("https://127.0.0.1:")
     told: SimpleQueue[ToWorker] = SimpleQueue()
-    with closing(open_line(secured, "w77", told, certificates=secured.folder / "cert.pem")):
+    with closing(open_line(secured, "w77", told, certificates=secured.folder / "certificate.pem")):
         assert told.get(timeout=PATIENCE_S).kind == "refused"  # by name: it was heard
     with pytest.raises(LaunchError, match="certificate"):
         hello = WorkerHello(worker="w77", host="here", pid=1, shards=1)
@@ -267,7 +258,7 @@ def test_over_tls_a_worker_trusts_the_certificate_that_it_was_given(secured: Coo
 
 def test_a_connection_over_tls_takes_less_than_a_fifth_of_a_mebibyte(secured: Coordinator) -> None:
     assert secured.process is not None
-    process, context = psutil.Process(secured.process.pid), context_for(secured.url, secured.folder / "cert.pem")
+    process, context = psutil.Process(secured.process.pid), context_for(secured.url, secured.folder / "certificate.pem")
     assert context is not None
 
     def dial(opened: ExitStack) -> None:

@@ -1,14 +1,13 @@
 """A process of the suite that crashes costs the test that it was in, and neither the others nor the end of the run."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.procs, pytest.mark.slow]  # what the tests themselves are made of
+from commands import python
+
+pytestmark = pytest.mark.procs
 
 CONFTEST = """
 from scheduling import Together
@@ -34,15 +33,8 @@ def test_one(number):
 def test_all_other_tests_are_run_once(tmp_path: Path, crash: set[int]) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_crash.py").write_text(CRASHES.format(tests=7, crash=crash))
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-v", "--rootdir", "."],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_ADDOPTS": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ("-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-v", "--rootdir", ".")
+    result = python(*words, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parents[1]), PYTEST_ADDOPTS="")
     ended = re.findall(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED) test_crash\.py::test_one\[(\d)\]", result.stdout)
     assert sorted(ended, key=lambda each: each[1]) == [
         ("FAILED" if number in crash else "PASSED", str(number)) for number in range(7)

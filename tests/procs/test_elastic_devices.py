@@ -60,11 +60,10 @@ def test_a_device_that_dies_anywhere_costs_its_worker_and_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
 def test_devices_that_die_while_others_recover_change_no_bit(
-    way: Any, seed: int, whole: Trained, started: list[Training], tmp_path: Path
+    way: Any, whole: Trained, started: list[Training], tmp_path: Path
 ) -> None:
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
     points = ["regroup begins", "generation formed", "state captured", "state received", "state taken", "engine made"]
     drawn.shuffle(points)
     faults: list[dict[str, Any]] = [

@@ -5,8 +5,8 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +16,49 @@ import pytest
 from commands import completed
 from forks.client import SHARED_FORK_SERVERS
 from forks.commands import ForkedCommand, start
-from training import control_of
+from training import PATIENCE_S, Training, control_of, whole_lines
 
 pytestmark = pytest.mark.procs
 
-PATIENCE_S = 60.0
 ACTOR = Path(__file__).parent / "scripts" / "actor.py"
 
 
-Process = ForkedCommand | subprocess.Popen[bytes]
-
-
-class Job:
+class Job(Training):
     """An elastic job in a folder of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run_dir = folder / "run"
-        self._output = (folder / "output").open("wb")
-        self.output = folder / "output"
-        self._started: list[Process] = []
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(folder / "run", *options, script=ACTOR)
+        self._joined: list[ForkedCommand | subprocess.Popen[bytes]] = []
 
-    def start(self, *options: str) -> Process:
-        return self._command("run", *options, "--run-dir", str(self.run_dir), str(ACTOR))
+    def join(self, *options: str) -> "ForkedCommand | subprocess.Popen[bytes]":
+        words = ("join", *options, "--run-dir", str(self.run_dir), str(ACTOR))
+        self._joined.append(start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        return self._joined[-1]
 
-    def join(self, *options: str) -> Process:
-        return self._command("join", *options, "--run-dir", str(self.run_dir), str(ACTOR))
-
-    def _command(self, *words: str) -> Process:
-        process = start(*words, cwd=self.run_dir.parent, stdout=self._output, stderr=subprocess.STDOUT)
-        self._started.append(process)
-        return process
-
-    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def asked(self, *words: str) -> "subprocess.CompletedProcess[str]":
         return completed(*words, "--run-dir", self.run_dir, timeout=PATIENCE_S)
 
     def status(self) -> dict[str, Any]:
         return control_of(self.run_dir).status()
 
-    def log(self, worker: str) -> str:
-        path = self.run_dir / "logs" / f"{worker}.log"
-        return path.read_text() if path.exists() else ""
+    def until_there_are(self, workers: int) -> None:
+        self.until_so(lambda: len(self.status()["members"]) == workers, f"{workers} workers")
 
-    def formed(self, generation: int, *workers: str) -> None:
+    def until_resized(self, workers: int) -> None:
+        """Ask for so many workers until a coordinator answers, and wait for them."""
+        self.until_so((self.run_dir / "coordinator.json").exists, "a coordinator")
+        self.until_so(lambda: self.asked("resize", str(workers)).returncode == 0, "an answer")
+        self.until_there_are(workers)
+
+    def until_formed(self, generation: int, *workers: str) -> None:
         """Until all of these are in a generation."""
-        words = f"generation {generation} of {list(workers)}"
-        self.until(lambda: all(words in self.log(worker) for worker in workers), words)
+        words, logs = f"generation {generation} of {list(workers)}", self.run_dir / "logs"
+        paths = [logs / f"{worker}.log" for worker in workers]
+        self.until_so(lambda: all(path.exists() and words in path.read_text() for path in paths), words)
 
-    def pid_of(self, worker: str) -> int:
-        return int(re.findall(r"pid (\d+)", self.log(worker))[-1])
-
-    @property
-    def coordinator(self) -> int:
-        return int(json.loads((self.run_dir / "coordinator.json").read_text())["pid"])
-
-    def until(self, is_so: Callable[[], bool], words: str) -> None:
-        begun = time.monotonic()
-        while not is_so():
-            assert time.monotonic() - begun < PATIENCE_S, f"{words} did not come:\n{self.text}"
-            assert self._started[-1].poll() is None or is_so(), f"it ended before {words} came:\n{self.text}"
-            time.sleep(0.03)
-
-    def finish(self) -> None:
+    def ends_well(self) -> None:
         (self.run_dir / "finish").touch()
+        assert self.process.wait(PATIENCE_S) == 0, self.text
 
     @property
     def text(self) -> str:
@@ -90,154 +71,141 @@ class Job:
         assert isinstance(found, dict)
         return found
 
-    @property
-    def events(self) -> list[str]:
-        return [json.loads(line)["event"] for line in (self.run_dir / "journal.jsonl").read_text().splitlines()]
-
     def close(self) -> None:
-        for process in self._started:
+        for process in self._joined:
             process.kill()
             process.wait(PATIENCE_S)
-        self._output.close()
+        super().close()
+
+
+Begin = Callable[..., Job]
 
 
 @pytest.fixture
-def job(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    for name in list(os.environ):
-        if name.startswith("UNISONO_"):
-            monkeypatch.delenv(name)
-    found = Job(tmp_path)
-    yield found
-    found.close()
+def begin(warm: None, tmp_path: Path) -> Iterator[Begin]:
+    with ExitStack() as opened:
+
+        def begun(*options: str) -> Job:
+            job = Job(tmp_path, *options)
+            opened.callback(job.close)
+            return job
+
+        yield begun
 
 
-def test_a_job_trains_to_its_end_and_leaves_nothing(job: Job) -> None:
-    launcher = job.start("-n", "3", "--max-restarts", "1")
-    job.formed(1, "w1", "w2", "w3")
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
+def test_a_job_trains_to_its_end_and_leaves_nothing(begin: Begin) -> None:
+    job = begin("-n", "3", "--max-restarts", "1")
+    job.until_formed(1, "w1", "w2", "w3")
+    job.ends_well()
     assert (job.result["exit_code"], job.result["error"], job.result["world_size"]) == (0, None, 3)
     assert "[w2] generation 1 of ['w1', 'w2', 'w3']" in job.text
     assert not (job.run_dir / "coordinator.json").exists()
 
 
-def test_a_job_goes_on_while_its_coordinator_is_started_again(job: Job) -> None:
-    launcher = job.start("-n", "2", "--max-restarts", "1")
-    job.formed(1, "w1", "w2")
+def test_a_job_goes_on_while_its_coordinator_is_started_again(begin: Begin) -> None:
+    job = begin("-n", "2", "--max-restarts", "1")
+    job.until_formed(1, "w1", "w2")
     before = job.coordinator
     os.kill(before, signal.SIGKILL)
-    job.until(lambda: "is started again" in job.text and job.coordinator != before, "another coordinator")
-    job.until(lambda: all(worker["connected"] for worker in job.status()["members"]), "its workers")
+    job.until_so(lambda: "is started again" in job.text and job.coordinator != before, "another coordinator")
+    job.until_so(lambda: all(worker["connected"] for worker in job.status()["members"]), "its workers")
     assert job.status()["generation"] == 1
     os.kill(job.pid_of("w1"), signal.SIGKILL)
-    job.formed(3, "w2", "w3")
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
+    job.until_formed(3, "w2", "w3")
+    job.ends_well()
 
 
-def test_workers_come_and_go_as_people_ask(job: Job) -> None:
-    launcher = job.start("-n", "1:4")
-    job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
-    job.until(lambda: job.ask("resize", "2").returncode == 0, "an answer")
-    job.until(lambda: [each["phase"] for each in job.status()["members"]] == ["working"] * 2, "two workers")
-    assert job.ask("resize", "3").returncode == 0
-    job.until(lambda: len(job.status()["members"]) == 3, "three workers")
-    assert "working" in job.ask("status").stdout
-    assert len(json.loads(job.ask("status", "--json").stdout)["members"]) == 3
+def test_workers_come_and_go_as_people_ask(begin: Begin) -> None:
+    job = begin("-n", "1:4")
+    job.until_resized(2)
+    job.until_so(lambda: [each["phase"] for each in job.status()["members"]] == ["working"] * 2, "two workers")
+    job.until_resized(3)
+    assert "working" in job.asked("status").stdout
+    assert len(json.loads(job.asked("status", "--json").stdout)["members"]) == 3
     leaves = job.status()["members"][0]["id"]
-    assert job.ask("leave", "0").returncode == 0
-    job.until(lambda: leaves not in [each["id"] for each in job.status()["members"]], "one less")
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
+    job.ask("leave", "0")
+    job.until_so(lambda: leaves not in [each["id"] for each in job.status()["members"]], "one less")
+    job.ends_well()
 
 
-def test_a_job_that_stops_can_go_on_whatever_it_has_survived_before(job: Job) -> None:
-    launcher = job.start("-n", "2", "--max-restarts", "2")
-    job.formed(1, "w1", "w2")
+def test_a_job_that_stops_can_go_on_whatever_it_has_survived_before(begin: Begin) -> None:
+    job = begin("-n", "2", "--max-restarts", "2")
+    job.until_formed(1, "w1", "w2")
     os.kill(job.pid_of("w2"), signal.SIGKILL)
-    job.formed(3, "w1", "w3")
-    assert job.ask("stop").returncode == 0
-    assert launcher.wait(PATIENCE_S) == 75, job.text
+    job.until_formed(3, "w1", "w3")
+    job.ask("stop")
+    assert job.process.wait(PATIENCE_S) == 75, job.text
     assert job.result["exit_code"] == 75
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("SIGTERM", marks=pytest.mark.slow), pytest.param("SIGUSR1", marks=pytest.mark.slow), "stop"]
-)
-def test_a_job_that_is_asked_to_stop_can_be_started_again(job: Job, how: str) -> None:
-    launcher = job.start("-n", "2", "--max-restarts", "1")
-    job.formed(1, "w1", "w2")
+@pytest.mark.parametrize("how", [pytest.param("SIGUSR1", marks=pytest.mark.slow), "stop"])
+def test_a_job_that_is_asked_to_stop_can_be_started_again(begin: Begin, how: str) -> None:
+    job = begin("-n", "2", "--max-restarts", "1")
+    job.until_formed(1, "w1", "w2")
     if how == "stop":
-        assert job.ask("stop").returncode == 0
-    else:
-        launcher.send_signal(signal.Signals[how])
-    if how == "SIGUSR1":  # Slurm sends it to every process of a job
+        job.ask("stop")
+    else:  # Slurm sends it to every process of a job
+        job.process.send_signal(signal.SIGUSR1)
         os.kill(job.coordinator, signal.SIGUSR1)
-    assert launcher.wait(PATIENCE_S) == 75, job.text
+    assert job.process.wait(PATIENCE_S) == 75, job.text
     assert "is started again" not in job.text
     assert "left with a checkpoint: start it again with the same --run-dir" in job.text
     assert job.result["exit_code"] == 75
-    again = job.start("-n", "2", "--max-restarts", "1")
-    job.formed(2, "w3", "w4")  # numbers are never used again
-    job.finish()
-    assert again.wait(PATIENCE_S) == 0, job.text
+    again = begin("-n", "2", "--max-restarts", "1")
+    again.until_formed(2, "w3", "w4")  # numbers are never used again
+    again.ends_well()
 
 
-def test_an_error_in_the_script_ends_the_job_and_its_traceback_comes_last(job: Job) -> None:
-    launcher = job.start("-n", "3", "--max-restarts", "5")
-    job.formed(1, "w1", "w2", "w3")
+def test_an_error_in_the_script_ends_the_job_and_its_traceback_comes_last(begin: Begin) -> None:
+    job = begin("-n", "3", "--max-restarts", "5")
+    job.until_formed(1, "w1", "w2", "w3")
     (job.run_dir / "fail-w2").touch()
-    assert launcher.wait(PATIENCE_S) == 1, job.text
+    assert job.process.wait(PATIENCE_S) == 1, job.text
     said = job.output.read_text()
     assert said.rstrip().endswith("ValueError: boom")
     assert "unisono: worker w2 on host" in said
     assert (job.result["error"]["worker"], job.result["error"]["type"]) == ("w2", "ValueError")
 
 
-def test_with_no_restarts_left_the_job_says_whom_it_lost(job: Job) -> None:
-    launcher = job.start("-n", "1", "--max-restarts", "0")
-    job.formed(1, "w1")
+def test_with_no_restarts_left_the_job_says_whom_it_lost(begin: Begin) -> None:
+    job = begin("-n", "1", "--max-restarts", "0")
+    job.until_formed(1, "w1")
     os.kill(job.pid_of("w1"), signal.SIGKILL)
-    assert launcher.wait(PATIENCE_S) == 137, job.text
+    assert job.process.wait(PATIENCE_S) == 137, job.text
     assert re.search(r"worker w1 on host \S+ was killed by SIGKILL: likely the memory ran out", job.text)
 
 
-def test_a_launcher_that_is_killed_takes_everything_with_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_is_killed_takes_everything_with_it(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARED_FORK_SERVERS, raising=False)  # so that everything is below the launcher
-    launcher = job.start("-n", "3", "--max-restarts", "1")
-    job.formed(1, "w1", "w2", "w3")
-    family = psutil.Process(launcher.pid).children(recursive=True)
+    job = begin("-n", "3", "--max-restarts", "1")
+    job.until_formed(1, "w1", "w2", "w3")
+    family = psutil.Process(job.process.pid).children(recursive=True)
     assert len(family) >= 6  # three workers, the fork server, the coordinator and the guard
-    launcher.kill()
+    job.process.kill()
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
 
 
-def test_an_agent_brings_room_and_takes_it_away_again(job: Job) -> None:
-    launcher = job.start("-n", "1:4")
-    job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
-    job.until(lambda: job.ask("resize", "4").returncode == 0, "an answer")
-    job.until(lambda: len(job.status()["members"]) == 4, "four workers")
+def test_an_agent_brings_room_and_takes_it_away_again(begin: Begin) -> None:
+    job = begin("-n", "1:4")
+    job.until_resized(4)
     joined = job.join("-n", "2")
-    job.until(lambda: len(job.status()["agents"]) == 2, "a second agent")
-    old = [each["id"] for each in job.status()["members"]]
-    os.kill(job.pid_of(old[0]), signal.SIGKILL)
-    job.until(lambda: len(job.status()["members"]) == 4, "four workers again")
+    job.until_so(lambda: len(job.status()["agents"]) == 2, "a second agent")
+    os.kill(job.status()["members"][0]["pid"], signal.SIGKILL)
+    job.until_there_are(4)
     joined.send_signal(signal.SIGTERM)
     assert joined.wait(PATIENCE_S) in (0, 75), job.text
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
+    job.ends_well()
 
 
-def test_a_host_may_have_the_coordinator_and_no_worker(job: Job) -> None:
-    launcher = job.start("-n", "1:2", "--here", "0")
-    job.until((job.run_dir / "coordinator.json").exists, "a coordinator")
-    job.until(lambda: bool(job.status()["agents"]), "the agent of its host")
+def test_a_host_may_have_the_coordinator_and_no_worker(begin: Begin) -> None:
+    job = begin("-n", "1:2", "--here", "0")
+    job.until_so((job.run_dir / "coordinator.json").exists, "a coordinator")
+    job.until_so(lambda: bool(job.status()["agents"]), "the agent of its host")
     joined = job.join("-n", "2")
-    job.formed(1, "w1", "w2")
+    job.until_formed(1, "w1", "w2")
     assert [agent["workers"] for agent in job.status()["agents"]] == [0, 2]
-    job.finish()
-    assert launcher.wait(PATIENCE_S) == 0, job.text
-    assert joined.wait(PATIENCE_S) == 0, job.text
+    job.ends_well()
+    assert joined.wait(PATIENCE_S) == 0
 
 
 def test_a_script_that_chooses_its_exit_code_ends_the_job_with_it_and_is_not_started_again(tmp_path: Path) -> None:
@@ -245,7 +213,7 @@ def test_a_script_that_chooses_its_exit_code_ends_the_job_with_it_and_is_not_sta
     script.write_text("import sys\nsys.exit(5)\n")
     done = completed("run", "-n", "1:2", "--no-warm-start", "--run-dir", tmp_path / "run", script, timeout=PATIENCE_S)
     assert done.returncode == 5, done.stderr
-    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    journal = whole_lines(tmp_path / "run" / "journal.jsonl")
     assert len([line for line in journal if line["event"] == "starting"]) <= 2
     assert "its script called sys.exit" in json.dumps(journal)
 

@@ -1,12 +1,11 @@
 """The terminal shows the script's own lines of an error, and one of Unisono's for each call of it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from unisono.host.tracebacks import OURS
 
 pytestmark = pytest.mark.procs
@@ -47,9 +46,7 @@ def test_an_error_shows_the_scripts_lines_and_one_of_ours_and_says_where_all_are
 ) -> None:
     body, message = ERRORS[kind]
     (tmp_path / "train.py").write_text(BEGIN.replace("BODY", body))
-    done = subprocess.run(
-        [sys.executable, *command, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
-    )
+    done = python(*command, "train.py", cwd=tmp_path)
     assert done.returncode == 1
     shown, _, _ = done.stderr.partition("failed (exit code")
     frames = re.findall(r'File "(.*?)", line \d+, in', shown)

@@ -1,12 +1,11 @@
 """A checkpoint whose digests are right and which lies about what its bytes are ends in an error, not in a crash."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import python
 from forged import forge, state_json
 
 pytestmark = pytest.mark.procs
@@ -40,7 +39,7 @@ FORGED: dict[str, Any] = {
 def test_bytes_never_become_an_object_of_python(tmp_path: Path, skeleton: Any) -> None:
     folder = forge(tmp_path / "step-00000001", {"state.json": state_json({"weight": skeleton})})
 
-    read = subprocess.run([sys.executable, "-c", READS, folder], capture_output=True, text=True, check=False)
+    read = python("-c", READS, folder)
 
     assert read.returncode == 0, f"{read.returncode}: {read.stdout}{read.stderr}"
     assert read.stdout.startswith("refused: "), read.stdout

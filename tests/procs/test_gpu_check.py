@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import simulated_accelerator
 from benchmarks.gpu_check.checks import Checks
 from benchmarks.gpu_check.parts import Row, table
 from benchmarks.gpu_check.processes import Setting
+from commands import python
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 
@@ -26,18 +25,8 @@ def test_each_part_of_the_check_has_a_row_and_none_fails(tmp_path: Path) -> None
         pytest.skip(str(why))
     own = (str(ROOT / "tests"), str(ROOT / "tests" / "warm"))
     paths = os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.gpu_check", "--simulated", "--small", "--patience", "4"),
-            *("--output", str(tmp_path)),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    words = ("-m", "benchmarks.gpu_check", "--simulated", "--small", "--patience", 4, "--output", tmp_path)
+    done = python(*words, cwd=ROOT, timeout=590, is_merged=True, PYTHONPATH=paths)
     assert done.returncode == 0, done.stdout
     rows = json.loads((tmp_path / "gpu-check.json").read_text())
     parts = [part.name for part in Checks(Setting(None, True, tmp_path)).parts()]

@@ -3,7 +3,6 @@
 Where the command itself is tested, its signals and its outputs, it is started as a program; elsewhere it is forked.
 """
 
-import json
 import os
 import platform
 import re
@@ -11,17 +10,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
 
+from commands import python
 from forks.client import SHARED_FORK_SERVERS
-from forks.commands import ForkedCommand, start
+from launched import PATIENCE_S, Run
 from said import options
 from unisono.errors import LaunchError
 from unisono.launch.local import launch
@@ -31,7 +29,6 @@ from unisono.launch.terminal import SilentTerminal
 
 pytestmark = pytest.mark.procs
 
-PATIENCE_S = 30.0  # how long to wait for what has to come; nothing is measured by it
 PROMISE_S = 2.0
 
 PREAMBLE = """
@@ -56,97 +53,10 @@ def child():
 """
 
 
-class Run:
-    """A launcher in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run_dir = folder / "run"
-        self.lines: list[str] = []
-        self._process: ForkedCommand | subprocess.Popen[bytes] | None = None
-        self._output: IO[str] | None = None
-
-    def script(self, body: str, name: str = "train.py") -> None:
-        (self.folder / name).write_text(PREAMBLE + textwrap.dedent(body))
-
-    def start(self, *args: str, workers: int = 2, script: str = "train.py") -> None:
-        # Cold, since these scripts need no torch; warm ones are in test_launch_warm.py.
-        options = ["-n", str(workers), "--run-dir", str(self.run_dir), "--no-warm-start"]
-        before = args[: args.index("--")] if "--" in args else ()
-        after = args[args.index("--") + 1 :] if "--" in args else args
-        reading, writing = os.pipe()
-        self._output = os.fdopen(reading)
-        try:
-            self._process = start(
-                *("run", *options, *before, script, *after), cwd=self.folder, stdout=writing, stderr=subprocess.STDOUT
-            )
-        finally:
-            os.close(writing)
-
-    @property
-    def process(self) -> ForkedCommand | subprocess.Popen[bytes]:
-        assert self._process is not None
-        return self._process
-
-    @property
-    def output(self) -> IO[str]:
-        assert self._output is not None
-        return self._output
-
-    def until(self, words: str, times: int = 1) -> list[str]:
-        """Read on until as many lines have these words."""
-        found: list[str] = []
-        while len(found) < times:
-            line = self.output.readline()
-            assert line, f"{words!r} came {len(found)} times in:\n" + "".join(self.lines)
-            self.lines.append(line)
-            found += [line] if words in line else []
-        return found
-
-    def end(self) -> int:
-        """Wait for the launcher's end; its exit code."""
-        self.lines += self.output.readlines()
-        self.output.close()
-        return self.process.wait(PATIENCE_S)
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(PATIENCE_S)
-        if self._output is not None:
-            self._output.close()
-
-    def __call__(self, body: str, *args: str, workers: int = 2) -> int:
-        self.script(body)
-        self.start(*args, workers=workers)
-        return self.end()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    @property
-    def result(self) -> dict[str, object]:
-        found = json.loads((self.run_dir / "result.json").read_text())
-        assert isinstance(found, dict)
-        return found
-
-    def log(self, rank: int) -> bytes:
-        return (self.run_dir / "logs" / f"rank-{rank}.log").read_bytes()
-
-    def began(self, rank: int) -> float:
-        """When the exception of a rank was raised, in seconds since 1970."""
-        record = json.loads((self.run_dir / "logs" / f"rank-{rank}.error.json").read_text())
-        return float(record["time"])
-
-
 @pytest.fixture
-def run(warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(warm: None, tmp_path: Path) -> Iterator[Run]:
     """A launcher that is forked from a process that has loaded it."""
-    for name in list(os.environ):
-        if name.startswith("UNISONO_"):
-            monkeypatch.delenv(name)
-    started = Run(tmp_path)
+    started = Run(tmp_path, PREAMBLE, "--no-warm-start")  # since these scripts need no torch
     yield started
     started.close()
 
@@ -201,13 +111,12 @@ def test_workers_see_the_tuning_unless_it_is_switched_off(program: Run, monkeypa
     shows = "print('mmap', os.environ.get('MALLOC_MMAP_MAX_'), 'arenas', os.environ['MALLOC_ARENA_MAX'], flush=True)"
     assert program(shows) == 0
     assert [program.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\n"] * 2
-    assert program(shows, "--no-tuning", "--") == 0
+    assert program(shows, "--no-tuning") == 0
     assert [program.log(rank) for rank in (0, 1)] == [b"mmap 0 arenas 3\nmmap None arenas 3\n"] * 2
 
 
 def test_output_that_nobody_reads_does_not_stop_the_job(program: Run) -> None:
-    program.script("print('first')\nwhen(run_dir / 'closed')\nfor n in range(1000): print(n)")
-    program.start(workers=1)
+    program.start("print('first')\nwhen(run_dir / 'closed')\nfor n in range(1000): print(n)", workers=1)
     program.until("first")
     program.output.close()
     (program.run_dir / "closed").touch()
@@ -216,7 +125,7 @@ def test_output_that_nobody_reads_does_not_stop_the_job(program: Run) -> None:
 
 
 def test_a_launcher_without_any_output_runs_the_job(program: Run) -> None:
-    program.script("print('hello')\nprint('there', file=sys.stderr)")
+    (program.folder / "train.py").write_text("import sys\nprint('hello')\nprint('there', file=sys.stderr)")
     options = ["-n", "2", "--run-dir", "run", "--no-warm-start"]
     command = shlex.join([sys.executable, "-m", "unisono", "run", *options, "train.py"])
     closed = ["sh", "-c", f"{command} <&- >&- 2>&-"]
@@ -227,21 +136,16 @@ def test_a_launcher_without_any_output_runs_the_job(program: Run) -> None:
 def test_a_second_start_in_a_run_folder_is_refused_until_the_first_is_gone_even_if_that_was_killed(
     program: Run,
 ) -> None:
-    program.script("forever()")
-    program.start(workers=1)
+    program.start("forever()", workers=1)
     program.until("waiting")
-    command = [sys.executable, "-m", "unisono", "run", "--run-dir", str(program.run_dir), "train.py"]
-    for size in (["-n", "1"], ["-n", "1:2"]):
-        words = [*command[:4], *size, *command[4:]]
-        second = subprocess.run(
-            words, cwd=program.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+    for size in ("1", "1:2"):
+        words = ("run", "-n", size, "--run-dir", program.run_dir, "train.py")
+        second = python("-m", "unisono", *words, cwd=program.folder)
         assert second.returncode == 2, second.stderr
         who = rf"process {program.process.pid} on host {re.escape(platform.node())} has held it since 20"
         assert re.search(rf"run folder .* is in use: {who}", second.stderr), second.stderr
     program.close()
-    program.script("print('again')")
-    program.start(workers=1)
+    program.start("print('again')", workers=1)
     assert program.end() == 0, program.text
 
 
@@ -379,7 +283,7 @@ def test_a_program_that_left_its_workers_group_does_not_keep_the_job(run: Run) -
 
 
 def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(program: Run) -> None:
-    program.script("pass")
+    (program.folder / "train.py").touch()
     too_long = Script(str(program.folder / "train.py"), ("x" * 4_000_000,))
     folder = open_folder(program.run_dir, "train")
     with pytest.raises(LaunchError, match="the worker of rank 0 could not be started: .*too long"):
@@ -395,12 +299,11 @@ def test_workers_that_cannot_be_started_are_an_error_and_leave_a_result(program:
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
 )
 def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(program: Run, number: signal.Signals, code: int) -> None:
-    program.script("forever()")
     hung_up = signal.signal(
         signal.SIGHUP, signal.SIG_DFL
     )  # whoever runs the tests under nohup hands on that it is ignored
     try:
-        program.start()
+        program.start("forever()")
     finally:
         signal.signal(signal.SIGHUP, hung_up)
     program.until("waiting", times=2)
@@ -412,8 +315,7 @@ def test_a_signal_is_passed_on_and_ends_the_job_with_its_code(program: Run, numb
 
 
 def test_ctrl_c_says_where_each_worker_was(run: Run) -> None:
-    run.script("def deep(): forever()\ndeep()")
-    run.start(workers=1)
+    run.start("def deep(): forever()\ndeep()", workers=1)
     run.until("waiting")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
@@ -421,10 +323,9 @@ def test_ctrl_c_says_where_each_worker_was(run: Run) -> None:
 
 
 def test_ctrl_c_works_from_a_shell_script_in_the_background(program: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    program.script("forever()")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what such a shell hands on
     try:
-        program.start(workers=1)
+        program.start("forever()", workers=1)
     finally:
         signal.signal(signal.SIGINT, before)
     program.until("waiting")
@@ -433,16 +334,14 @@ def test_ctrl_c_works_from_a_shell_script_in_the_background(program: Run, monkey
 
 
 def test_workers_may_leave_with_a_checkpoint_when_they_are_asked_to(run: Run) -> None:
-    run.script("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()")
-    run.start()
+    run.start("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nforever()")
     run.until("waiting", times=2)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 75
 
 
 def test_the_second_signal_kills(program: Run) -> None:
-    program.script("for n in (2, 15): signal.signal(n, lambda *_: print('heard', flush=True))\nchild()\nforever()")
-    program.start()
+    program.start("for n in (2, 15): signal.signal(n, lambda *_: print('heard', flush=True))\nchild()\nforever()")
     program.until("waiting", times=2)
     program.process.send_signal(signal.SIGTERM)
     program.until("heard", times=2)
@@ -453,8 +352,7 @@ def test_the_second_signal_kills(program: Run) -> None:
 
 
 def test_workers_that_do_not_leave_are_killed_after_their_grace(run: Run) -> None:
-    run.script("signal.signal(2, signal.SIG_IGN)\nforever()")
-    run.start("--grace-s", "0.2", "--")
+    run.start("signal.signal(2, signal.SIG_IGN)\nforever()", "--grace-s", "0.2")
     run.until("waiting", times=2)
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 130
@@ -467,8 +365,7 @@ def test_a_failure_while_leaving_is_told(run: Run) -> None:
         signal.signal(signal.SIGTERM, leave if rank == 1 else signal.SIG_IGN)
         forever()
     """
-    run.script(body)
-    run.start()
+    run.start(body)
     run.until("waiting", times=2)
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 1
@@ -476,8 +373,7 @@ def test_a_failure_while_leaving_is_told(run: Run) -> None:
 
 
 def test_a_launcher_killed_at_once_takes_everything_with_it(program: Run) -> None:
-    program.script("child()\nprint('child', os.getpid(), flush=True)\nforever()")
-    program.start(workers=3)
+    program.start("child()\nprint('child', os.getpid(), flush=True)\nforever()", workers=3)
     program.until("waiting", times=3)
     family = psutil.Process(program.process.pid).children(recursive=True)
     assert len(family) == 7  # three workers, what they started, and the guard

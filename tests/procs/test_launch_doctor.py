@@ -1,27 +1,17 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from unisono.launch import doctor
 
 pytestmark = pytest.mark.procs
 
-PATIENCE_S = 110.0
-
 
 @pytest.mark.slow
 def test_the_doctor_finds_that_workers_reach_each_other_here(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "unisono", "doctor", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    found = python("-m", "unisono", "doctor", "--json", cwd=tmp_path)
     assert found.returncode == 0
     diagnosis = json.loads(found.stdout)
     assert diagnosis["workers"]["gloo"].startswith("works, with 2 workers")

@@ -4,28 +4,23 @@ Where it is enough that they are forked, that process is itself a fork; elsewher
 torch.
 """
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
 
 from forks.client import SHARED_FORK_SERVERS
+from launched import PATIENCE_S, Run
 
 pytestmark = [
     pytest.mark.procs,
     pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only"),
 ]
-
-PATIENCE_S = 100.0
 
 PREAMBLE = """
 import os, signal, socket, subprocess, sys
@@ -38,66 +33,10 @@ def forever():
 """
 
 
-class Run:
-    """A launcher in a folder of its own, that somebody reads."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.run_dir = folder, folder / "run"
-        self.lines: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
-
-    def start(self, body: str, *options: str, workers: int = 3, argument: str = "an argument") -> None:
-        (self.folder / "train.py").write_text(PREAMBLE + textwrap.dedent(body))
-        command = ["run", "-n", str(workers), "--run-dir", str(self.run_dir), *options, "train.py", argument]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "unisono", *command],
-            cwd=self.folder,
-            env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    @property
-    def process(self) -> subprocess.Popen[str]:
-        assert self._process is not None
-        return self._process
-
-    @property
-    def output(self) -> IO[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout
-
-    def until_waiting(self, workers: int) -> list[re.Match[str]]:
-        """Read on until so many workers wait; who they are, and who has started them."""
-        found: list[re.Match[str]] = []
-        while len(found) < workers:
-            self.lines.append(self.output.readline())
-            assert self.lines[-1], "".join(self.lines)
-            found += re.finditer(r"waiting (\d+) (\d+)", self.lines[-1])
-        return found
-
-    def end(self) -> int:
-        """Wait for the launcher's end; its exit code."""
-        rest, _ = self.process.communicate(timeout=PATIENCE_S)
-        self.lines += rest.splitlines(keepends=True)
-        return self.process.returncode
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(PATIENCE_S)
-            self.output.close()
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-
 @pytest.fixture
 def run(warm: None, tmp_path: Path) -> Iterator[Run]:
     """A launcher whose fork server is a fork."""
-    started = Run(tmp_path)
+    started = Run(tmp_path, PREAMBLE)
     yield started
     started.close()
 
@@ -107,6 +46,11 @@ def cold(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A launcher that starts its fork server."""
     monkeypatch.delenv(SHARED_FORK_SERVERS, raising=False)
     return run
+
+
+def until_waiting(run: Run, workers: int) -> list[re.Match[str]]:
+    """Read on until so many workers wait; who they are, and who has started them."""
+    return [found for line in run.until("waiting", workers) for found in re.finditer(r"waiting (\d+) (\d+)", line)]
 
 
 FAILS = """
@@ -129,7 +73,7 @@ FAILS = """
 @pytest.mark.parametrize("threads", [1, 2])  # a shared fork server has one thread: for two, torch is loaded anew
 def test_workers_have_what_they_need_and_a_failing_one_ends_the_others_and_is_told(run: Run, threads: int) -> None:
     os.mkfifo(run.folder / "printed")
-    run.start(FAILS, "--threads", str(threads))
+    run.start(FAILS, "--threads", str(threads), workers=3)
     assert run.end() == 1
     seen = {rank: re.search(rf"\[rank {rank}\] (True .*)", run.text) for rank in range(3)}
     for rank, line in seen.items():
@@ -139,8 +83,8 @@ def test_workers_have_what_they_need_and_a_failing_one_ends_the_others_and_is_to
     assert report[1] == "Traceback (most recent call last):"
     assert report[-1] == "ValueError: boom"
     assert not any("unisono/launch" in line for line in report[1:])
-    assert b"ValueError: boom" in (run.run_dir / "logs" / "rank-1.log").read_bytes()
-    assert json.loads((run.run_dir / "result.json").read_text())["error"]["rank"] == 1
+    assert b"ValueError: boom" in run.log(1)
+    assert run.result["error"]["rank"] == 1  # type: ignore[index]
 
 
 @pytest.mark.slow
@@ -151,8 +95,8 @@ def test_more_workers_than_a_socket_has_room_for_are_forked_all_the_same(run: Ru
 
 
 def test_a_signal_is_passed_on_and_the_job_ends_with_its_code(run: Run) -> None:
-    run.start("forever()")
-    started_by = {int(found[2]) for found in run.until_waiting(3)}
+    run.start("forever()", workers=3)
+    started_by = {int(found[2]) for found in until_waiting(run, 3)}
     assert len(started_by) == 1
     assert run.process.pid not in started_by  # they are forked
     run.process.send_signal(signal.SIGTERM)
@@ -178,8 +122,8 @@ def _is_template(process: psutil.Process) -> bool:
 
 
 def test_a_launcher_that_is_killed_takes_everything_with_it(cold: Run) -> None:
-    cold.start("subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\nforever()")
-    cold.until_waiting(3)
+    cold.start("subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\nforever()", workers=3)
+    until_waiting(cold, 3)
     family = psutil.Process(cold.process.pid).children(recursive=True)
     assert len(family) == 8  # three workers, what they started, the process that they are forked from, and the guard
     cold.process.kill()
@@ -188,8 +132,8 @@ def test_a_launcher_that_is_killed_takes_everything_with_it(cold: Run) -> None:
 
 
 def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(run: Run) -> None:
-    run.start("forever()")
-    os.kill(int(run.until_waiting(3)[0][2]), signal.SIGKILL)
+    run.start("forever()", workers=3)
+    os.kill(int(until_waiting(run, 3)[0][2]), signal.SIGKILL)
     assert run.end() == 137
     assert "was killed by SIGKILL" in run.lines[-1]
 
@@ -197,7 +141,7 @@ def test_workers_whose_fork_server_is_killed_are_lost_and_the_job_says_so(run: R
 @pytest.mark.parametrize("options", [(), ("--max-restarts", "0")], ids=["fixed", "elastic"])
 def test_a_job_whose_processes_are_stopped_ends_when_it_is_told_to(run: Run, options: tuple[str, ...]) -> None:
     run.start("forever()", "--grace-s", "1", *options, workers=2)
-    waiting = run.until_waiting(2)
+    waiting = until_waiting(run, 2)
     for pid in {int(number) for each in waiting for number in each.groups()}:  # the workers, and their fork server
         os.kill(pid, signal.SIGSTOP)
     run.process.send_signal(signal.SIGTERM)

@@ -2,15 +2,13 @@
 
 import os
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.procs
+from commands import python
 
-PATIENCE_S = 60.0
+pytestmark = pytest.mark.procs
 
 LOOK = """
 import os, sys, __main__
@@ -36,24 +34,10 @@ def lay_out(folder: Path) -> None:
     (folder / "linked.py").symlink_to("app/train.py")
 
 
-def python(folder: Path, *args: str) -> str:
-    return subprocess.run(
-        [sys.executable, *args], cwd=folder, capture_output=True, text=True, check=True, timeout=PATIENCE_S
-    ).stdout
-
-
-def unisono(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def unisono(folder: Path, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # The bootstrap itself, as the launcher starts it.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
-    return subprocess.run(
-        [sys.executable, "-P", "-u", "-m", "unisono.launch.worker", *args],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    return python("-P", "-u", "-m", "unisono.launch.worker", *args, cwd=folder, env={**environ, **variables})
 
 
 @pytest.mark.parametrize(
@@ -69,12 +53,12 @@ def unisono(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_script_sees_what_python_would_show_it(tmp_path: Path, args: list[str]) -> None:
     lay_out(tmp_path)
-    assert unisono(tmp_path, *args).stdout == python(tmp_path, *args)
+    assert unisono(tmp_path, *args).stdout == python(*args, cwd=tmp_path).stdout
 
 
 def test_a_folder_with_a_main_is_run_as_python_would_save_that_its_path_is_whole(tmp_path: Path) -> None:
     lay_out(tmp_path)
-    assert unisono(tmp_path, "app").stdout == python(tmp_path, str(tmp_path / "app"))
+    assert unisono(tmp_path, "app").stdout == python(tmp_path / "app", cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(
@@ -95,56 +79,40 @@ def test_a_folder_with_a_main_is_run_as_python_would_save_that_its_path_is_whole
 )
 def test_a_script_ends_as_under_python(tmp_path: Path, body: str) -> None:
     (tmp_path / "train.py").write_bytes(body.encode("latin-1"))
-    plain = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
+    plain = python("train.py", cwd=tmp_path)
     ours = unisono(tmp_path, "train.py")
     assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
     assert not (tmp_path / "__pycache__").exists()
 
 
+SPAWNS = """
+import multiprocessing
+def double(x):
+    return 2 * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [1, 2]))
+        pool.close()
+        pool.join()
+"""
+
+
 def test_processes_that_a_script_spawns_find_its_functions(tmp_path: Path) -> None:
-    body = """
-        import multiprocessing
-        def double(x):
-            return 2 * x
-        if __name__ == "__main__":
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                print(pool.map(double, [1, 2]))
-                pool.close()
-                pool.join()
-    """
-    (tmp_path / "train.py").write_text(textwrap.dedent(body))
+    (tmp_path / "train.py").write_text(SPAWNS)
     done = unisono(tmp_path, "train.py")
     assert (done.stdout, done.stderr) == ("[2, 4]\n", "")
 
 
 def test_a_worker_whose_launcher_is_gone_already_does_not_begin(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('began')")
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono.launch.worker", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "UNISONO_LAUNCHER_PID": "999999999"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    done = unisono(tmp_path, "train.py", UNISONO_LAUNCHER_PID="999999999")
     assert (done.returncode, done.stdout) == (-9, "")
 
 
 def test_a_failure_that_cannot_be_recorded_is_still_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('boom')")
     (tmp_path / "file").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono.launch.worker", "train.py"],
-        cwd=tmp_path,
-        env={**os.environ, "UNISONO_RANK": "0", "UNISONO_RUN_DIR": str(tmp_path / "file")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    done = unisono(tmp_path, "train.py", UNISONO_RANK="0", UNISONO_RUN_DIR=str(tmp_path / "file"))
     assert done.returncode == 1
     assert "ValueError: boom" in done.stderr
     assert "could not be recorded" in done.stderr
@@ -156,18 +124,8 @@ def test_a_failure_that_cannot_be_recorded_is_still_told(tmp_path: Path) -> None
     ids=["lets it go", "turns it into an error"],
 )
 def test_a_dismissed_worker_ends_with_code_0_and_without_a_traceback(answer: str, said: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            from unisono.errors import Dismissed
-            try:
-                raise Dismissed("the job goes on with 1 workers")
-            except BaseException as error:
-                {answer}
-            """
-        )
-    )
+    dismissed = "try:\n    raise Dismissed('the job goes on with 1 workers')\nexcept BaseException as error:\n    "
+    (tmp_path / "train.py").write_text(f"from unisono.errors import Dismissed\n{dismissed}{answer}")
     done = unisono(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr

@@ -1,11 +1,11 @@
 """Cells of real notebooks train: the examples are executed, and a kernel is interrupted, and killed."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import python
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -16,8 +16,7 @@ PATIENCE_S = 200.0
 
 def told_by(*words: object) -> str:
     """What a client of a kernel prints."""
-    command = [sys.executable, str(CELLS), *map(str, words)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    ended = python(CELLS, *words, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

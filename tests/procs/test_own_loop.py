@@ -12,15 +12,10 @@ SCRIPT = Path(__file__).parent / "scripts" / "own_loop.py"
 
 
 @pytest.mark.parametrize(
-    "options", [("-n", "3"), pytest.param(("-n", "3", "--max-restarts", "1"), marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
     ("how", "words"), [("prepare", "SGD.step() is called by the script"), ("", "this run ends without run.prepare")]
 )
-def test_several_workers_that_each_train_alone_are_told_of_once(
-    options: tuple[str, ...], how: str, words: str, tmp_path: Path
-) -> None:
-    done = train(tmp_path / "run", *options, script=SCRIPT, arguments=(how,))
+def test_several_workers_that_each_train_alone_are_told_of_once(how: str, words: str, tmp_path: Path) -> None:
+    done = train(tmp_path / "run", "-n", "3", script=SCRIPT, arguments=(how,))
     assert (done.stdout + done.stderr).count(words) == 1, done.stderr
     assert "each of the 3 workers" in done.stdout + done.stderr
 

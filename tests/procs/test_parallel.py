@@ -2,13 +2,12 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from launches import Launches, launches
 
 pytestmark = pytest.mark.procs
@@ -52,13 +51,7 @@ def test_a_checkpoint_goes_on_with_as_many_devices_and_is_refused_with_others(
     assert trained(launched(2, SCRIPT, folder=tmp_path / "run", **told)) != alone
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     assert trained(launched(4, SCRIPT, folder=tmp_path / "run", **TWO)) == alone
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "run", "-n", "1", "--run-dir", str(tmp_path / "other"), SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python("-m", "unisono", "run", "-n", "1", "--run-dir", tmp_path / "other", SCRIPT)
     assert "devices of run.parallelize: 1 here, 2 there" in done.stdout + done.stderr
     assert "--allow-job-change" in done.stdout + done.stderr
 
@@ -74,8 +67,6 @@ def test_what_cannot_be_computed_together_is_refused_with_the_cure(launched: Lau
     ]
     lines = [line.removeprefix("[rank 0] ") for line in said.splitlines() if "Error: " in line]
     assert [line for line, begin in zip(lines, begins, strict=True) if not line.startswith(begin)] == []
-    command = [sys.executable, "-m", "unisono", "run", "-n", "1:2", "--devices-per-worker", "2", "--run-dir"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "elastic"), SCRIPT], capture_output=True, text=True, timeout=100, check=False
-    )
+    elastic = ("run", "-n", "1:2", "--devices-per-worker", "2", "--run-dir", tmp_path / "elastic")
+    done = python("-m", "unisono", *elastic, SCRIPT)
     assert "where the loss of another worker cannot wake them: start workers that stay" in done.stdout + done.stderr

@@ -3,12 +3,11 @@
 import inspect
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from unisono import errors
 
 pytestmark = pytest.mark.procs
@@ -49,17 +48,9 @@ def digests(scripts: list[list[str]], workers: int, folder: Path) -> list[str]:
         (folder / f"script_{number}.py").write_text("\n\n".join(code_of(*pages)))
         calls.append(f"runpy.run_path('script_{number}.py', run_name='__main__')")
     (folder / "train.py").write_text("\n".join(["import runpy", *calls]))
-    launcher = [sys.executable] if workers == 1 else [sys.executable, "-m", "unisono", "run", "-n", str(workers)]
-    done = subprocess.run(
-        [*launcher, "train.py"],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    launcher = () if workers == 1 else ("-m", "unisono", "run", "-n", workers)
+    told = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
+    done = python(*launcher, "train.py", cwd=folder, env=told, timeout=PATIENCE_S, is_merged=True)
     assert done.returncode == 0, done.stdout
     return re.findall(r"weights sha256 ([0-9a-f]{64})", done.stdout)
 

@@ -1,10 +1,11 @@
 """What is to be done at the end of a script is done when it has ended well, and only then."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import python
 
 pytestmark = pytest.mark.procs
 
@@ -22,8 +23,7 @@ WAYS = {"python": [], "worker": ["-P", "-m", "unisono.launch.worker"]}
 
 def ended(folder: Path, way: str, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(BEGIN + text)
-    command = [sys.executable, *WAYS[way], "script.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return python(*WAYS[way], "script.py", cwd=folder)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -33,19 +33,8 @@ workers = 1
 @pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGKILL"])
 def test_a_search_that_is_ended_leaves_no_process_and_no_traceback(tmp_path: Path, name: str) -> None:
     (tmp_path / "job.toml").write_text(ENDLESS)
-    words = [
-        sys.executable,
-        "-m",
-        "unisono",
-        "simulate",
-        "job.toml",
-        "--minimise",
-        "cost",
-        "--seeds",
-        "100000",
-        "--processes",
-        "2",
-    ]
+    options = ("--minimise", "cost", "--seeds", "100000", "--processes", "2")
+    words = [sys.executable, "-m", "unisono", "simulate", "job.toml", *options]
     with (tmp_path / "err.txt").open("w") as err:
         process = subprocess.Popen(words, cwd=tmp_path, stdout=err, stderr=err, start_new_session=True)
     found: list[psutil.Process] = []
@@ -55,11 +44,8 @@ def test_a_search_that_is_ended_leaves_no_process_and_no_traceback(tmp_path: Pat
             assert process.poll() is None, (tmp_path / "err.txt").read_text()
             assert time.monotonic() - begun < PATIENCE_S
             time.sleep(0.02)
-            found = [
-                one
-                for one in psutil.Process(process.pid).children(recursive=True)
-                if "simulation.simulated_run" in str(one.cmdline())
-            ]
+            children = psutil.Process(process.pid).children(recursive=True)
+            found = [one for one in children if "simulation.simulated_run" in str(one.cmdline())]
         os.killpg(process.pid, signal.Signals[name])  # as a terminal does
         code = process.wait(PATIENCE_S)
     finally:

@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from commands import python
 from launches import Launches, launches
 from unisono.checkpoint.checkpoint_store import load_weights
 from unisono.train.model.tensors import digest_tensors
@@ -68,26 +67,19 @@ def test_more_models_end_with_the_same_bits_on_any_number_of_workers_and_devices
     assert results(launched(workers * devices, SCRIPT, folder=tmp_path / "run", **told)) == all_serial
 
 
-@pytest.mark.parametrize("then", [pytest.param(((3, 3),), marks=slow), pytest.param(((1, 1), (4, 2)), marks=slow)])
+@slow
 def test_a_checkpoint_of_four_devices_goes_on_with_other_numbers_of_them(
-    then: tuple[tuple[int, int], ...], serial: dict[str, list[str]], launched: Launches, tmp_path: Path
+    serial: dict[str, list[str]], launched: Launches, tmp_path: Path
 ) -> None:
-    said = launched(
-        4,
-        SCRIPT,
-        "language",
-        folder=tmp_path / "run",
-        UNISONO_DEVICES_PER_WORKER="4",
-        UNISONO_STOP_AFTER="3",
-        UNISONO_CHECKPOINT_EVERY="2",
-    )
+    told = {"UNISONO_DEVICES_PER_WORKER": "4", "UNISONO_STOP_AFTER": "3", "UNISONO_CHECKPOINT_EVERY": "2"}
+    said = launched(4, SCRIPT, "language", folder=tmp_path / "run", **told)
     assert results(said)["language"] != serial["language"]
     written = tmp_path / "run" / "checkpoints" / "step-00000003"
     sizes = [path.stat().st_size for path in written.glob("optimizer*.safetensors")]
     assert len(sizes) == 4
     assert max(sizes) < 0.4 * sum(sizes)
     assert digest_tensors(load_weights(written))[:16] == results(said)["language"][0]
-    for processes, devices in then:
+    for processes, devices in ((1, 1), (3, 3), (4, 2)):
         folder = tmp_path / f"{processes}-{devices}"
         shutil.copytree(tmp_path / "run", folder)
         said = launched(processes, SCRIPT, "language", folder=folder, UNISONO_DEVICES_PER_WORKER=str(devices))
@@ -95,14 +87,13 @@ def test_a_checkpoint_of_four_devices_goes_on_with_other_numbers_of_them(
         assert results(said)["language"] == serial["language"]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("way", ["slices", "stages"])
 @pytest.mark.parametrize("on_nan", ["skip", "stop"])
 def test_nothing_is_updated_from_a_gradient_that_is_nan(
-    on_nan: str, way: str, workers: int, launched: Launches, tmp_path: Path
+    on_nan: str, way: str, launched: Launches, tmp_path: Path
 ) -> None:
     told = {"UNISONO_DEVICES_PER_WORKER": "2"}
-    said = launched(2 * workers, SCRIPT.replace("sliced", "not_finite"), on_nan, way, folder=tmp_path / "run", **told)
+    said = launched(2, SCRIPT.replace("sliced", "not_finite"), on_nan, way, folder=tmp_path / "run", **told)
     seen = re.findall(r"step (\d+) loss \S+ is_finite=True changed=(\w+)", said)
     trouble = "step 4: the gradient of body.weight is nan in one of shards 0 to 3; nothing was updated"
     if on_nan == "stop":
@@ -136,14 +127,7 @@ def test_what_cannot_be_in_slices_is_refused_by_name(launched: Launches, tmp_pat
 @slow
 def test_verify_compares_devices_moment_by_moment_with_one(tmp_path: Path) -> None:
     options = ("--workers", "1,2,3,4", "--fsdp", "--steps", "2")
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "verify", *options, SCRIPT, "unused"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python("-m", "unisono", "verify", *options, SCRIPT, "unused", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "bit for bit, with 1, 1 × 2, 1 × 3, 1 × 4 and 2 × 2 workers (× devices), after each of 2 steps" in done.stdout

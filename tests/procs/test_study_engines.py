@@ -43,18 +43,8 @@ def test_a_study_on_the_nodes_of_ray(tmp_path: Path) -> None:
         with ray_nodes(1) as cluster:
             for _ in range(2):
                 cluster.add()
-            driver = cluster.start(
-                "unisono",
-                *STUDY,
-                "--out",
-                "study",
-                "--on",
-                "ray",
-                str(SCRIPT),
-                folder=tmp_path,
-                PACE_S="0",
-                HURRY=str(tmp_path / "x"),
-            )
+            words = (*STUDY, "--out", "study", "--on", "ray", str(SCRIPT))
+            driver = cluster.start("unisono", *words, folder=tmp_path, PACE_S="0", HURRY=str(tmp_path / "x"))
             assert driver.wait(300) == 0, (tmp_path / "output").read_text()
     except NoCluster as error:
         pytest.skip(f"NO RAY CLUSTER: {error}")

@@ -3,19 +3,18 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from commands import python
 
 pytestmark = pytest.mark.procs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "procs" / "scripts" / "traced_steps.py"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-PATIENCE_S = 120
 MOST_FILES, MOST_FUNCTIONS, MOST_CALLS = 49, 270, 370
 """Of a step with default settings, 2 workers, 4 shards and 4 tensors, on each worker."""
 
@@ -26,15 +25,8 @@ MOST_MORE_FILES = 44
 def traced(folder: Path, crew: list[str], strikes: int | None = None) -> list[dict[str, Any]]:
     """What each worker that is left has written."""
     struck = {} if strikes is None else {"STRIKES": str(strikes)}
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "run", "-n", *crew, "--run-dir", str(folder), str(SCRIPT)],
-        env={**os.environ, **struck},
-        cwd=folder.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    words = ("run", "-n", *crew, "--run-dir", folder, SCRIPT)
+    done = python("-m", "unisono", *words, env={**os.environ, **struck}, cwd=folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.glob("traced-*.json"))]
 

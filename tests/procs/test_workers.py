@@ -165,23 +165,13 @@ def test_a_killed_worker_ends_the_job_within_two_seconds_and_is_named(tmp_path: 
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
-@pytest.fixture(scope="module")
-def six_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return script_with(tmp_path_factory.mktemp("six-epochs"), ENDLESS.replace("EPOCHS", "6"))
-
-
-@pytest.fixture(scope="module")
-def serial_of_six_epochs(six_epochs: Path, serial_runs: SerialRuns) -> str:
-    return serial_runs(six_epochs).end()
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_the_same_bits(
-    six_epochs: Path, serial_of_six_epochs: str, tmp_path: Path, number: int
+    serial_runs: SerialRuns, tmp_path: Path
 ) -> None:
+    six_epochs = script_with(tmp_path, ENDLESS.replace("EPOCHS", "6"))
     with started(3, six_epochs, tmp_path / "run") as process:
         pids_of(process, 3)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 75
         assert process.stdout is not None
         command = shlex.join([sys.executable, "-m", "unisono", *words(3, six_epochs, tmp_path / "run")])
@@ -191,7 +181,7 @@ def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_t
     assert resumed.returncode == 0, resumed.stderr
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert 20 < interrupted["steps"] < result["steps"] == 600
-    assert result["weights_sha256"] == serial_of_six_epochs
+    assert result["weights_sha256"] == serial_runs(six_epochs).end()
 
 
 def test_the_worker_whose_script_failed_is_the_one_whose_traceback_is_printed_last(tmp_path: Path) -> None:
@@ -211,6 +201,3 @@ def test_more_workers_than_shards_are_a_mistake_in_usage(tmp_path: Path) -> None
     done = finished(3, script, tmp_path / "run")
     assert done.returncode == 2
     assert "set shards=4" in done.stderr.rstrip().splitlines()[-1]
-
-
-# -- under other launchers --------------------------------------------------------------------------------------------

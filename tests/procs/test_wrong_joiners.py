@@ -2,16 +2,14 @@
 
 import json
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forks.commands import ForkedCommand, start
+from commands import completed
 from serial_runs import SerialRuns
-from training import PATIENCE_S, SCRIPT, Trained, Training
+from training import PATIENCE_S, SCRIPT, Training
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
@@ -31,53 +29,13 @@ UNABLE = {**SETTINGS, "UNISONO_PLUGINS": "unable:begin"}
 """Of a joiner that is taken in, and fails over the state that it is given."""
 
 
-class Joining:
-    """Launchers that join a job."""
-
-    def __init__(self, training: Training, folder: Path) -> None:
-        self._training, self._folder = training, folder
-        self._started: list[ForkedCommand | subprocess.Popen[bytes]] = []
-        self.output = folder / "joining.txt"
-
-    def __call__(self, script: Path, **settings: str) -> "ForkedCommand | subprocess.Popen[bytes]":
-        words = ("join", "--run-dir", str(self._training.run_dir), str(script))
-        with self.output.open("wb") as output:
-            process = start(*words, env={**os.environ, **settings}, stdout=output, stderr=subprocess.STDOUT)
-        self._started.append(process)
-        return process
-
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait(PATIENCE_S)
-
-
-@pytest.fixture(scope="session")
-def long(serial_runs: SerialRuns) -> Trained:
-    """The undisturbed run of one worker."""
-    return serial_runs(SCRIPT, PACE_S="0", EPOCHS=SETTINGS["EPOCHS"])
-
-
-@pytest.fixture
-def training(started: list[Training], tmp_path: Path) -> Training:
-    """Two workers that train until they are told to hurry; two more have room."""
-    options = ("-n", "2:4", "--here", "2", "--max-restarts", "0")
-    started.append(Training(tmp_path / "run", *options, **SETTINGS))
-    started[0].until_step(1)
-    return started[0]
-
-
-@pytest.fixture
-def joining(training: Training, tmp_path: Path) -> Iterator[Joining]:
-    found = Joining(training, tmp_path)
-    yield found
-    found.close()
-
-
 @pytest.mark.slow
 def test_wrong_joiners_end_with_their_error_and_the_job_with_the_bits_of_the_serial_run(
-    long: Trained, training: Training, joining: Joining, tmp_path: Path
+    serial_runs: SerialRuns, started: list[Training], tmp_path: Path
 ) -> None:
+    options = ("-n", "2:4", "--here", "2", "--max-restarts", "0")
+    started.append(training := Training(tmp_path / "run", *options, **SETTINGS))
+    training.until_step(1)
     joiners: list[tuple[Path, str, dict[str, str]]] = []
     for name, (script, words) in WRONG.items():
         joiners.append((tmp_path / f"{name}.py", words, {}))
@@ -85,12 +43,14 @@ def test_wrong_joiners_end_with_their_error_and_the_job_with_the_bits_of_the_ser
     joiners.append((SCRIPT, "checkpoints.every: None here, 2 there", {"UNISONO_CHECKPOINT_EVERY": "2"}))
     joiners.append((SCRIPT, "MemoryError: no room for the state", UNABLE))
     for path, words, settings in joiners:
-        assert joining(path, **settings).wait(PATIENCE_S) == 1, (path, training.output.read_text())
-        said = joining.output.read_text()
-        assert words in said, path
-        assert "the job goes on without w" in said, path
+        told = {**os.environ, **settings}
+        done = completed("join", "--run-dir", training.run_dir, path, env=told, timeout=PATIENCE_S, is_merged=True)
+        assert done.returncode == 1, (path, training.output.read_text())
+        assert words in done.stdout, path
+        assert "the job goes on without w" in done.stdout, path
         assert words in training.journal("excluded")[-1]["why"], path
     training.hurry()
+    long = serial_runs(SCRIPT, PACE_S="0", EPOCHS=SETTINGS["EPOCHS"])
     assert training.end() == long.end()
     assert len(training.journal("excluded")) == len(joiners)
     assert training.steps == long.steps

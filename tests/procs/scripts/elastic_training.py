@@ -30,7 +30,6 @@ PACE_S = float(os.environ.get("PACE_S", "0.01"))
 HURRY = Path(os.environ.get("HURRY", "hurry"))
 """Once this file is there, no step takes longer than it has to."""
 
-ASKED = int(os.environ.get("ASKED", "-1"))
 STOP_BELOW = float(os.environ.get("STOP_BELOW", "0"))
 EPOCHS = int(os.environ.get("EPOCHS", "6"))
 MATRICES = "MATRICES" in os.environ
@@ -174,8 +173,6 @@ for step in run.steps(data, epochs=EPOCHS):
         run.print(f"epoch {step.epoch}: {found['loss']} {total} {float(outputs.sum())} on {run.world_size}")
         if found["loss"] < STOP_BELOW:
             break
-    if step.number == ASKED:
-        run.checkpoint()
 middle = run.evaluate(data, metrics)
 for step in run.steps(data, epochs=1, shuffle=False):
     fault("begin", step.number)

@@ -11,17 +11,15 @@ import unisono
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--shards", type=int, default=2)
-arguments.add_argument("--samples", type=int, default=20_000)
-arguments.add_argument("--drop-last", action="store_true")
 arguments.add_argument("--raises-above", type=int, default=0, help="samples in a shard for which torch finds no memory")
 arguments.add_argument("--killed-above", type=int, default=0, help="for which the kernel ends rank 1, or the only one")
 arguments.add_argument("--breaks-above", type=int, default=0, help="for which the script is wrong")
 options = arguments.parse_args()
 
-WIDTH, LAYERS = 2048, 8
+SAMPLES, WIDTH, LAYERS = 20_000, 2048, 8
 
 run = unisono.init(batch_size=32, shards=options.shards, run_dir="own")
-data = torch.utils.data.TensorDataset(torch.arange(options.samples).float().reshape(-1, 1) / options.samples)
+data = torch.utils.data.TensorDataset(torch.arange(SAMPLES).float().reshape(-1, 1) / SAMPLES)
 
 
 class Hungry(nn.Module):
@@ -51,6 +49,6 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 model, optimizer = run.prepare(model := Hungry(), torch.optim.Adam(model.parameters(), lr=1e-3))
-for step in run.steps(data, epochs=1000, drop_last=options.drop_last):
+for step in run.steps(data, epochs=1000):
     step.run(loss_of)
 run.finish(model)

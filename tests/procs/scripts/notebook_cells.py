@@ -1,7 +1,6 @@
 """A notebook, executed from its first cell to its last; or a kernel whose cells are interrupted, and which is killed.
 
     notebook_cells.py execute NOTEBOOK FOLDER        prints what its cells show
-    notebook_cells.py bar FOLDER                     prints what a cell with a loop shows
     notebook_cells.py interrupt FOLDER               prints what was seen, as JSON
 
 In a process of its own: the clients of kernels keep sockets and threads.
@@ -47,26 +46,6 @@ def train(steps, pace_s):
 LACKING = "limit = 3\ndef train():\n    return limit\nunisono.notebook.run(train)"
 TIMED = "%%time\ndef train():\n    raise RuntimeError('no luck')"
 FAILING = "unisono.notebook.run(train)"
-
-
-LOOP = """
-import torch, unisono
-from torch import nn
-run = unisono.init(batch_size=8, shards=2, seed=0)
-model = nn.Linear(4, 1)
-model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-for step in run.progress(run.steps(torch.utils.data.TensorDataset(torch.ones(80, 4)), epochs=2)):
-    step.run(lambda model, batch: model(batch[0]).square().mean())
-run.finish(model)
-"""
-
-
-def bar(folder: str) -> None:
-    """Execute a cell with a loop, and print what stands in its output at the end."""
-    notebook: Any = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LOOP)])  # type: ignore[no-untyped-call]
-    path = Path(folder) / "loop.ipynb"
-    nbformat.write(notebook, path)  # type: ignore[no-untyped-call]
-    execute(str(path), folder)
 
 
 def execute(path: str, folder: str) -> None:
@@ -164,4 +143,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "execute":
         execute(*sys.argv[2:4])
     else:
-        {"interrupt": interrupt, "bar": bar}[sys.argv[1]](sys.argv[2])
+        interrupt(sys.argv[2])

@@ -233,11 +233,8 @@ SCHEDULES = {
 
 CASES = {
     **{
-        name + suffix: Case(
-            Language, texts, LAYERS, AdamW, {"shards": shards, "batch_size": 3 * shards}, schedule, clip_norm=0.5
-        )
+        name: Case(Language, texts, LAYERS, AdamW, {"shards": 6, "batch_size": 18}, schedule, clip_norm=0.5)
         for name, schedule in SCHEDULES.items()
-        for suffix, shards in (("", 6), ("-of-8", 8))
     },
     "eight": Case(Language, texts, LAYERS, partial(SGD, lr=0.5), {"shards": 8, "batch_size": 16}, "looped-bfs"),
     "residual": Case(
