@@ -19,9 +19,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def on(workers: int | None, *script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script on so many workers; without a number, as plain Python."""
-    if workers is None:
-        return python(*script, cwd=folder, timeout=240, is_merged=True, **variables)
     told = {**os.environ, **variables}
+    if workers is None:
+        return python(*script, cwd=folder, env=told, timeout=240, is_merged=True)
     return completed("run", "-n", workers, *script, cwd=folder, env=told, timeout=240, is_merged=True)
 
 

@@ -62,7 +62,7 @@ def write_distribution(folder: Path, name: str, points: dict[str, dict[str, str]
 def unisono(*words: str, cwd: Path, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Call a command beside the packages that are installed in a folder."""
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    return python("-m", "unisono", *words, cwd=cwd, **variables, PYTHONPATH=path)
+    return python("-m", "unisono", *words, cwd=cwd, env={**os.environ, **variables}, PYTHONPATH=path)
 
 
 def test_the_pages_policy_strategy_logger_and_command_are_used_by_name(site: Path, tmp_path: Path) -> None:

@@ -180,14 +180,21 @@ def test_a_fork_server_ends_with_its_agent(tmp_path: Path) -> None:
 # --- when it cannot
 
 
-@pytest.mark.slow  # the next one is of the same kind
-def test_a_library_that_has_started_a_thread_makes_the_start_cold(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "2 threads run in"),
+        ("import socket; kept = socket.socket()", "opened a socket"),
+    ],
+)
+def test_a_library_that_has_started_a_thread_or_opened_a_socket_makes_the_start_cold(
+    library: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(library)
 
     async def go() -> None:
-        with pytest.raises(ColdStart, match="2 threads run in the fork server"):
+        with pytest.raises(ColdStart, match=words):
             async with fork_server(tmp_path, PYTHONPATH=str(tmp_path)):
                 pass
 

@@ -16,7 +16,7 @@ EXAMPLE = str(Path(__file__).parents[2] / "examples" / "large_gpt.py")
 LAUNCHER = ("-m", "unisono", "run", "-n", "1", "--threads", "1", "--devices-per-worker")
 
 
-def weights(*words: str, folder: Path, most: int = resource.RLIM_INFINITY) -> str:
+def weights(*words: str, folder: Path, most: int) -> str:
     """The digest that Python ends with, of which no process may have so many bytes; empty if there is none."""
     done = subprocess.run(
         [sys.executable, *words],

