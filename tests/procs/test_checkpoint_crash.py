@@ -10,7 +10,7 @@ from commands import python
 from same_trees import same
 from unisono.checkpoint.snapshot import read_snapshot
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
 TESTS = Path(__file__).parents[1]
 
