@@ -12,7 +12,6 @@ TOGETHER = {
     "test_accelerators.py": "the jobs of one device, and of three that speak with each other",
     "test_accelerate.py": "the serial run",
     "test_adaptive.py": "the serial runs",
-    "test_checkpoint_crash.py": "the run whose disk is never full",
     "test_exact.py": "the jobs on 1, 2, 3, 5 and 8 workers",
     "test_examples.py": "three steps of all examples",
     "test_extending.py": "the package of the page",
