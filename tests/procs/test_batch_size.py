@@ -91,6 +91,7 @@ def test_a_script_that_fails_for_another_reason_ends_the_search_and_its_log_stay
     assert "ValueError" in (tmp_path / log[1]).read_text()
 
 
+@pytest.mark.slow
 def test_a_limit_under_which_nothing_fits_is_said(tmp_path: Path) -> None:
     ended = search(tmp_path, "--from", 4, "--memory-limit", "20MiB", "--", "--shards", 1)
     assert "no batch fits, not even" in ended.out, ended.err

@@ -150,6 +150,7 @@ run.finish(model)
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_costs_neither_the_weights_nor_the_checkpoint_before(tmp_path: Path) -> None:
     full, free = tmp_path / "full", tmp_path / "free"
     done, undisturbed = run_python(TRAIN, full, "3"), run_python(TRAIN, free, "99")

@@ -10,7 +10,7 @@ import pytest
 
 from training import Trained, Training
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]
 
 AWAY_S = 5.0
 
@@ -29,7 +29,6 @@ def keep_away(training: Training, seconds: float) -> int:
     return len(killed)
 
 
-@pytest.mark.slow
 def test_no_step_is_lost_while_the_coordinator_is_away(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -47,7 +46,6 @@ def test_no_step_is_lost_while_the_coordinator_is_away(
     assert not training.journal("lost")
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_back(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:
@@ -73,7 +71,6 @@ def test_a_worker_that_is_lost_meanwhile_is_waited_for_until_the_coordinator_is_
     assert training.steps == serial.steps
 
 
-@pytest.mark.slow
 def test_whoever_hears_nothing_of_the_coordinator_for_half_the_timeout_writes_only_when_it_is_back(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from commands import python
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.slow]  # what the tests themselves are made of
 
 CONFTEST = """
 from scheduling import Together
@@ -27,9 +27,7 @@ def test_one(number):
 """
 
 
-@pytest.mark.parametrize(
-    "crash", [*(pytest.param(crash, marks=pytest.mark.slow) for crash in ({0}, {5}, {6})), {1, 6}], ids=str
-)
+@pytest.mark.parametrize("crash", [{0}, {5}, {6}, {1, 6}], ids=str)
 def test_all_other_tests_are_run_once(tmp_path: Path, crash: set[int]) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_crash.py").write_text(CRASHES.format(tests=7, crash=crash))

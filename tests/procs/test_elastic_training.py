@@ -54,6 +54,7 @@ def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
     assert started[0].steps == serial.steps
 
 
+@pytest.mark.slow  # tests/unit/test_scripts_of_clusters.py has the capture
 def test_the_main_worker_is_lost_while_it_writes_a_checkpoint(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from serial_runs import SerialRuns
 from training import SCRIPT, Trained
 from unisono_lab.faults.faults import Faults
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm"), pytest.mark.slow]
 
 SHORT: Any = {"PACE_S": "0", "EPOCHS": "4"}  # five steps each, and ten more
 LONG: Any = SHORT | {"EPOCHS": "12"}
@@ -51,7 +51,6 @@ def test_every_fault_that_a_job_survives_strikes_once_and_changes_no_bit(
     assert job.journal("resized")
 
 
-@pytest.mark.slow
 def test_a_worker_that_computes_wrongly_is_named_and_replaced_and_leaves_no_trace(
     serial_runs: SerialRuns, tmp_path: Path
 ) -> None:

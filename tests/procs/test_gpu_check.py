@@ -12,12 +12,11 @@ from benchmarks.gpu_check.parts import Row, table
 from benchmarks.gpu_check.processes import Setting
 from commands import python
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(600), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_each_part_of_the_check_has_a_row_and_none_fails(tmp_path: Path) -> None:
     try:
         simulated_accelerator.built()

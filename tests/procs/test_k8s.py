@@ -14,7 +14,7 @@ from pods_played import NoPods, PlayedJobSet, network
 from slurm_jobs import LONG, SCRIPT
 from training import Trained, whole_lines
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(300), pytest.mark.slow]
 
 NAME = "small-training"
 
@@ -80,7 +80,6 @@ def _spec(manifest: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.hosts("Kubernetes", "kill", "join", "drain")
 def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes(
     start: Callable[..., OnPods], long_serial: Trained
@@ -107,7 +106,6 @@ def test_a_pod_is_killed_another_is_evicted_both_are_replaced_and_no_bit_changes
     assert job.played.restarts == 0
 
 
-@pytest.mark.slow
 @pytest.mark.hosts("Kubernetes", "requeue")
 def test_a_job_whose_coordinator_is_killed_is_started_again_and_goes_on(
     start: Callable[..., OnPods], long_serial: Trained
@@ -123,7 +121,6 @@ def test_a_job_whose_coordinator_is_killed_is_started_again_and_goes_on(
     assert ("coordinator", 137) in job.played.ended
 
 
-@pytest.mark.slow
 @pytest.mark.hosts("Kubernetes", "requeue")
 def test_a_job_that_is_suspended_leaves_with_a_checkpoint_and_goes_on(
     start: Callable[..., OnPods], long_serial: Trained
@@ -141,7 +138,6 @@ def test_a_job_that_is_suspended_leaves_with_a_checkpoint_and_goes_on(
     assert job.steps == long_serial.steps, "it has not begun anew"
 
 
-@pytest.mark.slow
 def test_a_job_whose_script_fails_has_failed_and_is_not_started_again(
     start: Callable[..., OnPods], tmp_path: Path
 ) -> None:

@@ -6,7 +6,11 @@ import pytest
 
 from commands import python
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(240),
+    pytest.mark.slow,
+]  # in a process, with a signal and both packages; the suite leaves in a unit test
 
 LEAVES = """
 import os, signal, sys
@@ -39,7 +43,6 @@ print("steps:", trainer.global_step)
 """
 
 
-@pytest.mark.slow  # in a process, with a signal and both packages; the suite leaves in a unit test
 def test_a_job_that_is_asked_to_leave_leaves_a_checkpoint_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LEAVES)
     left = python("-W", "ignore", "train.py", "leave", cwd=tmp_path)

@@ -25,7 +25,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
     ("script", "settings"),
     [
         ("streams.py", {"STREAM": "split"}),
-        pytest.param("loaders.py", {"SAMPLER": "buckets", "LOADERS": "1"}, marks=pytest.mark.slow),
+        ("loaders.py", {"SAMPLER": "buckets", "LOADERS": "1"}),
     ],
 )
 def test_weights_are_those_of_the_serial_run(

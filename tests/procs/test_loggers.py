@@ -7,10 +7,9 @@ import pytest
 from logged import READERS, require_same
 from training import Trained, Training
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]
 
 
-@pytest.mark.slow
 def test_whatever_is_killed_every_logger_has_each_step_once(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

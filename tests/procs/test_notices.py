@@ -9,10 +9,9 @@ from forks.commands import start
 from metadata_service import metadata_service
 from training import PATIENCE_S, SCRIPT, Trained, Training, control_of
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]
 
 
-@pytest.mark.slow
 def test_a_job_whose_first_host_is_taken_away_leaves_a_checkpoint_and_goes_on_elsewhere(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

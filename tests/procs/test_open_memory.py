@@ -9,7 +9,7 @@ import pytest
 from slurm_jobs import LONG, SCRIPT
 from training import Trained, Training, control_of, whole_lines
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]
 
 
 def shared(process: int) -> int:
@@ -21,7 +21,6 @@ def shared(process: int) -> int:
     return sum("memfd:unisono" in one for one in found)
 
 
-@pytest.mark.slow
 def test_a_worker_holds_no_shared_memory_of_earlier_generations(
     started: list[Training], tmp_path: Path, long_serial: Trained
 ) -> None:

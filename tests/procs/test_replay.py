@@ -10,7 +10,12 @@ from outcomes import struck_by
 from unisono.jsonl import read_lines
 from unisono_lab.faults.faults import Faults
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(240),
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.slow,
+]  # tests/unit/test_recorded.py has policies that see a run again
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 150.0
@@ -42,7 +47,6 @@ def called(*words: object, where: Path = ROOT) -> str:
     return ended.stdout
 
 
-@pytest.mark.slow  # tests/unit/test_recorded.py has policies that see a run again
 def test_the_policies_of_a_run_decide_in_a_replay_what_they_decided_in_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICIES)
     kills = Faults().kill(rank=0, at_step=12).kill(rank=1, at_step=35).kill(rank=0, at_step=70)

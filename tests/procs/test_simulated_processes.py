@@ -30,7 +30,7 @@ workers = 1
 """
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.slow), "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_a_search_that_is_ended_leaves_no_process_and_no_traceback(tmp_path: Path, name: str) -> None:
     (tmp_path / "job.toml").write_text(ENDLESS)
     options = ("--minimise", "cost", "--seeds", "100000", "--processes", "2")

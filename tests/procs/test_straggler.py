@@ -9,12 +9,11 @@ from serial_runs import SerialRuns
 from training import whole_lines
 from unisono_lab.faults.faults import Faults
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm"), pytest.mark.slow]
 
 SCRIPT = Path(__file__).parent / "scripts" / "slept.py"
 
 
-@pytest.mark.slow
 def test_a_slow_worker_gets_fewer_shards_and_then_is_replaced_and_the_bits_stay(
     serial_runs: SerialRuns, tmp_path: Path
 ) -> None:

@@ -162,7 +162,6 @@ def test_other_options_in_the_same_folder_are_refused(resumed: dict[str, Any]) -
     assert "steps: 21 here, 20 there" in study.said
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_measured(tmp_path: Path, warm: None) -> None:
     study = Study(tmp_path, "--workers", "2,3", "--repeats", 1, "--epochs", 3, "--", "--fails-with", 3)
     try:
@@ -177,7 +176,6 @@ def test_a_run_that_fails_is_named_with_its_log_and_the_others_are_measured(tmp_
     assert row["samples"] == "224"  # three epochs of 4 steps, without the first 5 steps
 
 
-@pytest.mark.slow
 def test_an_interrupted_study_ends_at_once_with_its_processes(tmp_path: Path, warm: None) -> None:
     study = Study(tmp_path, "--workers", "2,3", "--repeats", 1)
     try:

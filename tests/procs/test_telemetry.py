@@ -11,7 +11,7 @@ import pytest
 
 from training import Trained, Training
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]
 
 
 def spans_in(log: Path) -> Iterator[dict[str, Any]]:
@@ -24,7 +24,6 @@ def spans_in(log: Path) -> Iterator[dict[str, Any]]:
         place = text.find('{\n    "name": "unisono.', place)
 
 
-@pytest.mark.slow
 def test_workers_that_are_left_tell_of_the_regroup_the_hand_over_and_checkpoints(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

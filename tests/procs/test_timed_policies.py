@@ -9,7 +9,7 @@ import pytest
 from outcomes import outcome, train
 from serial_runs import SerialRuns
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm")]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.usefixtures("warm"), pytest.mark.slow]
 
 SCRIPT = Path(__file__).parent / "scripts" / "timed.py"
 
@@ -27,7 +27,6 @@ def values(decided: list[Any], verb: str) -> list[Any]:
     return [value for _, _, wanted, value, _ in decided if wanted == verb]
 
 
-@pytest.mark.slow
 def test_goodput_goes_to_more_workers_and_larger_batches(serial_runs: SerialRuns, tmp_path: Path) -> None:
     decided = decided_by("goodput", tmp_path / "run", "1:4", serial_runs)
     assert 4 in values(decided, "resize")
@@ -36,7 +35,6 @@ def test_goodput_goes_to_more_workers_and_larger_batches(serial_runs: SerialRuns
     assert values(decided, "stop") == [None]
 
 
-@pytest.mark.slow
 def test_a_notice_leaves_a_checkpoint_and_brings_a_worker_that_goes_when_it_is_not_needed_any_more(
     serial_runs: SerialRuns, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from training import PATIENCE_S, SCRIPT
 from unisono.membership.token import read_token, token_file
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
 SITE = """
 import logging, sys
@@ -28,7 +28,6 @@ for name in ("websockets", "websockets.client", "websockets.server", "uvicorn", 
 """What Python runs before anything else, in the launcher, the coordinator, the agent and the workers."""
 
 
-@pytest.mark.slow
 def test_no_file_of_a_job_holds_its_token(tmp_path: Path) -> None:
     site, run, output = tmp_path / "site", tmp_path / "run", tmp_path / "output.txt"
     site.mkdir()

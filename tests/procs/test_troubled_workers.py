@@ -29,6 +29,7 @@ def test_a_worker_that_hangs_says_where_and_is_replaced(serial_runs: SerialRuns,
     assert "hang_for_good" in (job.run_dir / "logs" / f"{lost['worker']}.log").read_text()
 
 
+@pytest.mark.slow
 def test_workers_that_stay_the_same_cannot_be_resized_and_say_what_to_do(tmp_path: Path) -> None:
     trouble = json.dumps([{"what": "resize", "rank": 0, "step": 2, "to": 3}])
     ended = train(tmp_path / "run", "-n", "1", script=SCRIPT, settings={"TROUBLE": trouble})

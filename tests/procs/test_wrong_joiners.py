@@ -11,7 +11,7 @@ from commands import completed
 from serial_runs import SerialRuns
 from training import PATIENCE_S, SCRIPT, Training
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(240), pytest.mark.slow]
 
 RIGHT = SCRIPT.read_text()
 
@@ -29,7 +29,6 @@ UNABLE = {**SETTINGS, "UNISONO_PLUGINS": "unable:begin"}
 """Of a joiner that is taken in, and fails over the state that it is given."""
 
 
-@pytest.mark.slow
 def test_wrong_joiners_end_with_their_error_and_the_job_with_the_bits_of_the_serial_run(
     serial_runs: SerialRuns, started: list[Training], tmp_path: Path
 ) -> None:

@@ -484,7 +484,6 @@ def test_with_eight_times_the_batch_nothing_but_the_rate_is_another_one() -> Non
     ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_ways_that_are_compared_see_as_many_samples_of_the_same_noise() -> None:
     choice = adaptive.Choice()
     specs = [*choice.small().values(), *choice.large().values(), *choice.adaptive().values()]
@@ -578,7 +577,6 @@ def test_the_throughput_with_a_slow_worker_stands_beside_the_first_strategys() -
     assert [row[2] for row in rows] == ["1.00", "2.00"]
 
 
-@pytest.mark.slow
 def test_workers_in_turns_have_gradients_as_stale_as_there_are_others() -> None:
     choice = stale.Choice(stale_epochs=2)
     fresh, old, slower = (
