@@ -4,20 +4,17 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from side_by_side import PATIENCE_S, TorchRendezvousStore
+from side_by_side import Connect, OverProcessGroup, TorchRendezvousStore, gloo, over_shared_memory, run_over
 from unisono.errors import MemoryFault
 from unisono.job import Job
 from unisono.membership.rendezvous import Generation
@@ -36,7 +33,7 @@ from unisono.reduce.partial_sums import (
 )
 from unisono.reduce.peers import meet
 from unisono.reduce.process_group import ProcessGroupTransport
-from unisono.reduce.shared_memory import HierarchicalTransport, SharedMemoryTransport, host_split
+from unisono.reduce.shared_memory import HierarchicalTransport, host_split
 from unisono.reduce.transport import Solo, Transport
 from unisono.train.config.run_config import CHECKS, Execution
 from unisono.train.group.workers import Workers
@@ -140,33 +137,16 @@ def test_partial_sums_have_the_same_bits_with_and_without_a_tally_and_leave_a_ba
 # -- over every transport
 
 
-class OneHost:
-    """Shared memory."""
-
-    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore) -> Transport:
-        return SharedMemoryTransport(meet(rank, split.workers, board, PATIENCE_S), rank, split)
-
-
-class Group:
-    """A process group with some topology, or with none."""
-
-    def __init__(self, topology: str | None) -> None:
-        self.topology = topology
-
-    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore) -> Transport:
-        group = _gloo(board, "all", rank, split)
-        return ProcessGroupTransport(group, rank, split, CPU, self.topology)
-
-
 class TwoHosts:
     """Two workers on each."""
 
-    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore) -> Transport:
+    def __call__(self, rank: int, split: Split, board: TorchRendezvousStore, timeout_s: float) -> Transport:
         number, place = divmod(rank, 2)
         hosts = host_split(split, 2)
-        across = ProcessGroupTransport(_gloo(board, f"across-{place}", number, hosts), number, hosts, CPU)
-        everyone = ProcessGroupTransport(_gloo(board, "all", rank, split), rank, split, CPU)
-        return HierarchicalTransport(meet(place, 2, Host(board, number), PATIENCE_S), rank, split, across, everyone)
+        between = gloo(number, hosts, board, timeout_s, f"across-{place}")
+        across = ProcessGroupTransport(between, number, hosts, CPU)
+        everyone = ProcessGroupTransport(gloo(rank, split, board, timeout_s), rank, split, CPU)
+        return HierarchicalTransport(meet(place, 2, Host(board, number), timeout_s), rank, split, across, everyone)
 
 
 class Host:
@@ -182,45 +162,19 @@ class Host:
         return self._board.read(f"{self._number}/{name}")
 
 
-def _gloo(board: TorchRendezvousStore, name: str, rank: int, split: Split) -> dist.ProcessGroupGloo:
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=PATIENCE_S)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, board._store), rank, split.workers, options)
-
-
-Connect = Callable[[int, Split, TorchRendezvousStore], Transport]
 WAYS: dict[str, tuple[Connect, Split]] = {
-    "alone": (OneHost(), Split.even(SHARDS, 1)),
-    "shared memory of 2": (OneHost(), Split.even(SHARDS, 2)),
-    "shared memory of 3": (OneHost(), Split.even(SHARDS, 3)),
-    "shared memory with a server": (OneHost(), Split.even(SHARDS, 3).with_servers(1)),
-    "direct": (Group("direct"), Split.even(SHARDS, 3)),
-    "ring": (Group("ring"), Split.even(SHARDS, 3)),
-    "tree": (Group("tree"), Split.even(SHARDS, 4)),
-    "direct with a server": (Group("direct"), Split.even(SHARDS, 2).with_servers(1)),
-    "collectives": (Group(None), Split.even(SHARDS, 3)),
+    "alone": (over_shared_memory, Split.even(SHARDS, 1)),
+    "shared memory of 2": (over_shared_memory, Split.even(SHARDS, 2)),
+    "shared memory of 3": (over_shared_memory, Split.even(SHARDS, 3)),
+    "shared memory with a server": (over_shared_memory, Split.even(SHARDS, 3).with_servers(1)),
+    "direct": (OverProcessGroup("direct"), Split.even(SHARDS, 3)),
+    "ring": (OverProcessGroup("ring"), Split.even(SHARDS, 3)),
+    "tree": (OverProcessGroup("tree"), Split.even(SHARDS, 4)),
+    "direct with a server": (OverProcessGroup("direct"), Split.even(SHARDS, 2).with_servers(1)),
+    "collectives": (OverProcessGroup(None), Split.even(SHARDS, 3)),
     "hierarchical": (TwoHosts(), Split.even(SHARDS, 4)),
 }
 over_every_way = pytest.mark.parametrize(("connect", "split"), WAYS.values(), ids=WAYS)
-
-
-def over(connect: Connect, split: Split, work: Callable[[Transport], Any]) -> list[Any]:
-    board = TorchRendezvousStore()
-
-    def worker(rank: int) -> Any:
-        transport = Solo(split.shards) if split.workers == 1 else connect(rank, split, board)
-        try:
-            return work(transport)
-        except BaseException:
-            transport.abort()
-            raise
-        finally:
-            transport.close()
-
-    with ThreadPoolExecutor(split.workers) as pool:
-        futures = [pool.submit(worker, rank) for rank in range(split.workers)]
-    return [future.result() for future in futures]
 
 
 @over_every_way
@@ -242,7 +196,7 @@ def test_what_is_written_is_balanced_by_what_is_read_and_one_bit_is_not(connect:
         return (tally.balance, tally.copies), kept, total
 
     for struck in (False, True):
-        told = over(connect, split, partial(reduce, struck))
+        told = run_over(connect, split, partial(reduce, struck))
         assert is_balanced(*zip(*(balance for balance, _, _ in told), strict=True)) is not struck
         assert all(kept for _, kept, _ in told)
         assert all(torch.equal(total, told[0][2]) for _, _, total in told)
@@ -320,11 +274,11 @@ def everybody(
         workers = Workers(Generation(1, transport.rank, split), transport)
         return trained(workers, split.shards, witness if transport.rank == struck else None, **about)
 
-    return over(connect, split, work)
+    return run_over(connect, split, work)
 
 
 def serial(**about: Any) -> str:
-    ((found, repeated, lost),) = everybody(OneHost(), Split.even(SHARDS, 1), 0, None, **about)
+    ((found, repeated, lost),) = everybody(over_shared_memory, Split.even(SHARDS, 1), 0, None, **about)
     assert (repeated, lost) == ([], False)
     return str(found)
 
@@ -349,7 +303,7 @@ def test_without_checks_the_same_flip_changes_the_weights() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if checks == "blind":
                 patch.setattr(Tally, "_part", lambda tally, values, start: None)
-            return everybody(OneHost(), Split.even(SHARDS, 2), 0, flips)
+            return everybody(over_shared_memory, Split.even(SHARDS, 2), 0, flips)
 
     assert {weights for weights, _, _ in struck("seeing")} == {serial()}
     assert serial() not in {weights for weights, _, _ in struck("blind")}
@@ -367,8 +321,8 @@ def test_a_bit_that_flips_in_the_mean_gradient_is_told_by_whoever_keeps_it(
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_with_a_single_shard_the_gradient_is_kept_where_autograd_has_put_it(clip: float | None) -> None:
     alone = Split.even(1, 1)
-    ((weights, _, lost),) = everybody(OneHost(), alone, 0, Flips("gradient", 9), clip=clip)  # in the last step
-    ((expected, _, intact),) = everybody(OneHost(), alone, 0, None, clip=clip)
+    ((weights, _, lost),) = everybody(over_shared_memory, alone, 0, Flips("gradient", 9), clip=clip)  # in the last step
+    ((expected, _, intact),) = everybody(over_shared_memory, alone, 0, None, clip=clip)
     assert (lost, intact) == (True, False)
     assert weights != expected
 
@@ -410,7 +364,7 @@ def test_a_hook_of_the_script_may_change_a_gradient_that_was_looked_at() -> None
 
 def test_memory_that_never_keeps_what_is_written_ends_the_job() -> None:
     with pytest.raises(MemoryFault, match=r"step 0: .* 4 times in a row .* faulty"):
-        everybody(OneHost(), Split.even(SHARDS, 3), 1, Flips("partial_sum", 1, bit=3, always=True))
+        everybody(over_shared_memory, Split.even(SHARDS, 3), 1, Flips("partial_sum", 1, bit=3, always=True))
 
 
 def test_a_part_of_a_large_gradient_is_checked_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,11 +373,11 @@ def test_a_part_of_a_large_gradient_is_checked_in_each_step(monkeypatch: pytest.
     assert serial(checks="some") == expected
     repeats = []
     for number in range(1, 13):
-        told = everybody(OneHost(), Split.even(SHARDS, 1), 0, Flips("partial_sum", number), checks="some")
+        told = everybody(over_shared_memory, Split.even(SHARDS, 1), 0, Flips("partial_sum", number), checks="some")
         repeats.append(len(told[0][1]))
     assert 0 < sum(repeats) < len(repeats)
 
 
 def test_no_thread_is_left() -> None:
-    everybody(OneHost(), Split.even(SHARDS, 2), 0, None)
+    everybody(over_shared_memory, Split.even(SHARDS, 2), 0, None)
     assert "unisono-reducer" not in {thread.name for thread in threading.enumerate()}

@@ -1,39 +1,21 @@
 """What the shards of a step weigh together; and workers that cut a batch differently find out. Workers are threads."""
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from side_by_side import OverProcessGroup, run_over
 from unisono.errors import PolicyError
 from unisono.plan.split import Split
 from unisono.plan.tree import Node, SummationTree
-from unisono.reduce.process_group import ProcessGroupTransport
 from unisono.train.step.loss import require_agreement, total_weight
 
 pytestmark = pytest.mark.unit
 
 
-def together(split: Split, work: Any) -> list[Any]:
-    """Do something on every worker, over a process group."""
-    store = dist.HashStore()
-
-    def worker(rank: int) -> Any:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=20)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(store, rank, split.workers, options)
-        transport = ProcessGroupTransport(group, rank, split, torch.device("cpu"))
-        try:
-            return work(transport)
-        finally:
-            transport.close()
-
-    with ThreadPoolExecutor(split.workers) as pool:
-        return list(pool.map(worker, range(split.workers)))
+together = partial(run_over, OverProcessGroup("direct"))
 
 
 @pytest.mark.parametrize("split", [Split.even(24, 1), Split.even(13, 5), Split((0, 1, 7, 8)), Split((0, 499, 1000))])
