@@ -55,11 +55,8 @@ def told(faults: Sequence[dict[str, Any]]) -> str:
 # -- a policy that changes everything that can be changed
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
-)
-def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(workers: int, jobs: Jobs) -> None:
-    serial, done = jobs.serial(STEERED), jobs(STEERED, (workers, 5))
+def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(jobs: Jobs) -> None:
+    serial, done = jobs.serial(STEERED), jobs(STEERED, (3, 5))
     assert len([verb for _, _, verb, _, _ in serial.decided if verb == "set_topology"]) >= 20
     assert done.outcome == serial.outcome
     assert len(done.world.formed) >= 20
@@ -140,42 +137,32 @@ def test_what_is_measured_of_the_gradients_goes_over_to_those_who_come(jobs: Job
 # -- a script with two updates in a batch, three loops, and calls between
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        pytest.param(["after"], marks=pytest.mark.slow),
-        pytest.param(["begin", "second"], marks=pytest.mark.slow),
-        ["first", "between", "second", "after"],
-    ],
-)
-def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(places: list[str], jobs: Jobs) -> None:
+def require_same(done: Done, serial: Done, struck: int) -> None:
+    assert done.outcome == serial.outcome
+    assert done.world.struck == struck
+    assert done.said == serial.said
+
+
+def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(jobs: Jobs) -> None:
+    places = ["first", "between", "second", "after"]
     faults = [at(place, 2 + 5 * number, number % 2) for number, place in enumerate(places)]
-    done = jobs(NEARLY_ALL, 1 + len(places), FAULTS=told(faults))
-    assert done.outcome == jobs.serial(NEARLY_ALL).outcome
-    assert done.world.struck == len(faults)
-    assert done.said == jobs.serial(NEARLY_ALL).said
+    require_same(jobs(NEARLY_ALL, 5, FAULTS=told(faults)), jobs.serial(NEARLY_ALL), len(faults))
 
 
 def test_killing_workers_between_the_steps_changes_no_bit(jobs: Jobs) -> None:
     faults = [at("evaluate", 4, 1), at("sum", 9, 0), at("predict", 14, 1)]  # the last steps of epochs
-    done = jobs(NEARLY_ALL, 4, FAULTS=told(faults))
-    assert done.outcome == jobs.serial(NEARLY_ALL).outcome
-    assert done.world.struck == len(faults)
-    assert done.said == jobs.serial(NEARLY_ALL).said
+    require_same(jobs(NEARLY_ALL, 4, FAULTS=told(faults)), jobs.serial(NEARLY_ALL), len(faults))
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_the_main_worker_is_lost_while_it_captures_a_checkpoint(workers: int, jobs: Jobs) -> None:
+def test_the_main_worker_is_lost_while_it_captures_a_checkpoint(jobs: Jobs) -> None:
     faults = [at("capture", 8), at("capture", 16), at("capture", STEPS)]
-    done = jobs(NEARLY_ALL, workers, FAULTS=told(faults), UNISONO_CHECKPOINT_EVERY="8")
-    assert done.outcome == jobs.serial(NEARLY_ALL).outcome
-    assert done.world.struck == len(faults)
+    done = jobs(NEARLY_ALL, 2, FAULTS=told(faults), UNISONO_CHECKPOINT_EVERY="8")
+    require_same(done, jobs.serial(NEARLY_ALL), len(faults))
     assert done.journal("checkpoint")[-1]["step"] == STEPS
     assert done.journal("finished")[-1]["step"] == STEPS
 
 
-@pytest.mark.parametrize("workers", [3, pytest.param(5, marks=pytest.mark.slow)])
-def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_places(workers: int, jobs: Jobs) -> None:
+def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_places(jobs: Jobs) -> None:
     second, third, last = LOOPS_END
     faults = [
         at("in evaluate", 0, 1),
@@ -186,13 +173,10 @@ def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_p
         at("after", third + 2, 1),
         at("in evaluate", last, 0),
     ]
-    done = jobs(NEARLY_ALL, workers, FAULTS=told(faults))
-    assert done.outcome == jobs.serial(NEARLY_ALL).outcome
-    assert done.world.struck == len(faults)
-    assert done.said == jobs.serial(NEARLY_ALL).said
+    require_same(jobs(NEARLY_ALL, 3, FAULTS=told(faults)), jobs.serial(NEARLY_ALL), len(faults))
 
 
-@pytest.mark.parametrize(("workers", "before_its_end"), [pytest.param(1, 12, marks=pytest.mark.slow), (2, 6), (1, 1)])
+@pytest.mark.parametrize(("workers", "before_its_end"), [(2, 6), (1, 1)])
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
     workers: int, before_its_end: int, jobs: Jobs
 ) -> None:
@@ -214,9 +198,7 @@ def test_state_of_the_scripts_own_goes_over_to_those_who_come_when_all_others_go
     assert done.said == jobs.serial(NEARLY_ALL).said
 
 
-@pytest.mark.parametrize(
-    ("workers", "again", "step"), [(1, 3, 32), pytest.param(3, 5, 30, marks=pytest.mark.slow), (5, 2, 17)]
-)
+@pytest.mark.parametrize(("workers", "again", "step"), [(1, 3, 32), (5, 2, 17)])
 def test_a_job_that_is_cut_short_in_a_loop_goes_on_to_the_same_bits_on_other_workers(
     workers: int, again: int, step: int, jobs: Jobs
 ) -> None:

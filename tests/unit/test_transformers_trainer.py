@@ -16,7 +16,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import unisono
 from unisono.errors import UnisonoError
-from unisono_lab.faults.injector import flip_in
 
 Start = Callable[..., unisono.Run]
 
@@ -310,29 +309,3 @@ def test_the_loss_is_the_mean_over_the_whole_global_batch(
     for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
         assert old.grad is not None
         assert torch.allclose(parameter, old - old.grad, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
-@pytest.mark.parametrize("number", [1, 6, 8])
-@pytest.mark.parametrize("moment", ["step_begins", "step_ends"])
-def test_a_fault_of_the_memory_in_any_epoch_sets_back_all_that_a_trainer_counts(
-    start: Start, tmp_path: Path, number: int, moment: Any
-) -> None:
-    def outcome(name: str, at: int) -> tuple[Any, ...]:
-        run = start(shards=2, seed=7, batch_size=None, run_dir=tmp_path / name)
-
-        def strike(run: unisono.Run, step: Any) -> None:
-            if step.number == at and not struck:
-                struck.append(at)
-                flip_in(run, "weights", 12)
-
-        struck: list[int] = []
-        run.on(moment, strike)
-        settings: dict[str, Any] = {"max_steps": 9, "eval_strategy": "epoch", "per_device_eval_batch_size": 4}
-        on_run = trainer(OnRun, tmp_path / name, given={"run": run}, **settings)
-        on_run.train()
-        state = on_run.state
-        assert len(struck) == (at >= 0)
-        return run.finish(on_run.model), state.global_step, on_run.lr_scheduler.last_epoch, untimed(state.log_history)
-
-    assert outcome("struck", number) == outcome("undisturbed", -1)
