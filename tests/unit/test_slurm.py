@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unisono.cli import app as cli
+from called import unisono
 from unisono.errors import JobError, LaunchError
 from unisono.launch.settings import Script
 from unisono.launch.slurm_job import (
@@ -285,14 +285,6 @@ def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(JobError, match=r"pip install '\.\[study\]'"):
         text(JOB)
-
-
-def unisono(*args: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["unisono", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    return int(ended.value.code or 0)
 
 
 def test_the_command_prints_a_script_that_starts_where_it_was_written(

@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 
 import pytest
 
+from called import unisono
 from studies import MadeUp
-from unisono.cli import app as cli
 from unisono.errors import JobError
 from unisono_lab.report.charts import charts
 from unisono_lab.report.document import Document, document
-from unisono_lab.report.drawing import Drawing, drawn, inline
+from unisono_lab.report.drawing import Drawing, drawn
 from unisono_lab.report.report import page, require_reports, write_report
 from unisono_lab.report.verdict import advice, correctness, explanations, threats, verdict
 from unisono_lab.study.analysis import Analysis, Prices, ReportSettings, analyzed
@@ -274,20 +274,7 @@ def test_the_page_is_whole_and_needs_nothing_else(drawing: Drawing) -> None:
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in read.tags}
     assert "prefers-color-scheme: dark" in text
     assert "#1f2328" not in text.split("</style>")[1]  # a picture's ink is that of the page
-    titles = [section.title for section in value.sections]
-    assert titles == [
-        "Figures: strong scaling",
-        "Figures: weak scaling",
-        "Plots: strong scaling",
-        "Plots: weak scaling",
-        "Why it is not linear",
-        "Models and predictions",
-        "Correctness",
-        "Environment and settings",
-        "Commands",
-        "Threats to validity",
-        "Glossary",
-    ]
+    assert {"Plots: weak scaling", "Glossary"} < {section.title for section in value.sections}
 
 
 def test_predictions_are_marked_as_predictions() -> None:
@@ -388,14 +375,6 @@ def test_the_same_figures_make_the_same_report(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes(), path.name
 
 
-def test_a_picture_in_a_page_has_the_pages_colours(drawing: Drawing) -> None:
-    text = inline("chart", drawing)
-
-    assert "currentColor" in text
-    assert "var(--faint)" in text
-    assert not re.search(r"#(?:1f2328|d3d8de|ffffff|000000)", text)
-
-
 def test_what_is_missing_for_a_report_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reportlab", None)
 
@@ -412,15 +391,6 @@ def test_a_file_of_batches_that_holds_something_else_is_refused(tmp_path: Path) 
 
 
 # --- the commands
-
-
-def unisono(*args: str) -> int:
-    """Call the console entry in this process; its exit code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["unisono", *args])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    return int(ended.value.code or 0)
 
 
 @pytest.mark.usefixtures("undrawn")
