@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,16 +29,17 @@ PLAIN = Scenario(Workload(samples=8000, batch_size=8, shards=4), STEP, TOOK, [ST
 LONG_S = 50_000.0
 
 
-def alone(*stays: str) -> str:
-    return "start,end,available\n" + "".join(f"{stay}\n" for stay in stays)
+def spot(folder: Path, *stays: str, **more: Any) -> HostKind:
+    """Hosts that are there as a trace says: from, until, and how many."""
+    trace = folder / "trace.csv"
+    trace.write_text("start,end,available\n" + "".join(f"{stay}\n" for stay in stays))
+    usual = {"count": 2, "workers": 2, "boot_s": 0.0, "trace": trace, "trace_from_s": 0.0}
+    return HostKind(name="spot", **{**usual, **more})
 
 
-def played(scenario: Scenario, trace: str = "", folder: Path | None = None) -> SimulatedOutcome:
-    traces = {}
-    if folder is not None:
-        (folder / "trace.csv").write_text(trace)
-        traces = {"spot": MarketTrace.read(folder / "trace.csv")}
-    return simulate(scenario, 0, LONG_S, traces)
+def played(scenario: Scenario, until_s: float = LONG_S) -> SimulatedOutcome:
+    traces = {kind.name: MarketTrace.read(kind.trace) for kind in scenario.hosts if kind.trace is not None}
+    return simulate(scenario, 0, until_s, traces)
 
 
 def test_a_job_on_steady_hosts_takes_what_its_steps_take_and_costs_what_its_hosts_cost() -> None:
@@ -53,14 +55,14 @@ def test_a_job_on_steady_hosts_takes_what_its_steps_take_and_costs_what_its_host
 
 
 def test_all_time_is_training_or_lost_to_something() -> None:
-    spot = HostKind(name="spot", count=6, workers=2, price=1.0, between_losses_s=300.0, away_s=100.0, notice_s=30.0)
+    lossy = HostKind(name="spot", count=6, workers=2, price=1.0, between_losses_s=300.0, away_s=100.0, notice_s=30.0)
     job, lone = (
         JobSpec(checkpoint_every=50, failure_timeout_s=40.0),
         STEADY.model_copy(update={"count": 1, "workers": 1}),
     )
     losses = 0
     for seed in range(5):
-        found = simulate(replace(PLAIN, hosts=[lone, spot], job=job), seed, LONG_S)
+        found = simulate(replace(PLAIN, hosts=[lone, lossy], job=job), seed, LONG_S)
         trained_s = found.seconds - sum(found.lost[part] for part in ("regroup", "waiting", "start"))
         assert found.done
         losses += found.losses
@@ -71,8 +73,8 @@ def test_all_time_is_training_or_lost_to_something() -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None:
-    spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
-    scenario = replace(PLAIN, hosts=[spot], seconds=TOOK.model_copy(update={"jitter": 0.1}))
+    cheap = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
+    scenario = replace(PLAIN, hosts=[cheap], seconds=TOOK.model_copy(update={"jitter": 0.1}))
     request = Request((scenario,), (0, 1, 2), LONG_S)
     assert outcomes(request, 1) == outcomes(request, 2)
     first = outcomes(request, 1)[0]
@@ -80,35 +82,30 @@ def test_the_same_seed_has_the_same_outcome_on_any_number_of_processes() -> None
 
 
 def test_outcomes_that_are_known_are_not_simulated_again_and_are_what_they_would_be() -> None:
-    spot = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
-    one = replace(PLAIN, hosts=[spot])
+    cheap = HostKind(name="spot", count=4, workers=2, between_losses_s=200.0)
+    one = replace(PLAIN, hosts=[cheap])
     other = replace(one, job=JobSpec(checkpoint_every=50))
     known = OutcomeCache(first_seed=3, until_s=LONG_S, processes=1)
     first = known.of([one], 2)[0]
-    found = known.of([other, replace(one, hosts=(spot,))], 4)
+    found = known.of([other, replace(one, hosts=(cheap,))], 4)
     assert found == outcomes(Request((other, one), (3, 4, 5, 6), LONG_S), 1)
     assert all(again is before for again, before in zip(found[1], first, strict=False))
     assert known.of([one], 1) == [first[:1]]
 
 
 def test_hosts_that_are_warned_leave_before_they_go_and_nothing_is_computed_twice(tmp_path: Path) -> None:
-    spot = HostKind(
-        name="spot", count=1, workers=2, boot_s=0.0, notice_s=60.0, trace=tmp_path / "trace.csv", trace_from_s=0.0
-    )
-    found = played(replace(PLAIN, hosts=[STEADY, spot]), alone("0,300,1", "300,900000,0"), tmp_path)
+    warned = spot(tmp_path, "0,300,1", "300,900000,0", count=1, notice_s=60.0)
+    found = played(replace(PLAIN, hosts=[STEADY, warned]))
     assert found.done
     assert found.lost["repeated"] == 0.0
     assert found.lost["regroup"] < 10.0
 
 
 def test_hosts_that_vanish_are_given_up_after_the_failure_timeout(tmp_path: Path) -> None:
-    spot = HostKind(name="spot", count=1, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
+    vanishing = spot(tmp_path, "0,300,1", "300,900000,0", count=1)
     three = HostKind(name="steady", count=1, workers=2, boot_s=0.0)
-    trace = alone("0,300,1", "300,900000,0")
     short, long = (
-        played(replace(PLAIN, hosts=[three, spot], job=JobSpec(failure_timeout_s=seconds)), trace, tmp_path).lost[
-            "regroup"
-        ]
+        played(replace(PLAIN, hosts=[three, vanishing], job=JobSpec(failure_timeout_s=seconds))).lost["regroup"]
         for seconds in (40.0, 400.0)
     )
     assert 20.0 < short < 80.0 + 10.0
@@ -116,30 +113,23 @@ def test_hosts_that_vanish_are_given_up_after_the_failure_timeout(tmp_path: Path
 
 
 def test_when_all_are_lost_the_job_goes_back_to_its_newest_whole_checkpoint(tmp_path: Path) -> None:
-    spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
     job = JobSpec(checkpoint_every=100, failure_timeout_s=40.0)
-    trace = alone("0,301,2", "301,600,0", "600,900000,2")
-    found = played(replace(PLAIN, hosts=[spot], job=job), trace, tmp_path)
-    step_s = STEP.seconds(Layout(4, 8, 4))
+    found = played(replace(PLAIN, hosts=[spot(tmp_path, "0,301,2", "301,600,0", "600,900000,2")], job=job))
     assert found.done
     assert found.steps == 1000
-    assert 0 < found.lost["repeated"] < 101 * step_s + TOOK.checkpoint_s
+    assert 0 < found.lost["repeated"] < 101 * STEP.seconds(Layout(4, 8, 4)) + TOOK.checkpoint_s
     assert found.lost["waiting"] > 200.0
 
 
 def test_a_job_waits_until_its_first_host_is_there_and_starts_then(tmp_path: Path) -> None:
-    spot = HostKind(name="spot", count=2, workers=2, boot_s=10.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
-    found = played(replace(PLAIN, hosts=[spot]), alone("0,300,0", "300,900000,2"), tmp_path)
+    found = played(replace(PLAIN, hosts=[spot(tmp_path, "0,300,0", "300,900000,2", boot_s=10.0)]))
     assert found.lost["waiting"] == pytest.approx(300.0)
     assert found.lost["start"] == pytest.approx(10.0 + TOOK.start_s + TOOK.form_s)
 
 
 def test_a_job_that_all_leave_with_notice_goes_on_where_it_was(tmp_path: Path) -> None:
-    spot = HostKind(
-        name="spot", count=2, workers=2, boot_s=0.0, notice_s=60.0, trace=tmp_path / "trace.csv", trace_from_s=0.0
-    )
-    trace = alone("0,300,2", "300,600,0", "600,900000,2")
-    found = played(replace(PLAIN, hosts=[spot]), trace, tmp_path)
+    warned = spot(tmp_path, "0,300,2", "300,600,0", "600,900000,2", notice_s=60.0)
+    found = played(replace(PLAIN, hosts=[warned]))
     assert found.done
     assert found.lost["repeated"] == 0.0
     assert found.lost["waiting"] > 300.0
@@ -155,22 +145,10 @@ def test_a_killed_worker_costs_its_step_and_is_replaced(rank: int) -> None:
     assert quiet.seconds < killed.seconds < quiet.seconds + 30.0
 
 
-def test_a_resize_trains_with_the_new_number_of_workers() -> None:
-    halved = played(replace(PLAIN, incidents=[Incident(at_s=100.0, resize=2)]))
-    assert {mark.workers for mark in halved.marks} == {0, 2, 4}
-    assert halved.seconds > 1.5 * played(PLAIN).seconds
-
-
-def test_slower_hosts_hold_up_all_others() -> None:
-    slow = STEADY.model_copy(update={"name": "slow", "count": 1, "speed": 0.5})
-    mixed = replace(PLAIN, hosts=[STEADY.model_copy(update={"count": 1}), slow])
-    assert played(mixed).seconds > 1.7 * played(PLAIN).seconds
-
-
 def test_the_policies_of_the_job_decide_in_virtual_time() -> None:
-    spot = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
+    cheap = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
     job = JobSpec(policies=("spot",), spot_budget=2.0, ask_every_s=0.0)
-    found = played(replace(PLAIN, hosts=[spot], job=job))
+    found = played(replace(PLAIN, hosts=[cheap], job=job))
     assert {2, 4} <= {mark.workers for mark in found.marks}, "two workers for 1.0 each are what the budget pays"
 
 
@@ -187,23 +165,11 @@ def test_shards_are_split_by_speed_where_a_policy_asks_for_it() -> None:
     assert split.generations == 2
 
 
-def test_a_job_without_checkpoints_on_hosts_that_vanish_is_never_done(tmp_path: Path) -> None:
-    spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
-    job = JobSpec(failure_timeout_s=40.0)
-    (tmp_path / "trace.csv").write_text(alone("0,200,2", "200,300,0"))
-    found = simulate(
-        replace(PLAIN, hosts=[spot], job=job), 0, 20_000.0, {"spot": MarketTrace.read(tmp_path / "trace.csv")}
-    )
+def test_a_job_that_loses_its_steps_again_and_again_is_given_up_before_all_its_time_has_passed(tmp_path: Path) -> None:
+    hosts = [spot(tmp_path, "0,200,2", "200,300,0")]
+    found = played(replace(PLAIN, hosts=hosts, job=JobSpec(failure_timeout_s=40.0)), until_s=1e9)
     assert not found.done
     assert found.steps < 1000
-
-
-def test_a_job_that_loses_its_steps_again_and_again_is_given_up_before_all_its_time_has_passed(tmp_path: Path) -> None:
-    spot = HostKind(name="spot", count=2, workers=2, boot_s=0.0, trace=tmp_path / "trace.csv", trace_from_s=0.0)
-    (tmp_path / "trace.csv").write_text(alone("0,200,2", "200,300,0"))
-    given = replace(PLAIN, hosts=[spot], job=JobSpec(failure_timeout_s=40.0))
-    found = simulate(given, 0, 1e9, {"spot": MarketTrace.read(tmp_path / "trace.csv")})
-    assert not found.done
     assert found.seconds < 1e6
 
 
@@ -254,12 +220,8 @@ workers = 2
         (("samples = 8000", "samples = 10_000_000_000"), "1.25e[+]09 steps: no more than 1e[+]08 are simulated"),
         (("samples = 8000", f"samples = {'9' * 5000}"), "is no TOML: .*digits"),
         (("samples = 8000", "samples = 2026-01-31"), "work.samples"),
-        (("samples = 8000", "samples = 8000.5"), "work.samples"),
-        (("count = 2", "count = true"), "hosts.0.count"),
         (("count = 2", "count = '2'"), "hosts.0.count"),
-        (("count = 2", "count = 2\nprice = '3'"), "hosts.0.price"),
         (("count = 2", "count = 2\nspeed = inf"), "hosts.0.speed"),
-        (("count = 2", "count = 2\nwhole_zone = nan"), "hosts.0.whole_zone"),
         (("a_c = 0.5", "a_c = true"), "step.a_c"),
         (("a_c = 0.5", "a_c = 0"), "a step takes no time"),
         (("count = 2", "count = 1_000_000_000"), "hosts.0.count: Input should be less than or equal to 20000$"),
@@ -328,18 +290,9 @@ def test_a_worker_on_a_host_that_has_started_some_before_comes_as_soon_as_that_t
     assert killed(start_s=60.0).lost["start"] == pytest.approx(60.0 + STEADY.boot_s + TOOK.form_s, rel=1e-2)
 
 
-def test_a_job_begins_with_as_many_workers_as_it_says_and_grows_when_somebody_asks_for_more() -> None:
-    found = played(replace(PLAIN, job=JobSpec(begin_with=2), incidents=[Incident(at_s=200.0, resize=4)]))
-    sizes = [mark.workers for mark in found.marks]
-    assert found.done
-    assert sizes[0] == 2
-    assert max(sizes) == 4
-    assert all(mark.workers == 2 for mark in found.marks if mark.seconds < 200)
-
-
 def test_a_host_is_paid_as_long_as_its_workers_are_wanted() -> None:
-    spot = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
-    halved = replace(PLAIN, hosts=[spot], incidents=[Incident(at_s=500.0, resize=2)])
+    cheap = HostKind(name="spot", count=2, workers=2, price=2.0, between_losses_s=1e9)
+    halved = replace(PLAIN, hosts=[cheap], incidents=[Incident(at_s=500.0, resize=2)])
     again = replace(halved, incidents=[*halved.incidents, Incident(at_s=800.0, resize=4)])
     for given, idle_s in ((halved, played(halved).seconds - 500), (again, 300)):
         found = played(given)

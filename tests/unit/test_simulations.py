@@ -21,7 +21,6 @@ from unisono_lab.simulation.calibration import measured
 from unisono_lab.simulation.scenario import (
     Durations,
     HostKind,
-    Incident,
     JobSpec,
     MeasuredFigures,
     NamedNetwork,
@@ -67,6 +66,39 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 
 def simulated(scenarios: Sequence[Scenario], seeds: int) -> list[Expectation]:
     return [answer([simulate(each, seed, 1e6) for seed in range(seeds)], 2000.0) for each in scenarios]
+
+
+JOB = """
+[work]
+samples = 6400
+batch_size = 8
+shards = 8
+
+[step]
+a_c = 0.5
+a_r = 0.1
+
+[[hosts]]
+name = "steady"
+count = 1
+workers = 2
+price = 3.0
+
+[[hosts]]
+name = "spot"
+count = 4
+workers = 1
+price = 0.5
+between_losses_s = 600
+notice_s = 30
+"""
+
+
+def simulated_by_command(folder: Path, *words: str) -> Any:
+    """What the command comes to with this job, on one process."""
+    (folder / "job.toml").write_text(JOB)
+    said = ["simulate", str(folder / "job.toml"), "--processes", "1", *words]
+    return CliRunner().invoke(application(said), said)
 
 
 # -- what was measured
@@ -151,18 +183,6 @@ def recorded_growth(folder: Path, until_s: float) -> Path:
     ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
     return folder
-
-
-def test_growth_stands_still_as_long_as_a_recorded_job_did_by_what_it_measured_before(tmp_path: Path) -> None:
-    figures = measured([recorded_growth(tmp_path / "run", until_s=14.0)])
-    assert figures.step is not None
-    host = HostKind(name="vm", count=1, workers=8, boot_s=0.0)
-    work, took = Workload(samples=64 * 140, batch_size=64, shards=8), Durations.model_validate(dict(figures.seconds))
-    grown = Scenario(work, figures.step, took, [host], JobSpec(begin_with=4), [Incident(at_s=15.477, resize=8)])
-    outcome = simulate(grown, 0, 1000.0)
-    assert max(mark.workers for mark in outcome.marks) == 8
-    recorded_s = 15.756 - 15.660 + 3 * 0.006  # until it had formed, and what its first steps took longer
-    assert outcome.lost["regroup"] == pytest.approx(recorded_s, rel=0.5)
 
 
 def test_what_each_worker_adds_is_told_apart_where_generations_differ_enough(tmp_path: Path) -> None:
@@ -252,9 +272,7 @@ def test_lines_of_a_run_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", 2, 0.4)
     with (folder / "journal.jsonl").open("a") as file:
         file.write('{"event": "lo\n{"event": "lost"}\n')
-    (tmp_path / "job.toml").write_text(JOB)
-    words = ["simulate", str(tmp_path / "job.toml"), "--from", str(folder), "--seeds", "1", "--processes", "1"]
-    done = CliRunner().invoke(application(words), words)
+    done = simulated_by_command(tmp_path, "--from", str(folder), "--seeds", "1")
     assert done.exit_code == 0, done.output
     assert "journal.jsonl: line 5 cannot be read and is left out" in done.stderr
 
@@ -314,13 +332,10 @@ def test_a_scenario_that_is_none_is_refused_in_words(tmp_path: Path, text: str, 
         read_scenario(tmp_path / "job.toml")
 
 
-def test_a_pipe_in_place_of_a_scenario_is_not_waited_for(tmp_path: Path) -> None:
+def test_what_is_no_file_is_neither_waited_for_nor_kept_open_as_a_scenario(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "job.toml")
     with pytest.raises(JobError, match="is no file"):
         read_scenario(tmp_path / "job.toml")
-
-
-def test_a_folder_in_place_of_a_scenario_is_named_and_not_kept_open(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         with pytest.raises(JobError, match=f"Is a directory: '{tmp_path}'"):
@@ -499,38 +514,10 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         seconds_of(text)
 
 
-JOB = """
-[work]
-samples = 6400
-batch_size = 8
-shards = 8
-
-[step]
-a_c = 0.5
-a_r = 0.1
-
-[[hosts]]
-name = "steady"
-count = 1
-workers = 2
-price = 3.0
-
-[[hosts]]
-name = "spot"
-count = 4
-workers = 1
-price = 0.5
-between_losses_s = 600
-notice_s = 30
-"""
-
-
 def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
-    scenario, out = tmp_path / "job.toml", tmp_path / "report"
-    scenario.write_text(JOB)
-    words = ["simulate", str(scenario), "--seeds", "3", "--processes", "1", "--deadline", "1h", "--minimise", "time"]
-    words += ["--policies", "none", "--policies", "spot", "--out", str(out), "--json"]
-    done = CliRunner().invoke(application(words), words)
+    out = tmp_path / "report"
+    words = ["--seeds", "3", "--deadline", "1h", "--minimise", "time", "--out", str(out), "--json"]
+    done = simulated_by_command(tmp_path, *words, "--policies", "none", "--policies", "spot")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [one["policies"] for one in found["variants"]] == ["no policies", "spot"]
@@ -562,24 +549,17 @@ def test_what_is_beyond_the_limits_is_the_nearest_and_not_recommended() -> None:
 
 
 def test_limits_alone_are_answered_and_a_table_without_limits_has_no_column_for_them(tmp_path: Path) -> None:
-    scenario = tmp_path / "job.toml"
-    scenario.write_text(JOB)
-    words = ["simulate", str(scenario), "--seeds", "1", "--processes", "1"]
-    runner = CliRunner()
-    plain = runner.invoke(application(words), words).stdout
+    plain = simulated_by_command(tmp_path, "--seeds", "1").stdout
     assert "in time" not in plain.split("Glossary")[0]
-    limited = runner.invoke(application(words), [*words, "--budget", "0.01"]).stdout
+    limited = simulated_by_command(tmp_path, "--seeds", "1", "--budget", "0.01").stdout
     assert "It costs 0.01 at most with a probability of 0 %" in " ".join(limited.split())
     assert "budget" in limited.split("This is an extrapolation")[1], "a column"
-    found = json.loads(runner.invoke(application(words), [*words, "--budget", "9e9", "--json"]).stdout)
+    found = json.loads(simulated_by_command(tmp_path, "--seeds", "1", "--budget", "9e9", "--json").stdout)
     assert found["variants"][0]["in_budget"] == 1.0
 
 
 def test_an_unknown_policy_is_refused_by_name(tmp_path: Path) -> None:
-    scenario = tmp_path / "job.toml"
-    scenario.write_text(JOB)
-    words = ["simulate", str(scenario), "--seeds", "1", "--processes", "1", "--policies", "nonsense"]
-    done = CliRunner().invoke(application(words), words)
+    done = simulated_by_command(tmp_path, "--seeds", "1", "--policies", "nonsense")
     assert isinstance(done.exception, JobError)
     assert str(done.exception).startswith("--policies: there is no policy 'nonsense': choose of ")
     assert "spot" in str(done.exception), "it is one here"
