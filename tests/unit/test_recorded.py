@@ -37,30 +37,6 @@ def lines(*changes: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**LINE, "step": step, "position": 64 * step, **change} for step, change in enumerate(changes)]
 
 
-def test_a_plain_run_says_what_every_policy_may_know() -> None:
-    first, last = recorded_steps(lines({"lr": 0.1}, {"lr": 0.05, "ends_epoch": True}), batch_size=64, shards=8)
-    assert first.before == View(
-        step=0,
-        epoch=0,
-        samples=0,
-        batch_size=64,
-        base_batch_size=64,
-        shards=8,
-        base_shards=8,
-        world_size=2,
-        learning_rate=0.1,
-    )
-    assert (first.view.step, first.view.samples, first.ends_epoch) == (1, 64, False)
-    assert (last.view.step, last.view.samples, last.ends_epoch) == (2, 128, True)
-    assert [step.view.learning_rate for step in (first, last)] == [0.05, 0.05]  # the script changed it in between
-
-
-def test_what_every_worker_measures_by_itself_is_no_metric_that_policies_see() -> None:
-    (step,) = recorded_steps(lines({"accuracy": 0.5}), 64, 8)
-    assert {"seconds", "samples_per_s", "generation", "world_size"} & step.view.metrics.keys() == set()
-    assert step.view.metrics["accuracy"] == 0.5
-
-
 def test_the_noise_stays_known_between_the_steps_that_are_watched() -> None:
     figures = {"gradient_variance": 8.0, "gradient_signal": -1.0}
     steps = recorded_steps(lines({}, figures, {}), 64, 8)
@@ -91,13 +67,6 @@ def test_steps_that_nobody_wrote_down_are_known() -> None:
 def test_a_line_that_lacks_something_is_named_with_the_field() -> None:
     with pytest.raises(JobError, match="step 0 that policies read: lr: Field required"):
         recorded_steps([{name: value for name, value in LINE.items() if name != "lr"}], 64, 8)
-
-
-def test_batch_and_rate_are_what_the_replays_own_decisions_made_of_them() -> None:
-    (step,) = recorded_steps(lines({"learning_rate": 0.3, "lr_factor": 3.0}), 64, 8)
-    assert step.view_with(64, 8, 3.0).learning_rate == 0.3
-    assert step.view_with(256, 8, 1.0).learning_rate == pytest.approx(0.1)
-    assert step.view_with(256, 8, 1.0).batch_size == 256
 
 
 class Curious(Policy):

@@ -1,7 +1,6 @@
 """Whatever has a state is registered once; then it comes through a kill, a join and a resume like all else."""
 
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +21,6 @@ from unisono.train.model.prepared import Prepared
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.registry import UPDATE, Attribute, Copied, Entry, Registry, When
 from unisono.train.state.trained import Trained
-
-THREADS = 16
 
 
 class Counter:
@@ -264,18 +261,6 @@ class WithMore(Training):
 
     def digest(self) -> str:
         return f"{super().digest()} {self.updates.count} {self.handed.count} {self.steps.count}"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(THREADS) as threads:
-        all_there = threading.Barrier(THREADS)
-        for each in [threads.submit(all_there.wait) for _ in range(THREADS)]:
-            each.result()
-        yield threads
-    torch.set_num_threads(before)
 
 
 def ends(outcome: Outcome) -> set[str]:

@@ -64,20 +64,6 @@ def test_a_stack_halves_the_image_in_its_last_block_and_the_last_stack_does_not(
     ]  # fmt: skip
 
 
-def test_only_convolutions_that_no_norm_follows_have_a_bias(example: ModuleType) -> None:
-    with torch.device("meta"):
-        model = example.ResNetV2(example.BLOCKS["resnet50v2"])
-    biased = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if getattr(module, "bias", None) is not None
-    }
-    assert biased - {name for name in biased if "norm" in name or name == "before"} == {
-        "stem",
-        "shortcut",
-        "expand",
-        "head",
-    }
-
-
 def test_images_are_enlarged_and_classified_at_any_width(example: ModuleType) -> None:
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     for image_size in (32, 64):

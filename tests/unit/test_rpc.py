@@ -154,16 +154,6 @@ def test_a_stranger_that_knows_how_to_begin_and_not_the_secret_is_turned_away() 
         assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
 
 
-@pytest.mark.parametrize("raw", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x7f\xff\xff\xff", b"\xff" * 4096])
-def test_neither_does_one_who_speaks_another_language(raw: bytes) -> None:
-    with Endpoints(2, "127.0.0.1") as (first, second), called(second) as stranger:
-        with suppress(OSError):
-            stranger.sendall(raw)
-            stranger.shutdown(socket.SHUT_WR)
-        assert hears(stranger) == b""
-        assert first.ask({1: RpcMessage()})[1].values == {"to": 0}
-
-
 def hears(stranger: socket.socket) -> bytes:
     """What a stranger is told in the end: nothing."""
     try:
@@ -330,10 +320,3 @@ def test_bytes_and_messages_are_counted_where_they_are_sent() -> None:
     questions = sizes + len('{"a": 1}') + 1000 + len("{}")
     answers = sizes + len('{"a": 1, "to": 0}') + 1000 + len('{"to": 0}')
     assert sent == [(questions, 2), (answers, 2)]
-
-
-def test_to_close_twice_does_no_harm() -> None:
-    with Endpoints(2) as endpoints:
-        for endpoint in endpoints:
-            endpoint.close()
-            endpoint.close()

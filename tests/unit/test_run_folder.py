@@ -109,13 +109,6 @@ def test_a_journal_line_has_its_event_and_its_time_in_utc(tmp_path: Path) -> Non
     assert (line["event"], line["step"]) == ("resumed", 5)
 
 
-def test_a_metrics_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.write({"step": 0, "loss": 1.5})
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 1.5}]
-    metrics.close()
-
-
 def test_what_json_does_not_have_becomes_null_and_the_file_stays_json(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write(
@@ -196,16 +189,19 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path, monkeypatch: py
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 0}, {"step": 2}]
 
 
-def test_half_a_line_on_a_full_disk_does_not_spoil_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    whole = os.write
+@pytest.mark.parametrize("before", [[], [{"step": 0}]], ids=["the first", "behind a whole one"])
+def test_half_a_line_on_a_full_disk_does_not_spoil_the_next(
+    before: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, whole = MetricsFile(tmp_path / "metrics.jsonl"), os.write
+    for line in before:
+        metrics.write(line)
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda descriptor, data: whole(descriptor, data[:5]))
         with pytest.warns(UnisonoWarning, match="No space left"):
             metrics.write({"step": 1})
     metrics.write({"step": 2})
-    metrics.truncate_after(5)
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 2}]
+    assert metrics.truncate_after(5) == lines(tmp_path / "metrics.jsonl") == [*before, {"step": 2}]
 
 
 def test_half_a_line_of_another_process_does_not_spoil_the_next(tmp_path: Path) -> None:
@@ -235,20 +231,6 @@ def test_a_file_that_fails_when_it_is_closed_is_closed_all_the_same(
     metrics.write({"step": 2})
     metrics.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-
-
-def test_half_a_line_behind_a_whole_one_does_not_spoil_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics = MetricsFile(tmp_path / "metrics.jsonl")
-    metrics.write({"step": 1})
-    whole = os.write
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", lambda descriptor, data: whole(descriptor, data[:5]))
-        with pytest.warns(UnisonoWarning, match="No space left"):
-            metrics.write({"step": 2})
-    metrics.write({"step": 3})
-    assert metrics.truncate_after(5) == [{"step": 1}, {"step": 3}]
 
 
 @pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])

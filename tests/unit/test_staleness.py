@@ -91,16 +91,6 @@ def test_the_staleness_never_exceeds_the_bound_whatever_overtakes_what(
 
 @settings(max_examples=60)
 @cases
-def test_somebody_can_always_go_on(workers: int, bound: int | None, seed: int) -> None:
-    servers = Servers(workers, bound, seed)
-    for _ in range(80):
-        servers.move(servers.chance.choice(servers.workers))
-        if not any(servers.move(worker) for worker in servers.chance.sample(servers.workers, workers)):
-            pytest.fail("all wait for each other")
-
-
-@settings(max_examples=60)
-@cases
 def test_the_one_that_read_first_may_push_as_soon_as_nothing_is_on_its_way(
     workers: int, bound: int | None, seed: int
 ) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from unisono.errors import JobError
 from unisono.plan.batches import Batches, Position
 from unisono.reduce.buckets import NOTHING, pack, unpack
-from unisono.reduce.transport import Traffic
 from unisono.sync import STRATEGIES, AllReduce, DiLoCo, LocalSGD, Strategy, strategy_of
 from unisono_lab.strategies.averaging import ModelAveraging, PairAveraging, average
 from unisono_lab.strategies.parameter_server import ParameterServer, shares
@@ -254,14 +253,3 @@ def test_what_is_unpacked_lies_where_it_is_needed_and_on_the_cpu_it_is_no_copy()
     assert (there.device.type, there.shape) == ("meta", (2, 2))
     here.fill_(7.0)
     assert unpack(packed, [torch.empty(3), torch.empty(2, 2)])[0].tolist() == [7.0] * 3
-
-
-def test_traffic_is_what_was_sent_and_what_was_sent_since_it_was_taken() -> None:
-    traffic = Traffic()
-    traffic.count(100, 2)
-    assert traffic.take() == (100, 2)
-    traffic.count(5, 1)
-    traffic.count(6, 1)
-    assert traffic.take() == (11, 2)
-    assert traffic.take() == (0, 0)
-    assert (traffic.sent_bytes, traffic.sent_messages) == (111, 4)

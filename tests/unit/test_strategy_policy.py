@@ -103,17 +103,6 @@ def test_only_the_noise_has_to_be_measured() -> None:
     assert NoiseScalePolicy(largest=256).needs_monitor
 
 
-def test_a_policy_that_is_taken_up_again_goes_on_where_it_was() -> None:
-    run = Run(StrategyPolicy(noise=BY_NOISE, look_every=100)).steps(MEASURED + 40, noise=Noise(64 * 5, 1.0))
-    again = StrategyPolicy(noise=BY_NOISE, look_every=100)
-    again.load_state_dict(run.policy.state_dict())
-    run.policy = again
-    run.steps(59)
-    assert len(run.decided) == 1
-    run.steps(1)
-    assert run.decided[1:] == [(MEASURED + 100, "all-reduce")]
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

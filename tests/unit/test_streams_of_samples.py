@@ -202,15 +202,14 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def prepared(run: unisono.Run) -> nn.Module:
+def prepared(run: unisono.Run) -> tuple[unisono.Run, nn.Module]:
     model = nn.Linear(6, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return model
+    return run, model
 
 
 def test_steps_of_a_stream_know_where_they_stand(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     seen = []
     for step in run.steps(Pairs(), epochs=2):
         step.run(loss_of)
@@ -233,8 +232,7 @@ def test_a_loader_over_a_stream_and_the_trainer_take_it_as_well(start: Start, tm
 
 
 def test_a_stream_with_another_number_of_samples_than_it_promises_is_warned_of(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.warns(UnisonoWarning, match="epoch 0 of the stream has 70 samples, and its __len__ says 80"):
         assert sum(step.size for step in run.steps(Promising()) if step.run(loss_of)) == 70
 
@@ -248,8 +246,7 @@ class Few(Pairs):
 
 
 def test_readers_that_have_nothing_are_warned_of(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.warns(UnisonoWarning, match="1 of the 2 readers of the stream have nothing to read, number 1 among"):
         assert [step.size for step in run.steps(Few(40)) if step.run(loss_of)] == [16, 16, 8]
 
@@ -260,8 +257,7 @@ class Resizes(unisono.Policy):
 
 
 def test_a_policy_may_change_the_batch_of_a_stream_and_not_the_number_of_its_readers(start: Start) -> None:
-    run = start(policies=[Resizes()])
-    prepared(run)
+    run, _ = prepared(start(policies=[Resizes()]))
     sizes = []
     with pytest.raises(PolicyError, match="4 shards, and the stream has 2 readers"):
         for step in run.steps(Pairs()):
@@ -329,16 +325,14 @@ class Telling(Own):
     ids=["by chance", "locked", "no JSON", "empty", "ragged", "used up"],
 )
 def test_streams_that_cannot_be_kept_say_why(start: Start, stream: Any, message: str) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises(DataError, match=message):
         next(run.steps(stream))
 
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_an_error_in_a_stream_says_which_reader_was_asked_for_what(start: Start, processes: int) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises((OSError, DataError), match="the file is torn") as caught:
         next(run.steps(Torn(), loader_workers=processes))
     told = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
@@ -361,8 +355,7 @@ def test_a_stream_that_has_become_shorter_says_so() -> None:
     ],
 )
 def test_what_a_stream_cannot_give_is_refused(start: Start, make: Any, how: Any, message: str) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises(JobError, match=message):
         run.steps(make(), **how)
 
@@ -388,8 +381,7 @@ class Indexed(Pairs):
 
 
 def test_a_stream_with_an_index_is_a_data_set(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     assert [step.size for step in run.steps(Indexed(), shuffle=unisono.BlockShuffle(8)) if step.run(loss_of)] == [
         32,
         32,
@@ -400,8 +392,7 @@ def test_a_stream_with_an_index_is_a_data_set(start: Start) -> None:
 
 
 def test_a_stream_is_evaluated_like_a_data_set_of_the_same_samples(start: Start) -> None:
-    run = start()
-    model = prepared(run)
+    run, model = prepared(start())
     inputs, labels = (torch.stack([torch.as_tensor(one[part]) for one in Pairs()]) for part in (0, 1))
     expected = F.cross_entropy(model(inputs), labels).item()
     assert run.evaluate(Pairs(), {"loss": loss_of})["loss"] == pytest.approx(expected)
@@ -410,22 +401,19 @@ def test_a_stream_is_evaluated_like_a_data_set_of_the_same_samples(start: Start)
 
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_an_empty_stream_is_not_evaluated(start: Start, verb: str) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises(DataError, match="the stream is empty"):
         getattr(run, verb)(Pairs(0), lambda model, batch: {"loss": loss_of(model, batch)})
 
 
 def test_an_evaluated_stream_with_another_number_of_samples_than_it_promises_is_warned_of(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.warns(UnisonoWarning, match="the stream has 70 samples, and its __len__ says 80"):
         run.evaluate(Promising(), {"loss": loss_of})
 
 
 def test_a_stream_cannot_begin_behind_steps_that_nobody_has_read(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises(DataError, match=r"run.steps\(begin=2\) of a stream: it would have to be read"):
         next(run.steps(Pairs(), begin=2))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -27,23 +26,8 @@ pytestmark = pytest.mark.cluster
 SIZES = [(2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (3, 1)]
 """How many workers there are to begin with, and how many join them."""
 
-THREADS = 16
-
 FIRST = BLOWS // 4
 """Of so many first blows, others fall into the recoveries."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads for all worlds: starting some anew for each takes longer than the world."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(THREADS) as threads:
-        all_there = threading.Barrier(THREADS)
-        for each in [threads.submit(all_there.wait) for _ in range(THREADS)]:
-            each.result()
-        yield threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

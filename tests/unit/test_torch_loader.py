@@ -168,10 +168,10 @@ def loss_of(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def prepared(run: unisono.Run) -> nn.Module:
+def prepared(run: unisono.Run) -> tuple[unisono.Run, nn.Module]:
     model = nn.Linear(6, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return model
+    return run, model
 
 
 def trained(run: unisono.Run, loader: Any, **how: Any) -> str:
@@ -187,8 +187,7 @@ def test_a_loader_without_a_sampler_is_the_data_set_in_order(start: Start, tmp_p
 
 
 def test_one_worker_and_one_shard_are_the_plain_loop_over_the_same_batches(start: Start) -> None:
-    run = start(shards=1)
-    model = prepared(run)
+    run, model = prepared(start(shards=1))
     plain = nn.Linear(6, 3)
     plain.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -204,8 +203,7 @@ def test_one_worker_and_one_shard_are_the_plain_loop_over_the_same_batches(start
 
 
 def test_evaluation_and_prediction_go_through_the_loaders_batches(start: Start) -> None:
-    run = start()
-    model = prepared(run)
+    run, model = prepared(start())
     inputs, labels = data().tensors
     sizes = []
 
@@ -224,15 +222,6 @@ def test_evaluation_and_prediction_go_through_the_loaders_batches(start: Start) 
         assert torch.equal(run.predict(shuffled), run.predict(shuffled))
 
 
-def test_a_trainer_takes_loaders(start: Start) -> None:
-    run = start()
-    model = nn.Linear(6, 3)
-    trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, run=run, progress=False)
-    history = trainer.fit(DataLoader(data(), 32, shuffle=True), 2, validation=DataLoader(data(), 70))
-    assert [list(record.validation) for record in history.epochs] == [["validation loss"]] * 2
-    assert run.metrics["step"] == 5
-
-
 class Doubles(unisono.Policy):
     def after_step(self, view: unisono.View) -> None:
         self.set_batch_size(64)
@@ -241,12 +230,10 @@ class Doubles(unisono.Policy):
 def test_a_policy_may_change_the_batch_of_a_sampler_and_not_that_of_a_batch_sampler(
     start: Start, tmp_path: Any
 ) -> None:
-    run = start(policies=[Doubles()])
-    prepared(run)
+    run, _ = prepared(start(policies=[Doubles()]))
     sizes = [step.size for step in run.steps(DataLoader(data(), 32, shuffle=True)) if step.run(loss_of)]
     assert sizes == [32, 38]
-    other = start(policies=[Doubles()], run_dir=tmp_path / "b")
-    prepared(other)
+    other, _ = prepared(start(policies=[Doubles()], run_dir=tmp_path / "b"))
     with pytest.raises(PolicyError, match="batches of 64 samples, and the loader's batch_sampler decides"):
         for step in other.steps(DataLoader(data(), batch_sampler=[list(range(40)), list(range(64))])):
             step.run(loss_of)
@@ -265,8 +252,7 @@ def begin(number: int) -> None:
 
 
 def test_loader_processes_begin_with_the_worker_init_fn_and_know_who_they_are(start: Start) -> None:
-    run = start(shards=1, batch_size=4)
-    prepared(run)
+    run, _ = prepared(start(shards=1, batch_size=4))
     loader = DataLoader(Placed(), 4, num_workers=2, worker_init_fn=begin, prefetch_factor=1)
     seen = [step.shards[0] for step in run.steps(loader)]
     assert torch.cat([batch[0] for batch in seen]).tolist() == list(range(60))
@@ -279,8 +265,7 @@ def test_a_worker_init_fn_that_fails_says_so_in_the_first_step(start: Start) -> 
     def fail(number: int) -> None:
         raise OSError("no such disk")
 
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises(DataError, match="OSError: no such disk"):
         next(run.steps(DataLoader(data(), 32, num_workers=1, worker_init_fn=fail)))
 
@@ -357,20 +342,12 @@ def test_processes_that_are_not_forked_are_refused() -> None:
 
 
 def test_what_the_loader_decides_is_not_said_beside_it(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     loader = DataLoader(data(), 32)
     with pytest.raises(JobError, match="shuffle=False, loader_workers=2 beside a DataLoader"):
         run.steps(loader, shuffle=False, loader_workers=2)
     with pytest.raises(JobError, match="batch_size=8 beside a DataLoader"):
         run.predict(loader, batch_size=8)
-
-
-def test_a_loader_with_another_batch_size_than_the_job_is_refused(start: Start) -> None:
-    run = start()
-    prepared(run)
-    with pytest.raises(JobError, match="the loader has batch_size=16, the job has batch_size=32: .* global batch"):
-        run.steps(DataLoader(data(), 16))
 
 
 def test_a_batch_sampler_of_torch_with_another_batch_size_is_named_and_one_of_a_class_of_ones_own_is_taken(
@@ -379,8 +356,7 @@ def test_a_batch_sampler_of_torch_with_another_batch_size_is_named_and_one_of_a_
     class Uneven(BatchSampler):
         """Of torch's, and yet of a class of one's own."""
 
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     words = (
         "the loader's batch_sampler has batch_size=35, .* in the loader's batch_sampler. Only .* of a class of your own"
     )
@@ -394,16 +370,14 @@ def test_a_batch_size_from_outside_holds_for_a_loader_unless_a_batch_sampler_dec
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_BATCH_SIZE", "64")
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     assert [step.size for step in run.steps(DataLoader(data(), 32, sampler=SequentialSampler(data())))] == [64, 6]
     with pytest.raises(JobError, match="batch_size=64 is set from outside"):
         run.steps(DataLoader(data(), batch_sampler=[[1]]))
 
 
 def test_a_sampler_that_gives_nothing_is_refused(start: Start) -> None:
-    run = start()
-    prepared(run)
+    run, _ = prepared(start())
     with pytest.raises(DataError, match="sampler gives nothing for the first epoch"):
         run.steps(DataLoader(data(), batch_sampler=[]))
     with pytest.raises(DataError, match="no batch to evaluate"):

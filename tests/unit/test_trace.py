@@ -43,6 +43,15 @@ def a_call(optimizer: torch.optim.Optimizer) -> Call:
     return Call(5, 1, batch, shards, lambda model, batch: None, (optimizer,), Clip(norm=1.5))
 
 
+def traced_call(trace: Trace) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer, of which a call was traced."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    trace.step(5, tensors_of(net))
+    trace.call_worked_out(a_call(optimizer), range(2, 4), a_report())
+    return net, optimizer
+
+
 def a_report() -> StepReport:
     shards = tuple(ShardReport(0.5, 2.0) for _ in range(4))
     return StepReport(shards, 0.5, 8.0, {}, ())
@@ -59,10 +68,7 @@ def test_weights_are_traced_with_the_digest_that_finish_prints(trace: Trace, tmp
 
 
 def test_a_call_traces_what_went_in_and_what_the_shards_came_to(trace: Trace, tmp_path: Path) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trace.step(5, tensors_of(net))
-    trace.call_worked_out(a_call(optimizer), range(2, 4), a_report())
+    net, _optimizer = traced_call(trace)
 
     weights, line = lines(tmp_path)
 
@@ -76,10 +82,7 @@ def test_a_call_traces_what_went_in_and_what_the_shards_came_to(trace: Trace, tm
 
 
 def test_an_update_traces_gradients_settings_and_what_became_of_the_parameters(trace: Trace, tmp_path: Path) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trace.step(5, tensors_of(net))
-    trace.call_worked_out(a_call(optimizer), range(2, 4), a_report())
+    net, optimizer = traced_call(trace)
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     next(net.parameters()).grad = None
@@ -121,13 +124,12 @@ def test_parameter_groups_keep_their_settings_apart(trace: Trace, tmp_path: Path
 
 def test_a_closed_trace_no_longer_listens_to_optimizers(tmp_path: Path) -> None:
     trace = Trace.open(tmp_path / "traces", 2)
-    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
-    trace.call_worked_out(a_call(optimizer), range(2, 4), a_report())
+    _, optimizer = traced_call(trace)
     trace.close()
 
     optimizer.step()
 
-    assert len(lines(tmp_path)) == 1
+    assert len(lines(tmp_path)) == 2
 
 
 def test_a_second_run_of_a_script_is_appended(trace: Trace, tmp_path: Path) -> None:
@@ -139,10 +141,7 @@ def test_a_second_run_of_a_script_is_appended(trace: Trace, tmp_path: Path) -> N
 
 
 def test_a_trace_reads_as_the_moments_of_a_step_in_their_order(trace: Trace, tmp_path: Path) -> None:
-    net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trace.step(5, tensors_of(net))
-    trace.call_worked_out(a_call(optimizer), range(2, 4), a_report())
+    net, optimizer = traced_call(trace)
     optimizer.step()
     trace.step(6, tensors_of(net))
 

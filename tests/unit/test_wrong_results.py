@@ -102,12 +102,3 @@ def test_without_an_audit_it_passes_for_right(expected: str, tmp_path: Path) -> 
 def test_where_workers_stay_the_same_the_job_ends_and_names_it(tmp_path: Path) -> None:
     with pytest.raises(MemoryFault, match=r"step \d+: rank 2 on host \S+ computed shard \d otherwise .* every time"):
         train(trade(tmp_path / "struck", 3, 1.0), partial(script, 2, 3))
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_an_audit_changes_nothing_where_nothing_is_wrong(workers: int, expected: str, tmp_path: Path) -> None:
-    folder = tmp_path / "audited"
-    found = train(trade(folder, workers, 0.5, is_elastic=True), partial(script, None, 0))
-    assert set(found) == {expected}
-    assert not journal(folder, "wrong result")
-    assert not journal(folder, "rolled back")
