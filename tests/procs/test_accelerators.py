@@ -151,7 +151,8 @@ def test_memory_of_a_sum_is_free_only_behind_the_stream_that_uses_it(built: Path
 
 
 def test_devices_of_any_kind_are_described(built: Path) -> None:
-    ask = "import json; from unisono.device import *; print(json.dumps([described(), names(), builds(), describe_reduction()]))"
+    values = "described(), names(), builds(), describe_reduction()"
+    ask = f"import json; from unisono.device import *; print(json.dumps([{values}]))"
     told = python("-c", ask, env=simulated_accelerator.environment(built, devices=2, nccl=True))
     described, names, builds, way = json.loads(told.stdout)
     assert (described, names) == (["Simulated accelerator"] * 2, ["cpu", "fakegpu:0", "fakegpu:1"])
