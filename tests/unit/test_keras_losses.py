@@ -48,10 +48,8 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "masked and weighted": ({}, categorical, WEIGHTS),
     "ignored": ({"has_mask": False}, lambda: categorical(ignore_class=2), None),
     "by weight": ({"has_mask": False}, lambda: categorical(reduction="mean_with_sample_weight"), WEIGHTS),
-    "masked by weight": ({}, lambda: categorical(reduction="mean_with_sample_weight"), WEIGHTS),
     "by no weight": ({"has_mask": False}, lambda: categorical(reduction="mean_with_sample_weight"), None),
     "sum": ({"has_mask": False}, lambda: categorical(reduction="sum"), None),
-    "masked sum": ({}, lambda: categorical(reduction="sum"), WEIGHTS),
     "two masked": ({"heads": 2}, lambda: [categorical(), categorical()], None),
     "a sum beside a mean": (
         {"heads": 2, "has_mask": False},

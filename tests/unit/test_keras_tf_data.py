@@ -51,22 +51,14 @@ def same(done: Done, serial: Done) -> None:
     assert (done.outcome, said) == (serial.outcome, expected)
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
-def test_weights_and_history_are_the_same_on_any_number_of_workers(
-    cluster: Cluster, serial: Done, workers: int
-) -> None:
-    same(cluster(SCRIPT, workers, shards=8), serial)
-
-
-@pytest.mark.parametrize("points", [0, 5])
-def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done, points: int) -> None:
-    kills = [Kill(4, 1, points), Kill(5, 0, points), Kill(9, 2, points), Kill(19, 0, points), Kill(43, 1, points)]
+def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster, serial: Done) -> None:
+    kills = [Kill(step, rank, 5) for step, rank in ((4, 1), (5, 0), (9, 2), (19, 0), (43, 1))]
     done = cluster(SCRIPT, 3, shards=8, kills=kills)
     assert len(done.world.formed) > 5
     same(done, serial)
 
 
-@pytest.mark.parametrize("stop", [3, 6, 22, 45])
+@pytest.mark.parametrize("stop", [3, 22])
 def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, stop: int, tmp_path: Path) -> None:
     cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
     done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)

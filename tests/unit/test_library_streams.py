@@ -93,13 +93,3 @@ def test_a_run_on_three_workers_goes_on_with_two(
     assert again.outcome == serial[stream].outcome
     assert {line for line in again.said if line.startswith("epoch")} <= set(serial[stream].said)
     assert [line["step"] for line in again.journal("resumed")] == [5]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("workers", [2, 5])
-def test_samples_and_weights_are_the_same_on_any_number_of_workers(
-    stream: str, workers: int, files: Path, serial: dict[str, Done], tmp_path: Path
-) -> None:
-    done = train(stream, files, tmp_path, workers)
-    assert (done.outcome, done.said) == (serial[stream].outcome, serial[stream].said)
