@@ -79,13 +79,6 @@ def test_a_room_may_not_import_a_room_above_it(house: Build, lower: str, upper: 
     ]
 
 
-@pytest.mark.parametrize(("lower", "upper"), UPWARDS)
-def test_a_room_may_import_every_room_below_it(house: Build, lower: str, upper: str) -> None:
-    files = {f"{upper}.high": f"from unisono.{lower} import low", f"{lower}.low": ""}
-
-    assert found(house_rules.layers, house(**files)) == []
-
-
 @pytest.mark.parametrize(("one", "other"), SIDEWAYS)
 def test_rooms_of_one_row_may_not_import_each_other(house: Build, one: str, other: str) -> None:
     files = {f"{one}.a": f"from unisono.{other}.b import name", f"{other}.b": "name = 1"}
@@ -100,16 +93,11 @@ def test_rooms_of_one_row_may_not_import_each_other(house: Build, one: str, othe
     "text",
     [
         "import unisono.train.run",
-        "import unisono.train.run as r",
         "from unisono.train import run",
-        "from unisono.train.run import Run",
         "from ..train import run",
-        "from ..train.run import Run",
-        "from .. import train",
         "def late():\n    from unisono.train import run",
         "if TYPE_CHECKING:\n    from unisono.train.run import Run",
         "importlib.import_module('unisono.train.run')",
-        "import_module('unisono.train.run')",
     ],
 )
 def test_an_import_counts_however_it_is_written(house: Build, text: str) -> None:
@@ -131,18 +119,6 @@ def test_a_room_does_not_go_out_and_in_again_through_the_door(house: Build) -> N
     (breach,) = found(house_rules.layers, house(**{"train.run": "from unisono import init"}))
 
     assert breach.startswith("train/run.py:1: layers: imports unisono: the door is for users")
-
-
-def test_the_door_may_go_to_any_room(house: Build) -> None:
-    rooms = house(__init__="from unisono.train import run", __main__="from unisono.cli import app", train="", cli="")
-
-    assert found(house_rules.layers, rooms) == []
-
-
-def test_a_room_that_is_not_written_yet_has_its_place_already(house: Build) -> None:
-    (breach,) = found(house_rules.layers, house(**{"plan.tree": "from unisono.train.run import Run"}))
-
-    assert breach.startswith("plan/tree.py:1: layers: imports unisono.train: train is above plan")
 
 
 def test_a_new_room_has_to_be_given_its_row(house: Build) -> None:
@@ -168,17 +144,6 @@ def test_a_module_that_asks_its_own_package_for_a_name_is_a_cycle(house: Build) 
     (breach,) = found(house_rules.cycles, house(**files))
 
     assert "unisono.plan imports unisono.plan.tree" in breach or "unisono.plan.tree imports unisono.plan" in breach
-
-
-def test_two_ways_to_one_module_are_no_cycle(house: Build) -> None:
-    files = {
-        "plan.a": "from . import b, c",
-        "plan.b": "from . import c",
-        "plan.c": "",
-        "plan.__init__": "from . import a",
-    }
-
-    assert found(house_rules.cycles, house(**files)) == []
 
 
 @pytest.mark.parametrize("module", ["torch", "socket", "time", "os", "random"])
@@ -209,21 +174,6 @@ def test_a_door_that_loads_a_room_is_not_lazy(house: Build, text: str) -> None:
     assert ": door: loads " in breach
 
 
-def test_a_lazy_door_may_name_everything_and_load_what_costs_nothing(house: Build) -> None:
-    door = """
-from __future__ import annotations
-from importlib import import_module
-from typing import TYPE_CHECKING
-from unisono.errors import UnisonoError
-if TYPE_CHECKING:
-    from unisono.train.run import Run
-def __getattr__(name):
-    import torch
-    return getattr(import_module("unisono.train.run"), name)
-"""
-    assert found(house_rules.lazy_door, house(__init__=door, errors="", **{"train.run": ""})) == []
-
-
 @pytest.mark.parametrize(("lines", "breaches"), [(60, 0), (61, 1)])
 @pytest.mark.parametrize("start", ["def f():", "async def f():"])
 def test_a_function_has_at_most_sixty_lines(house: Build, start: str, lines: int, breaches: int) -> None:
@@ -238,14 +188,9 @@ def test_a_function_has_at_most_sixty_lines(house: Build, start: str, lines: int
     "text",
     [
         "import pickle",
-        "from pickle import dumps",
-        "import cloudpickle",
-        "import shelve",
         "torch.load(path)",
-        "torch.save(x, path)",
         "from torch import load",
         "dist.broadcast_object_list(x)",
-        "dist.all_gather_object(x, y)",
         "np.load(path, allow_pickle=True)",
     ],
 )
@@ -255,21 +200,11 @@ def test_pickle_is_found_under_every_name(house: Build, text: str) -> None:
     assert breach.startswith("job.py:2: pickle: ")
 
 
-def test_what_only_sounds_like_pickle_is_fine(house: Build) -> None:
-    text = "np.load(p, allow_pickle=False)\njson.load(f)\nmodel.load(path)\nfrom torch import nn\nimport json"
-
-    assert found(house_rules.no_pickle, house(job=text)) == []
-
-
 @pytest.mark.parametrize("text", ["run('ls', shell=True)", "Popen(x, shell=flag)", "os.system('ls')", "os.popen('ls')"])
 def test_a_shell_is_found(house: Build, text: str) -> None:
     (breach,) = found(house_rules.no_shell, house(job=text))
 
     assert breach.startswith("job.py:1: shell: ")
-
-
-def test_a_list_of_arguments_is_no_shell(house: Build) -> None:
-    assert found(house_rules.no_shell, house(job="run(['ls'], shell=False)\nos.kill(1, 2)")) == []
 
 
 @pytest.mark.parametrize("name", ["eval", "exec"])
@@ -320,15 +255,6 @@ def test_a_class_name_of_two_files_is_found_wherever_the_class_stands(house: Bui
     ]
 
 
-def test_private_class_names_and_names_of_one_file_may_come_twice(house: Build) -> None:
-    twice = "if x:\n    class Slot: ...\nelse:\n    class Slot: ..."
-
-    assert (
-        found(house_rules.one_meaning, house(**{"job": twice, "plan.a": "class _A: ...", "plan.b": "class _A: ..."}))
-        == []
-    )
-
-
 def test_a_description_that_begins_in_the_middle_of_a_sentence_is_found(house: Build) -> None:
     text = """class Run:
     \'\'\'A run.
@@ -359,9 +285,7 @@ def test_a_run_is_small(house: Build, lines: int, imports: int, breaches: int) -
     assert all(message.startswith("train/run.py:1: run: ") for message in messages)
 
 
-@pytest.mark.parametrize(
-    "value", ["self.told", "self.other.told", "acts.told", "lambda: None", "partial(print, 1)", "functools.partial(f)"]
-)
+@pytest.mark.parametrize("value", ["self.told", "self.other.told", "acts.told", "lambda: None", "partial(print, 1)"])
 @pytest.mark.parametrize("target", ["self.acts.begins", "acts.begins", "a, acts.begins"])
 def test_nobody_is_given_its_collaborators_later(house: Build, target: str, value: str) -> None:
     values = f"1, {value}" if "," in target else value
@@ -370,15 +294,6 @@ def test_nobody_is_given_its_collaborators_later(house: Build, target: str, valu
     (breach,) = found(house_rules.made_whole, house(job=text))
 
     assert breach.startswith("job.py:4: made whole: ")
-
-
-@pytest.mark.parametrize(
-    "line", ["self.f = lambda: 1", "state.step = 1", "self.a.progress = self.progress", "x = self.f"]
-)
-def test_states_change_and_own_parts_are_made_whenever_it_is_time(house: Build, line: str) -> None:
-    text = f"class Run:\n    progress: int\n    def f(self, state):\n        {line}"
-
-    assert found(house_rules.made_whole, house(job=text)) == []
 
 
 def test_tests_replace_nothing_of_ours_but_what_is_listed_with_its_reason() -> None:
@@ -424,13 +339,6 @@ def test_inside_of_a_room_nothing_is_imported_from_above(house: Build, room: str
         f"{room}/{lower}/low.py:1: sub-layers: imports unisono.{room}.{upper}.high: "
         f"{upper} is above {lower}; imports go down"
     ]
-
-
-@pytest.mark.parametrize(("room", "lower", "upper"), INSIDE)
-def test_inside_of_a_room_what_lies_below_is_imported(house: Build, room: str, lower: str, upper: str) -> None:
-    files = {f"{room}.{upper}.high": f"from unisono.{room}.{lower} import low", f"{room}.{lower}.low": ""}
-
-    assert found(house_rules.sub_layers, house(**files)) == []
 
 
 def test_inside_of_a_room_those_of_one_row_do_not_know_each_other(house: Build) -> None:
