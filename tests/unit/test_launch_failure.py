@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 from traceback import format_exception
 
@@ -31,18 +30,6 @@ def test_a_failure_is_read_as_it_was_written(folder: RunFolder) -> None:
     assert [path.name for path in folder.logs.iterdir()] == ["rank-3.error.json"]
 
 
-def test_a_failure_has_the_agreed_fields(folder: RunFolder) -> None:
-    Failure.of(caught(ValueError("boom")), rank=0).write(folder)
-    record = json.loads(folder.error_of(0).read_text())
-    assert set(record) == {"rank", "host", "pid", "type", "message", "traceback", "consequence", "time", "exit_code"}
-    assert (record["type"], record["message"], record["consequence"]) == ("ValueError", "boom", False)
-    assert record["traceback"].endswith("ValueError: boom\n")
-
-
-def test_without_a_record_there_was_no_failure(folder: RunFolder) -> None:
-    assert Failure.read(folder, 0) is None
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": 1}', "\x00"])
 def test_a_damaged_record_is_named(folder: RunFolder, text: str) -> None:
     path = folder.error_of(1)
@@ -50,10 +37,6 @@ def test_a_damaged_record_is_named(folder: RunFolder, text: str) -> None:
     path.write_text(text)
     with pytest.raises(LaunchError, match=r"rank 1, .*rank-1\.error\.json"):
         Failure.read(folder, 1)
-
-
-def test_the_loss_of_a_worker_is_a_consequence() -> None:
-    assert Failure.of(caught(WorkerLost("gone")), rank=0).consequence
 
 
 def test_an_error_raised_from_a_lost_worker_is_a_consequence_too() -> None:

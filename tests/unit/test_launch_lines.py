@@ -22,10 +22,6 @@ def test_a_line_is_given_when_it_is_complete() -> None:
     assert splitter.flush() == []
 
 
-def test_a_last_line_without_an_end_is_not_lost() -> None:
-    assert lines_of(b"one\ntwo") == ["one", "two"]
-
-
 @pytest.mark.parametrize("chunks", [(b"a\r\nb\r\n",), (b"a\r", b"\nb", b"\r\n")])
 def test_a_line_may_end_as_on_other_systems_even_cut_in_two(chunks: tuple[bytes, ...]) -> None:
     assert lines_of(*chunks) == ["a", "b"]
@@ -46,11 +42,6 @@ def test_a_skipped_update_comes_when_nothing_follows_it() -> None:
 
 def test_bytes_that_are_no_text_are_marked() -> None:
     assert lines_of(b"ok \xff\xfe\n", "größe\n".encode()) == ["ok \ufffd\ufffd", "größe"]
-
-
-def test_a_character_cut_between_two_reads_stays_whole() -> None:
-    first, second = "ß".encode()[:1], "ß".encode()[1:]
-    assert lines_of(first, second + b"\n") == ["ß"]
 
 
 def test_a_very_long_line_comes_in_pieces_and_memory_stays_bounded() -> None:

@@ -23,12 +23,6 @@ def outcome(exits: Sequence[WorkerExit], interrupted: int | None = None) -> Outc
     return Outcome(tuple(exits), len(exits), "a", 12.3, interrupted)
 
 
-def test_without_a_failure_there_is_no_cause_and_the_code_is_0() -> None:
-    done = outcome([WorkerExit(0, 0, 1.0), WorkerExit(1, 0, 2.0)])
-    assert (done.cause, done.exit_code, done.error) == (None, 0, None)
-    assert done.summary() == "2 workers done in 12.3 s"
-
-
 def test_the_cause_goes_before_its_consequences_even_if_they_end_earlier() -> None:
     exits = [raised(0, 1.0, consequence=True), raised(1, 1.5), raised(2, 1.1, consequence=True)]
     found = find_cause(exits)
@@ -51,10 +45,6 @@ def test_a_death_by_signal_is_a_cause() -> None:
     assert (result.error["rank"], result.error["type"]) == (1, "SIGKILL")
 
 
-def test_a_signal_without_a_name_is_said_by_its_number() -> None:
-    assert "killed by signal 63" in outcome([WorkerExit(0, -63, 1.0)]).summary()
-
-
 def test_who_was_told_to_end_is_not_to_blame_however_it_ends() -> None:
     told = [
         WorkerExit(0, -signal.SIGTERM, 3.0, told_at=2.0),
@@ -63,10 +53,6 @@ def test_who_was_told_to_end_is_not_to_blame_however_it_ends() -> None:
     own = WorkerExit(1, 5, 4.0)
     assert [each.blame() for each in told] == [Blame.ENDED_BY_LAUNCHER] * 2
     assert find_cause([*told, own]) is own
-
-
-def test_an_exception_from_before_it_was_told_to_end_is_a_cause() -> None:
-    assert raised(0, 1.0, told_at=2.0).blame() is Blame.CAUSE
 
 
 def test_a_worker_that_is_ended_on_its_way_out_has_the_code_of_its_own_error() -> None:
@@ -78,28 +64,11 @@ def test_a_worker_that_is_ended_on_its_way_out_has_the_code_of_its_own_error() -
     assert "SIGTERM" not in describe(ended, "h")
 
 
-@pytest.mark.parametrize("code", [1, 3, 124])
-def test_the_code_of_the_cause_is_the_jobs(code: int) -> None:
-    result = outcome([WorkerExit(0, 0, 1.0), WorkerExit(1, code, 1.0)])
-    assert result.exit_code == code
-    assert f"rank 1 on host a ended with exit code {code}" in result.summary()
-
-
-def test_workers_that_all_left_with_a_checkpoint_make_it_75() -> None:
-    result = outcome([WorkerExit(0, 75, 1.0), WorkerExit(1, 75, 1.0)], signal.SIGTERM)
-    assert result.exit_code == 75
-    assert "left with a checkpoint: start it again" in result.summary()
-
-
 def test_a_job_that_was_interrupted_before_it_trained_says_nothing_of_a_checkpoint_that_it_left() -> None:
     for exits in ([], [WorkerExit("w1", -signal.SIGTERM, 1.0, told_at=0.9)]):
         result = replace(outcome(exits, signal.SIGINT), conclusion=JobConclusion(75, "all were asked to leave"))
         assert result.exit_code == 75
         assert result.summary().startswith("no worker had begun to train here: start it again")
-
-
-def test_one_that_was_done_does_not_hide_that_the_others_left() -> None:
-    assert outcome([WorkerExit(0, 0, 1.0), WorkerExit(1, 75, 1.0)]).exit_code == 75
 
 
 def test_one_that_left_alone_makes_the_others_fail_and_the_report_says_so() -> None:
@@ -117,6 +86,30 @@ def test_a_worker_whose_script_had_ended_is_not_said_to_be_ended_by_the_launcher
     assert "rank 1 was ended by the launcher" in outcome([lost, WorkerExit(1, -15, 2.0, told_at=1.6)]).note
 
 
+@pytest.mark.parametrize(
+    ("exits", "interrupted", "code", "words"),
+    [
+        ([WorkerExit(0, 0, 1.0), WorkerExit(1, 0, 2.0)], None, 0, "2 workers done in 12.3 s"),
+        ([WorkerExit(0, 0, 1.0), WorkerExit(1, 1, 1.0)], None, 1, "rank 1 on host a ended with exit code 1"),
+        ([WorkerExit(0, 0, 1.0), WorkerExit(1, 124, 1.0)], None, 124, "rank 1 on host a ended with exit code 124"),
+        ([WorkerExit(0, -63, 1.0)], None, 191, "killed by signal 63"),
+        ([WorkerExit(0, 75, 1.0), WorkerExit(1, 75, 1.0)], signal.SIGTERM, 75, "left with a checkpoint: start it agai"),
+        ([WorkerExit(0, 0, 1.0), WorkerExit(1, 75, 1.0)], None, 75, ""),
+        ([WorkerExit(0, 143, 1.0), raised(1, 1.1)], signal.SIGTERM, 1, "rank 1"),
+        ([WorkerExit(0, -signal.SIGTERM, 1.0), WorkerExit(1, 0, 1.0)], None, 143, ""),
+        ([WorkerExit(0, -signal.SIGKILL, 9.0, told_at=8.9), WorkerExit(1, 75, 2.0)], signal.SIGTERM, 143, ""),
+        ([], signal.SIGINT, 130, ""),
+    ],
+)
+def test_the_code_of_a_job_is_that_of_its_cause(
+    exits: list[WorkerExit], interrupted: int | None, code: int, words: str
+) -> None:
+    result = outcome(exits, interrupted)
+    assert result.exit_code == code
+    assert words in result.summary()
+    assert (result.cause is None) == (code in (0, 75, 130))
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_job_has_the_code_of_the_signal(number: int, code: int) -> None:
     exits = [WorkerExit(0, -number, 1.0), WorkerExit(1, code, 1.0), raised(2, 1.0, consequence=True)]
@@ -124,37 +117,6 @@ def test_an_interrupted_job_has_the_code_of_the_signal(number: int, code: int) -
     assert result.exit_code == code
     assert result.error == {"message": f"ended by {signal.Signals(number).name}"}
     assert outcome(exits[:1], interrupted=number).error == result.error
-
-
-def test_a_failure_during_an_interruption_is_still_the_cause() -> None:
-    result = outcome([WorkerExit(0, 143, 1.0), WorkerExit(1, 1, 1.2, failure(1, 1.1))], signal.SIGTERM)
-    assert result.exit_code == 1
-    assert result.cause is not None
-    assert result.cause.rank == 1
-
-
-def test_the_same_codes_are_failures_when_nobody_interrupted() -> None:
-    assert outcome([WorkerExit(0, -signal.SIGTERM, 1.0), WorkerExit(1, 0, 1.0)]).exit_code == 143
-
-
-def test_workers_killed_after_their_grace_leave_the_code_of_the_signal() -> None:
-    killed = [WorkerExit(0, -signal.SIGKILL, 9.0, told_at=8.9), WorkerExit(1, 75, 2.0)]
-    assert outcome(killed, interrupted=signal.SIGTERM).exit_code == 143
-
-
-def test_a_job_interrupted_before_its_first_worker_has_the_code_of_the_signal() -> None:
-    assert outcome([], interrupted=signal.SIGINT).exit_code == 130
-
-
-def test_the_error_of_a_result_names_rank_host_and_traceback() -> None:
-    assert outcome([raised(1, 1.0)]).error == {
-        "rank": 1,
-        "host": "a",
-        "exit_code": 1,
-        "type": "ValueError",
-        "message": "boom",
-        "traceback": "Traceback …\nValueError: boom\n",
-    }
 
 
 def test_jobs_that_fail_in_the_same_way_have_the_same_reason_whoever_failed() -> None:

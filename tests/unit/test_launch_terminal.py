@@ -1,6 +1,5 @@
 import io
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,8 +11,7 @@ from unisono.errors import JobError
 from unisono.host.status_line import as_line, without_status
 from unisono.launch.failure import Failure
 from unisono.launch.outcome import JobEnd, Outcome, WorkerExit, open_folder, report
-from unisono.launch.terminal import SilentTerminal, Terminal
-from unisono.launch.trial import Trial
+from unisono.launch.terminal import Terminal
 
 pytestmark = pytest.mark.unit
 
@@ -22,10 +20,6 @@ def shown(*lines: str, rank: int = 1, colours: bool = False) -> str:
     out = io.StringIO()
     Terminal(out, io.StringIO(), colours=colours).show(rank, "out", lines)
     return out.getvalue()
-
-
-def test_each_line_stands_behind_its_rank() -> None:
-    assert shown("one", "", "two") == "[rank 1] one\n[rank 1] \n[rank 1] two\n"
 
 
 def test_streams_stay_apart() -> None:
@@ -83,31 +77,11 @@ def test_a_status_is_shown_on_a_screen_alone_and_is_in_no_log() -> None:
     assert without_status(printed.encode()).decode() == "one\ntwo\n\x1b]9;other\x07\n"
 
 
-def test_a_stream_that_nobody_reads_falls_silent() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as out:
-        terminal = Terminal(out, io.StringIO())
-        terminal.show(0, "out", ["one"])
-        terminal.show(0, "out", ["two"])
-
-
-def test_a_silent_terminal_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = SilentTerminal()
-    terminal.show(0, "out", ["one"])
-    terminal.say("words")
-    assert capsys.readouterr() == ("", "")
-
-
 def outcome(*exits: WorkerExit, interrupted: int | None = None) -> Outcome:
     return Outcome(exits, len(exits), "a", 1.0, interrupted)
 
 
 FAILURE = Failure(1, "a", 7, "ValueError", "boom", "Traceback …\nValueError: boom\n", False, 1.0)
-
-
-def test_the_report_of_a_success_is_empty(tmp_path: Path) -> None:
-    assert report(outcome(WorkerExit(0, 0, 1.0)), RunFolder(tmp_path)) == ""
 
 
 def test_faults_that_were_mended_are_told_at_the_end(tmp_path: Path) -> None:
@@ -137,14 +111,6 @@ def test_the_report_of_a_death_without_words_shows_the_end_of_the_log(tmp_path: 
     assert "  | line 98\n  | \ufffd\n" in text
     assert "line 80\n" not in text
     assert text.splitlines()[-1].startswith("unisono: rank 0 on host a was killed by SIGKILL: likely the memory")
-
-
-def test_what_went_wrong_fits_into_a_line_with_a_place_to_look(tmp_path: Path) -> None:
-    folder = open_folder(tmp_path, "train")
-    folder.log_of(0).write_text("one\ntwo\n")
-    trial = Trial(outcome(WorkerExit(0, 1, 1.0)), folder)
-    assert trial.error.endswith("exit code 1; two")
-    assert trial.log == tmp_path / "logs" / "rank-0.log"
 
 
 def test_the_report_of_an_interruption_is_one_line(tmp_path: Path) -> None:
@@ -207,13 +173,6 @@ def test_a_run_folder_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(JobError, match=r"run folder .*x cannot be used"):
         open_folder(tmp_path / "x", "train")
-
-
-def test_who_names_no_folder_gets_a_new_one_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folders = {open_folder(None, "train").path for _ in range(3)}
-    assert len(folders) == 3
-    assert all(folder.parent == tmp_path / "runs" and "-train" in folder.name for folder in folders)
 
 
 def test_a_place_where_no_run_folder_can_be_made_is_a_clear_error(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.launch.tuning import Tuning, assignments, tune
+from unisono.launch.tuning import assignments, tune
 
 pytestmark = pytest.mark.unit
 
@@ -31,10 +31,7 @@ def test_workers_of_several_devices_give_their_memory_back() -> None:
     [
         ({ARENAS: "4"}, ALL - {ARENAS}),
         ({TRIM: "1000"}, ALL - {TRIM, MMAP}),
-        ({MMAP: "100"}, ALL - {TRIM, MMAP}),
         ({"MALLOC_MMAP_THRESHOLD_": "1000"}, ALL - {TRIM, MMAP}),
-        ({"MALLOC_TOP_PAD_": "1000"}, ALL - {TRIM, MMAP}),
-        ({ARENAS: ""}, ALL - {ARENAS}),
         ({TUNABLES: "glibc.cpu.x86_shstk=off"}, ALL - {TUNABLES}),
         ({TUNABLES: "glibc.malloc.mmap_threshold=99"}, ALL - {TUNABLES, TRIM, MMAP}),
         ({TUNABLES: "glibc.malloc.trim_threshold=99:glibc.malloc.arena_max=2"}, set()),
@@ -54,7 +51,6 @@ def test_what_a_person_has_decided_is_kept_and_nothing_that_goes_against_it_is_s
     [
         ({}, "glibc", False, "switched off"),
         ({}, "", True, "this is another"),
-        ({}, "musl", True, "this is another"),
         ({"LD_PRELOAD": "/lib/libssl.so /opt/libjemalloc.so.2"}, "glibc", True, "its own, /opt/libjemalloc.so.2"),
         ({"LD_PRELOAD": "/lib/libssl.so:libtcmalloc_minimal.so"}, "glibc", True, "its own, libtcmalloc_minimal.so"),
         ({MMAP: "0", ARENAS: "1", TUNABLES: ""}, "glibc", True, "all of it is set already"),
@@ -67,16 +63,3 @@ def test_where_nothing_is_set_the_reason_is_said(
     assert tuning.variables == {}
     assert tuning.lines[0].startswith("no tuning: ")
     assert tuning.lines[0].endswith(reason)
-
-
-def test_another_preloaded_library_changes_nothing() -> None:
-    assert set(tune({"LD_PRELOAD": "/opt/malloc/libiomp5.so"}, "glibc").variables) == ALL
-
-
-def test_a_launcher_that_was_not_asked_sets_nothing() -> None:
-    assert Tuning().lines == []
-    assert Tuning().variables == {}
-
-
-def test_values_are_fit_for_a_shell() -> None:
-    assert assignments({ARENAS: "1", TUNABLES: "a b"}) == "MALLOC_ARENA_MAX=1 GLIBC_TUNABLES='a b'"
