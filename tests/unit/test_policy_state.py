@@ -183,61 +183,6 @@ def test_policies_come_from_the_environment_too(train: Train, monkeypatch: pytes
     assert all("gradient_variance" in line and line["batch_size"] for line in lines)
 
 
-class Cuts(Policy):
-    """Another batch and another number of shards, up and down."""
-
-    SHAPES = ((64, 16), (64, 8), (40, 40), (100, 24), (64, None), (16, 8))
-
-    def after_step(self, view: View) -> None:
-        if view.step % 2 == 0:
-            self.set_batch_size(*self.SHAPES[view.step // 2 % len(self.SHAPES)], seen=view.shards)
-
-
-def cut_up(path: Path, **settings: Any) -> tuple[str, list[dict[str, Any]]]:
-    """A model with buffers and random numbers, under a policy that cuts its batches now so and now so."""
-    with unisono.init(
-        batch_size=64, shards=8, seed=3, run_dir=path, policies=[Cuts()], records={"monitor": 1}, **settings
-    ) as run:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20, eps=0.1), nn.Dropout(0.3), nn.Linear(20, 3))
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        for step in run.steps(data(), epochs=5, drop_last=True):
-            step.run(loss_of_pairs)
-        digest = run.finish()
-    return digest, [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-
-def loss_of_pairs(model: Any, batch: Any) -> Tensor:
-    inputs = batch[0].repeat(2, 1)  # a shard may have a single sample, which BatchNorm cannot do with
-    return F.cross_entropy(model(inputs), batch[1].repeat(2))
-
-
-@pytest.mark.filterwarnings("ignore:BatchNorm with")
-def test_the_number_of_shards_changes_between_steps_and_each_line_has_it(tmp_path: Path) -> None:
-    digest, lines = cut_up(tmp_path / "run")
-    seen = [(line["batch_size"], line["shards"]) for line in lines]
-    wanted = [(64, 8), (64, 8), (40, 40), (100, 24), (64, 24), (16, 8), (64, 16)]
-    assert seen[:13] == [shape for shape in wanted for _ in range(2)][:13]
-    sizes = [size for size, _ in seen]
-    assert [line["position"] for line in lines] == [sum(sizes[:number]) for number in range(len(sizes))]
-    assert digest == cut_up(tmp_path / "again")[0]
-
-
-@pytest.mark.filterwarnings("ignore:BatchNorm with")
-@pytest.mark.parametrize("steps", [4, 5, 9])
-def test_a_run_that_was_cut_off_goes_on_with_as_many_shards(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, lines = cut_up(tmp_path / "whole")
-    monkeypatch.setenv("UNISONO_STOP_AFTER", f"{steps}")
-    cut, _ = cut_up(tmp_path / "cut", checkpoints={"every": 1})
-    monkeypatch.delenv("UNISONO_STOP_AFTER")
-    again, found = cut_up(tmp_path / "cut")
-    assert cut != whole
-    assert again == whole
-    assert [(line["shards"], line["loss"]) for line in found] == [(line["shards"], line["loss"]) for line in lines]
-
-
 class Sees(Policy):
     """Notes the batches and shards that there were."""
 
@@ -282,13 +227,3 @@ def test_the_journal_and_the_view_have_the_number_of_shards(train: Train, tmp_pa
     journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     (decided,) = (line for line in journal if line["event"] == "decided")
     assert (decided["value"], decided["shards"]) == (64, 32)
-
-
-class TooFine(Policy):
-    def after_step(self, view: View) -> None:
-        self.set_batch_size(64, shards=12)
-
-
-def test_shards_that_no_worker_can_have_are_refused(train: Train) -> None:
-    with pytest.raises(PolicyError, match=r"the policy too-fine wants set_batch_size\(64, shards=12\).*such as 16"):
-        train(TooFine())
