@@ -82,17 +82,13 @@ def test_one_worker_and_others_than_the_main_one_say_nothing(where: Any, watch: 
         watched.close()
 
 
-def test_optimizers_that_the_run_does_not_train_are_the_scripts_own(watch: Watch) -> None:
+def test_optimizers_that_the_run_does_not_train_are_the_scripts_own_and_without_gradients_is_no_update(
+    watch: Watch,
+) -> None:
     watched, (model, optimizer) = watch(), model_and_optimizer()
     update(*model_and_optimizer())
     watched.prepared(Prepared.of(model, [optimizer]), 0)
     update(*model_and_optimizer())
-    watched.close()
-
-
-def test_an_update_without_gradients_is_none(watch: Watch) -> None:
-    watched, (model, optimizer) = watch(), model_and_optimizer()
-    watched.prepared(Prepared.of(model, [optimizer]), 0)
     optimizer.step()
     watched.close()
 

@@ -21,7 +21,11 @@ from unisono.train.run import Run
 
 Start = Callable[..., unisono.Run]
 
-pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm")
+pytestmark = [
+    pytest.mark.unit,
+    pytest.mark.usefixtures("one_worker"),
+    pytest.mark.filterwarnings("ignore:BatchNorm"),
+]
 
 
 class Half(Policy):
@@ -53,8 +57,6 @@ def used(model: Any, batch: Any) -> Tensor:
     return loss(model["used"], batch)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_the_update_finds_the_mean_gradient_and_may_change_it(start: Start, shards: int) -> None:
     run = start(batch_size=12, shards=shards)
@@ -82,8 +84,6 @@ def test_the_update_finds_the_mean_gradient_and_may_change_it(start: Start, shar
         assert step.returned is None
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_parameters_of_other_optimizers_have_no_gradient(start: Start, shards: int) -> None:
     run = start(batch_size=12, shards=shards)
@@ -95,8 +95,6 @@ def test_parameters_of_other_optimizers_have_no_gradient(start: Start, shards: i
         assert step.returned == [False, False, True, True]
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_a_limit_on_the_gradient_holds_before_the_update(start: Start) -> None:
     run = start(batch_size=12)
     model, _ = prepared(run)
@@ -109,8 +107,6 @@ def test_a_limit_on_the_gradient_holds_before_the_update(start: Start) -> None:
         assert step.returned == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_a_policys_factor_holds_in_each_step_of_an_optimizer_and_not_for_schedulers(start: Start) -> None:
     run = start(batch_size=12, policies=[Half()])
     _, optimizer = prepared(run, rate=1.0)
@@ -130,8 +126,6 @@ def test_a_policys_factor_holds_in_each_step_of_an_optimizer_and_not_for_schedul
     assert rates == [1.0, 0.5, 0.25, 0.25, 0.125, 0.0625]
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_a_step_whose_loss_is_no_number_makes_no_update(start: Start) -> None:
     run = start(batch_size=12, arithmetic={"on_nan": "skip"})
     prepared(run)
@@ -141,8 +135,6 @@ def test_a_step_whose_loss_is_no_number_makes_no_update(start: Start) -> None:
         assert (calls, step.returned) == ([], None)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_an_update_that_fails_ends_the_run_and_nothing_of_it_counts(start: Start, tmp_path: Path) -> None:
     run = start(batch_size=12, checkpoints={"every": 1})
     _, optimizer = prepared(run)
@@ -163,8 +155,6 @@ def test_an_update_that_fails_ends_the_run_and_nothing_of_it_counts(start: Start
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_collective_calls_in_an_update_are_refused_and_may_follow_it(start: Start) -> None:
     run = start(batch_size=12)
     prepared(run)
@@ -181,8 +171,6 @@ def test_collective_calls_in_an_update_are_refused_and_may_follow_it(start: Star
         assert run.all_reduce(1.0) == 1.0
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_collective_calls_in_functions_that_another_one_calls_are_refused(start: Start) -> None:
     run = start(batch_size=12)
     model, optimizer = prepared(run)
@@ -203,8 +191,6 @@ def test_collective_calls_in_functions_that_another_one_calls_are_refused(start:
         assert run.all_reduce(1.0) == 1.0
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 def test_what_is_no_function_is_refused(start: Start) -> None:
     run = start(batch_size=12)
     _, optimizer = prepared(run)
@@ -213,16 +199,12 @@ def test_what_is_no_function_is_refused(start: Start) -> None:
             step.run(used, update=optimizer)  # type: ignore[arg-type]
 
 
-def updating(run: Run, *, own: bool = True) -> str:
-    _, optimizer = prepared(run)
-    for step in run.steps(batches(96), shuffle=False):
-        step.run(used, update=optimizer.step if own and step.number % 2 else None)
-    return run.finish()
-
-
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
 def test_workers_with_weights_of_their_own_refuse_it(tmp_path: Path) -> None:
+    def updating(run: Run) -> None:
+        _, optimizer = prepared(run)
+        for step in run.steps(batches()):
+            step.run(used, update=optimizer.step)
+
     trade = Trade(Job.create(batch_size=8, shards=8), 2, tmp_path / "run", strategy="local-sgd:every=2")
     with pytest.raises(JobError, match=r"strategy='local-sgd.*no gradient that all have.*strategy='all-reduce'"):
         train(trade, updating)
@@ -237,8 +219,6 @@ def bit_by_bit() -> Iterator[None]:
     yield
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
 @pytest.mark.parametrize("update", [later, bit_by_bit])
 def test_what_makes_nothing_when_it_is_called_is_refused(start: Start, update: Any) -> None:
     run = start(batch_size=12)

@@ -240,21 +240,6 @@ def test_a_worker_may_die_anywhere_and_another_one_join(
         assert set(outcome.digests.values()) == {serial}, blow
 
 
-@pytest.mark.slow
-def test_soap_of_pytorch_optimizer_is_shared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    soap = pytest.importorskip("pytorch_optimizer").SOAP
-    monkeypatch.setitem(registry._costs, soap, registry.products)
-
-    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
-        return [soap(model.parameters(), lr=0.01, precondition_frequency=2)]
-
-    digest, expected = ends(tmp_path / "serial", 1, make, shares=False)
-    for workers in (2, 5):
-        found, state = ends(tmp_path / f"{workers}", workers, make, shares=True)
-        assert found == digest
-        assert same(state, expected)
-
-
 def test_only_classes_of_optimizers_can_be_named() -> None:
     with pytest.raises(ModelError, match="give it a class of optimizers"):
         unisono.whole_matrix(torch.optim.Muon([nn.Parameter(torch.ones(2, 2))]))  # type: ignore[type-var]
