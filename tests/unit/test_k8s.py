@@ -1,11 +1,8 @@
 """What unisono k8s writes: valid for the APIs it is for, readable as what was meant, and without secrets."""
 
-import json
 import re
 import shlex
-import shutil
 import stat
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -106,10 +103,6 @@ def test_an_image_that_no_kubelet_would_fetch_is_refused(text: str) -> None:
         replace(JOB, image=text).check()
 
 
-def test_a_namespace_may_begin_with_a_digit() -> None:
-    replace(JOB, namespace="2026-ml").check()
-
-
 # --- the APIs
 
 
@@ -159,16 +152,12 @@ def test_workers_that_leave_or_are_evicted_are_no_failures_and_a_usage_error_end
 def test_every_container_that_a_rule_names_is_there_and_restarts_are_left_to_the_job() -> None:
     for name, job in templates(job_set(FULL)).items():
         spec = job["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] > 120  # a pod has more time to end than its workers
         assert spec["restartPolicy"] == "Never"  # what podFailurePolicy requires
         for rule in job["podFailurePolicy"]["rules"]:
             codes = rule.get("onExitCodes")
             assert codes is None or codes["containerName"] == spec["containers"][0]["name"], name
             assert codes is None or codes["values"] == sorted(set(codes["values"]))
-
-
-def test_a_pod_has_more_time_to_end_than_its_workers() -> None:
-    for job in templates(job_set(JOB)).values():
-        assert job["template"]["spec"]["terminationGracePeriodSeconds"] > 120
 
 
 # --- pods
@@ -247,43 +236,6 @@ def test_words_are_what_they_were_after_yaml_and_kubernetes_have_read_them(words
 def test_what_another_reader_of_yaml_could_take_for_a_number_is_quoted(word: str) -> None:
     quoted = text_of([{"key": word}], "").partition("key: ")[2].strip()
     assert quoted in (f'"{word}"', f"'{word}'")
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="NO KUBECTL: it would read what is written")
-def test_kubectl_reads_what_was_written_as_it_was_meant(tmp_path: Path) -> None:
-    odd = (
-        "1e-3",
-        "0x1f",
-        "0o17",
-        "017",
-        "1_000",
-        "12:30:00",
-        "2026-01-01",
-        "y",
-        "on",
-        "~",
-        ".inf",
-        "+1",
-        "",
-        "<<",
-        "a\nb",
-    )
-    job = replace(FULL, variables={f"V{number}": text for number, text in enumerate(odd)})
-    for manifest in (job_set(job), for_kubeflow(job)[0], new_secret("keys", "ml")):
-        (tmp_path / "file.yaml").write_text(text_of([manifest], ""))
-        command = [
-            "kubectl",
-            "label",
-            "--local",
-            "-f",
-            str(tmp_path / "file.yaml"),
-            "app.kubernetes.io/managed-by=unisono",
-        ]
-        done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout)
-        assert found["metadata"].pop("labels") == {"app.kubernetes.io/managed-by": "unisono"}
-        manifest["metadata"].pop("labels", None)
-        assert found == manifest
 
 
 def test_text_that_is_no_unicode_is_refused_before_anything_is_written() -> None:
@@ -373,34 +325,25 @@ def test_a_script_gives_its_job_a_name_that_can_be_one(name: str, label: str) ->
     ("words", "error"),
     [
         ((), "--image"),
-        (("--image", ""), "--image '': no name of an image"),
         (("--image", "a b"), "--image 'a b': no name of an image"),
         (("--image", "i", "-n", "2-8"), "--workers 2-8: write a number, such as 4, or a range, such as 2:8"),
-        (("--image", "i", "-n", "8:2"), "the smaller number comes first"),
-        (("--image", "i", "-n", "0"), "--workers 0: at least 1"),
         (("--image", "i", "--name", "Train_1"), "--name 'Train_1': write a DNS label"),
-        (("--image", "i", "--name", "a" * 41), "up to 40 lower-case letters"),
         (("--image", "i", "--namespace", "a.b"), "--namespace 'a.b': write a DNS label"),
-        (("--image", "i", "--namespace", "a-"), "--namespace 'a-': write a DNS label"),
         (("--image", "i", "--secret", "A"), "--secret 'A': no name of an object"),
         (("--image", "i", "--claim", "a_b"), "--claim 'a_b': no name of an object"),
-        (("--image", "i", "--memory", "16GB"), "--memory '16GB': write a number, with a unit of Kubernetes"),
-        (("--image", "i", "--memory", "16"), "that is 16 bytes; write a unit"),
-        (("--image", "i", "--cpu", "4Gi"), "--cpu 4Gi: cores are written as 4, 0.5 or 500m"),
         (("--image", "i", "--gpus", "-1"), "--gpus -1: a number from 0"),
+        (("--image", "i", "--workers-per-pod", "0"), "--workers-per-pod 0: a number from 1"),
+        (("--image", "i", "--restarts", "-1"), "--restarts -1: at least 0"),
+        (("--image", "i", "-n", "1:100001"), "that takes 100001 pods"),
+        (("--image", "i", "--memory", "16GB"), "--memory '16GB': write a number, with a unit of Kubernetes"),
+        (("--image", "i", "--cpu", "4Gi"), "--cpu 4Gi: cores are written as 4, 0.5 or 500m"),
         (("--image", "i", "--gpus", "4", "--workers-per-pod", "2"), "GPUs and --devices-per-worker say how many"),
         (("--image", "i", "--gpus", "3", "--devices-per-worker", "2"), "no whole number of workers"),
         (("--image", "i", "--gpus", "1", "-n", "2"), "cannot encrypt. Say --insecure-data"),
-        (("--image", "i", "--workers-per-pod", "0"), "--workers-per-pod 0: a number from 1"),
         (("--image", "i", "--user", "0"), "--user 0: the number of a user that is not root"),
-        (("--image", "i", "--restarts", "-1"), "--restarts -1: at least 0"),
         (("--image", "i", "--restarts", "2147483648"), "at most 2147483647"),
         (("--image", "i", "-n", "1:4", "--max-restarts", "1000000000"), "at most 536870911 for 4 pods"),
-        (("--image", "i", "-n", "1:100001"), "that takes 100001 pods"),
-        (("--image", "i", "--spot", "moon"), "'moon' is not one of"),
-        (("--image", "i", "--grace-s", "-1"), "--grace-s -1"),
         (("--image", "i", "--log-to", "csv,bogus"), "--log-to: there is no logger 'bogus': choose of tensorboard, csv"),
-        (("--image", "i", "--policy", "bogus"), "--policy: there is no policy 'bogus': choose of noise-scale"),
         (("--image", "i", "-o", "x", "--new-secret", "x"), "keys go into a file of their own"),
     ],
 )

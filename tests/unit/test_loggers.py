@@ -114,7 +114,6 @@ def test_a_logger_that_fails_logs_no_more_and_the_run_goes_on(cluster: Cluster, 
     [
         ("nothing", "there is no logger 'nothing': choose of tensorboard, csv, mlflow, wandb, or write module:Class"),
         ("csv,csv", "'metrics.csv' is there twice"),
-        ("math:pi", "the logger cannot be made: TypeError: 'float' object is not callable"),
         ("builtins:dict", "it makes a dict, and no unisono.Logger"),
         ("no.such:thing", "cannot be imported: ModuleNotFoundError: No module named 'no'"),
     ],

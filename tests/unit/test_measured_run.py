@@ -1,6 +1,7 @@
 """The figures of a run, from what it wrote down."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,6 @@ def test_samples_seconds_and_epochs_are_those_of_the_timed_steps(tmp_path: Path)
     assert found.seconds == 4 * 0.75 + 4 * 1.0
     assert found.epoch_s == 3.5  # the median of 3 and 4
     assert (found.learning_rate, found.digest, found.epoch_samples) == (0.1, "ab", 40)
-
-
-def test_where_no_whole_epoch_was_timed_its_time_follows_from_the_throughput(tmp_path: Path) -> None:
-    found = measured_run(write(tmp_path, [line(step, total=0.5) for step in range(3)]), warmup_steps=1)
-    assert found.epoch_s == 2.0  # 40 samples at 20 a second
 
 
 def test_a_run_with_nothing_left_to_time_is_refused_with_words(tmp_path: Path) -> None:
@@ -78,13 +74,9 @@ def test_the_loss_is_taken_after_the_same_samples_whatever_the_batch(tmp_path: P
     assert small.loss_at(400) == pytest.approx(9 - 37.5)  # steps 36 to 39
     assert large.loss_at(400) == pytest.approx(9 - 18.5)  # steps 18 and 19
     assert small.loss_at(5) is None
+    assert math.isnan(measured_run(write(tmp_path / "d", [line(0) | {"loss": None}]), 0).loss_at(10) or 0.0)
     huge = measured_run(write(tmp_path / "c", [line(step, size=160) for step in range(4)]), 0)
     assert huge.loss_at(400) == 9 - 1  # none ends in the last tenth: the last one before
-
-
-def test_a_loss_that_is_no_number_is_none(tmp_path: Path) -> None:
-    found = measured_run(write(tmp_path, [line(0) | {"loss": None}]), 0)
-    assert str(found.loss_at(10)) == "nan"
 
 
 def workers(*shard_s: float, data_s: float = 0.0, exposed_s: float = 0.0) -> dict[str, Any]:
@@ -92,39 +84,26 @@ def workers(*shard_s: float, data_s: float = 0.0, exposed_s: float = 0.0) -> dic
     return {"workers": each, "setting": {"shards": 2 * len(each)}}
 
 
-def test_who_is_fast_waits_for_the_slowest_and_the_rest_of_the_waiting_is_communication() -> None:
-    lines = [line(0, **workers(1.0, 3.0)), line(1, **workers(9.0, 9.0, data_s=0.5, exposed_s=5.0))]
-    (found,) = step_times(lines)
-    assert found["compute_s"] == 4.0  # 2 and 6 for two shards each
-    assert found["wait_s"] == 2.0  # 4 and 0
-    assert found["exposed_s"] == 3.0  # 1 and 5
-    assert (found["data_s"], found["update_s"], found["step_s"]) == (0.5, 0.25, 1.0)
+ALONE = {"step_s": 1.0, "data_s": 0.1, "compute_s": 0.5, "wait_s": 0.0, "exposed_s": 0.2, "update_s": 0.1}
 
 
-def test_nobody_waits_for_the_slowest_longer_than_it_waits_at_all() -> None:
-    lines = [line(0, **workers(1.0, 3.0)), line(1, **workers(1.0, 1.0, exposed_s=1.0))]
-    (found,) = step_times(lines)
-    assert (found["wait_s"], found["exposed_s"]) == (0.5, 0.5)
-
-
-def test_who_serves_computes_nothing_and_the_others_have_its_shards() -> None:
-    lines = [line(0, **workers(1.0, 1.0, 0.0)), line(1, **workers(1.0, 1.0, 0.0, exposed_s=9.0))]
-    (found,) = step_times(lines)
-    assert found["compute_s"] == 2.0  # 3, 3 and 0
-    assert found["wait_s"] == 1.0
-
-
-def test_several_calls_in_a_step_count_as_the_main_workers_whole_time_tells() -> None:
-    twice: dict[str, Any] = {"losses": [1.0, 2.0]}
-    seconds = {"compute": 4.0, "total": 9.0}
-    lines = [line(0, **workers(1.0, 2.0), **twice) | {"seconds": seconds}, line(1, **workers(1.0, 1.0))]
-    (found,) = step_times(lines)
-    assert found["compute_s"] == 6.0  # 4 and 8: both calls took as long as the first
-
-
-def test_where_workers_tell_nothing_the_main_worker_does() -> None:
-    (found,) = step_times([line(0)])
-    assert found == {"step_s": 1.0, "data_s": 0.1, "compute_s": 0.5, "wait_s": 0.0, "exposed_s": 0.2, "update_s": 0.1}
+@pytest.mark.parametrize(
+    ("first", "second", "parts"),
+    [
+        # 2 and 6 for two shards each; of 4 and 0, 1 and 5 of the waiting are for the slowest, and for communication
+        (workers(1.0, 3.0), workers(9.0, 9.0, data_s=0.5, exposed_s=5.0), (4.0, 2.0, 3.0)),
+        (workers(1.0, 3.0), workers(1.0, 1.0, exposed_s=1.0), (4.0, 0.5, 0.5)),  # nobody waits longer than it waits
+        (workers(1.0, 1.0, 0.0), workers(1.0, 1.0, 0.0, exposed_s=9.0), (2.0, 1.0, 8.0)),  # who serves has no shards
+        (workers(1.0, 2.0) | {"losses": [1.0, 2.0], "seconds": {"compute": 4.0, "total": 9.0}}, workers(1.0, 1.0),
+         (6.0, 0.0, 0.0)),  # both calls took as long as the first
+    ],
+)  # fmt: skip
+def test_a_step_is_computing_waiting_for_the_slowest_and_communication(
+    first: dict[str, Any], second: dict[str, Any], parts: tuple[float, ...]
+) -> None:
+    (found,) = step_times([line(0) | first, line(1) | second])
+    assert (found["compute_s"], found["wait_s"], found["exposed_s"]) == parts
+    assert step_times([line(0)]) == [ALONE]  # where workers tell nothing the main worker does
 
 
 def test_a_plain_loop_tells_its_epochs_in_lines_of_json(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """Measuring what is missing, whatever happened to the study before."""
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -254,10 +252,3 @@ def test_what_lies_between_workers_is_the_median_between_the_fewest() -> None:
     found |= {PlannedCell(Kind("strong", 4), 0): run(5.0), PlannedCell(Kind("strong", 1), 0): run(None)}
     assert network(Measured(found)) == {"latency_s": 2.0}
     assert network(Measured()) == {}
-
-
-def test_the_about_file_is_written_last_and_whole(tmp_path: Path) -> None:
-    study(tmp_path / "s", Launcher())
-    for cell in STUDY.cells:
-        about: dict[str, Any] = json.loads((tmp_path / "s" / "cells" / cell.name / "cell.json").read_text())
-        assert (about["mode"], about["workers"]) == (cell.kind.mode, cell.kind.workers)

@@ -108,10 +108,6 @@ def test_only_the_steps_that_are_watched_have_figures_and_no_weight_depends_on_i
     assert [line["loss"] for line in watched] == [line["loss"] for line in alone]
 
 
-def test_without_a_word_nothing_is_measured(watch: Watch) -> None:
-    assert not any("gradient_norm" in line for line in watch())
-
-
 def test_numbers_below_nothing_are_refused() -> None:
     with pytest.raises(JobError, match="monitor=-1"):
         unisono.init(batch_size=8, records={"monitor": -1})
@@ -131,21 +127,3 @@ def test_a_signal_that_drowns_is_told_and_a_scale_that_follows_from_it_is_not() 
     assert found["gradient_signal"] == pytest.approx(drowned.noise.signal)
     assert found["gradient_signal"] < 0
     assert "noise_scale" not in found
-
-
-@pytest.mark.slow
-def test_the_noise_scale_of_a_problem_where_it_is_known_is_found(tmp_path: Path) -> None:
-    dimensions, signal, variance = 50, 0.5, 50.0  # the gradient of a sample is the sample
-    draw = torch.Generator().manual_seed(4)
-    samples = torch.randn(16384, dimensions, generator=draw) * (variance / dimensions) ** 0.5
-    samples += (signal / dimensions) ** 0.5
-    run = unisono.init(batch_size=64, shards=8, run_dir=tmp_path / "run", records={"monitor": 1})
-    model = nn.Linear(dimensions, 1, bias=False)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    for step in run.steps(torch.utils.data.TensorDataset(samples)):
-        step.run(lambda model, batch: model(batch[0]).mean())
-    found = dict(run.metrics)
-    run.finish()
-    assert found["gradient_variance"] == pytest.approx(variance, rel=0.1)
-    assert found["noise_scale"] == pytest.approx(variance / signal, rel=0.1)
-    assert found["noise_scale"] == found["gradient_variance"] / found["gradient_signal"]

@@ -15,7 +15,6 @@ from unisono.launch.notebook import (
     LINES,
     MAGIC,
     Board,
-    PlainDisplay,
     Tail,
     figures_of,
     free_names,
@@ -183,8 +182,3 @@ def test_what_workers_print_is_text_in_a_cell_and_only_its_end_is_kept() -> None
     assert "<script>" not in shown["text/html"]
     assert "&lt;script&gt;" in shown["text/html"]
     assert len(shown["text/plain"].splitlines()) == LINES + 1
-
-
-def test_without_a_notebook_lines_are_printed_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
-    PlainDisplay().show("step 1", ["epoch 0"])
-    assert capsys.readouterr().out == "epoch 0\n"

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ class Answer:
         return json.loads(self.body)[name]
 
 
+def saying(body: bytes = b"") -> Callable[[], Awaitable[dict[str, Any]]]:
+    """What a browser says, which stays then."""
+    asked = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in asked:
+            return message
+        return await asyncio.sleep(3600, {})
+
+    return receive
+
+
 class Site:
     """A page, called without a socket."""
 
@@ -63,13 +75,7 @@ class Site:
 
     def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = OWN) -> Answer:
         """One request, as this very page makes it unless headers say otherwise; an empty one leaves a header out."""
-        scope, answer, given = self.scope(method, path, headers), Answer(), asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            if given.is_set():
-                await asyncio.sleep(3600)
-            given.set()
-            return {"type": "http.request", "body": body, "more_body": False}
+        scope, answer = self.scope(method, path, headers), Answer()
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -78,7 +84,7 @@ class Site:
             else:
                 answer.body += message.get("body", b"")
 
-        asyncio.run(self.app(scope, receive, send))
+        asyncio.run(self.app(scope, saying(body), send))
         return answer
 
     def enter(self, key: str) -> Answer:
@@ -251,18 +257,11 @@ def test_browsers_that_come_together_are_counted_together(site: Site) -> None:
     answers: list[int] = []
 
     async def one() -> None:
-        asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
-
-        async def receive() -> dict[str, Any]:
-            for message in asked:
-                return message
-            return await asyncio.sleep(3600, {})
-
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
                 answers.append(message["status"])
 
-        await site.app(site.scope("GET", "/stream", session), receive, send)
+        await site.app(site.scope("GET", "/stream", session), saying(), send)
 
     async def all_of_them() -> None:
         many = [asyncio.create_task(one()) for _ in range(2 * MOST_VIEWERS)]
@@ -284,9 +283,6 @@ def test_who_says_or_takes_nothing_for_long_is_turned_away(site: Site) -> None:
     async def nothing() -> dict[str, Any]:
         return await asyncio.sleep(3600, {})
 
-    async def whole() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
     async def noted(message: Any) -> None:
         statuses.append(message.get("status", 0))
 
@@ -296,18 +292,12 @@ def test_who_says_or_takes_nothing_for_long_is_turned_away(site: Site) -> None:
     asyncio.run(gate(site.scope("GET", "/"), nothing, noted))
     assert statuses[0] == 408
     with pytest.raises(TimeoutError):
-        asyncio.run(gate(site.scope("GET", "/"), whole, stuck))
+        asyncio.run(gate(site.scope("GET", "/"), saying(), stuck))
 
 
 def test_whoever_does_not_take_the_news_gives_up_the_place_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     session = site.entered(site.keys.look)
     scope = site.scope("GET", "/stream", session)
-    asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        for message in asked:
-            return message
-        return await asyncio.sleep(3600, {})
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -315,7 +305,7 @@ def test_whoever_does_not_take_the_news_gives_up_the_place_at_once(site: Site, m
 
     async def viewers() -> int:
         with pytest.raises(TimeoutError) as kept:  # as a server's log keeps it
-            await site.app(scope, receive, send)
+            await site.app(scope, saying(), send)
         assert kept.value.__traceback__ is not None
         return site.page.hub.viewers
 

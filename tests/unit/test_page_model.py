@@ -84,22 +84,6 @@ def drawn(table: CurveTable) -> dict[str, list[list[float | None]]]:
     return points(table.since(Mark()))
 
 
-@pytest.mark.slow
-def test_a_million_steps_are_drawn_with_at_most_1024_points_and_no_peak_is_lost() -> None:
-    table, sent, seen = CurveTable(), 0, Mark()
-    for part in range(0, 1_000_000, 10_000):
-        steps = range(part, part + 10_000)
-        table.add([Entry(s, None, {"loss": 1e6 if s == 123_457 else math.sin(s / 5e4)}) for s in steps])
-        if part % 20_000 == 0:  # a viewer who is there from the beginning
-            sent += len(table.since(seen)["steps"])
-            seen = table.mark
-    rows: Any = drawn(table)["loss"]
-    assert MOST / 2 <= len(rows) <= MOST
-    assert max(high for _, _, _, high, _ in rows) == 1e6
-    assert rows[-1][0] == 999_999
-    assert sent < 12 * MOST  # all of it again only when the groups double
-
-
 def test_a_late_viewer_is_told_as_much_of_a_long_run_as_of_a_short_one() -> None:
     model = RunModel()
     lines = [{"step": step, "loss": 1.0, "seconds": {"total": 0.03}, "acc": 0.5} for step in range(10_000)]
@@ -338,14 +322,6 @@ def test_each_kind_of_event_has_its_mark(line: dict[str, Any], kind: str) -> Non
     story = told(line)
     assert [one for one in KINDS if story.marks[one].groups] == [kind]
     assert story.marks[kind].groups[0].title
-
-
-def test_what_a_policy_observes_is_drawn() -> None:
-    story = told(at(1, "observed", step=7, policy="spot", figures={"price": 0.5, "notices": 0}))
-    assert {name: rows[0][0::4] for name, rows in drawn(story.observed).items()} == {
-        "observed/price": [7, 0.5],
-        "observed/notices": [7, 0.0],
-    }
 
 
 JSON = st.recursive(

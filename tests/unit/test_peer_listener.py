@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from unisono.errors import LaunchError, NoProgress, WorkerLost
 from unisono.membership.rendezvous import TorchRendezvousStore
-from unisono.reduce.peers import PeerListener, Peers, address_from, limit, meet
+from unisono.reduce.peers import PeerListener, Peers, limit, meet
 
 pytestmark = pytest.mark.unit
 
@@ -125,17 +125,6 @@ def test_who_answers_as_another_user_is_told_nothing(monkeypatch: pytest.MonkeyP
             assert connection.recv(1) == b""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_the_kernel_tells_of_another_user() -> None:
-    with closing(PeerListener(PATIENCE_S)) as listener, closing(PeerListener(PATIENCE_S)) as other:
-        os.seteuid(65534)
-        try:
-            with pytest.raises(WorkerLost, match="a process of another user answers"):
-                other.gather(1, 2, [listener.address], MEETING)
-        finally:
-            os.seteuid(0)
-
-
 @pytest.mark.parametrize("posted", ["zz", "\xe9", "abc", ""])
 def test_what_is_posted_and_is_no_address_is_named_and_not_called(posted: str) -> None:
     store = HashStore()
@@ -143,23 +132,6 @@ def test_what_is_posted_and_is_no_address_is_named_and_not_called(posted: str) -
     addresses._store.set("peer/0", posted)
     with pytest.raises((LaunchError, WorkerLost), match="no address of a worker as peer/0|where no worker is"):
         meet(1, 2, addresses, PATIENCE_S)
-
-
-def test_an_address_in_a_roster_that_is_none_is_within_nobodys_call() -> None:
-    assert address_from("xyz") == b""
-    assert address_from("00ff") == b"\0\xff"
-
-
-def test_workers_that_meet_for_other_things_do_not_meet() -> None:
-    with (
-        closing(PeerListener(0.2)) as listener,
-        closing(PeerListener(PATIENCE_S)) as other,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        waiting = pool.submit(listener.gather, 0, 2, (), "unisono/1 at port 1")
-        with closing(other.gather(1, 2, [listener.address], "unisono/1 at port 2")) as alone, pytest.raises(WorkerLost):
-            alone.exchange(b"a")
-        assert isinstance(waiting.exception(PATIENCE_S), NoProgress)
 
 
 def test_what_others_sent_for_an_exchange_that_failed_is_not_taken_for_another_one() -> None:

@@ -154,8 +154,6 @@ def test_torchs_own_kernels_are_back_when_the_last_run_is_over() -> None:
 
 def test_variables_belong_to_the_portable_level_alone() -> None:
     assert numerics_variables(None) == {}
-    assert numerics_variables("native") == {"UNISONO_NUMERICS": "native"}
-    assert numerics_variables("portable") == {"UNISONO_NUMERICS": "portable", **PORTABLE}
     assert missing_portable_variables(PORTABLE) == []
     assert missing_portable_variables({**PORTABLE, "MKL_CBWR": "AVX2"}) == ["MKL_CBWR is AVX2"]
     assert len(missing_portable_variables({})) == len(PORTABLE)
