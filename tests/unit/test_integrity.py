@@ -259,14 +259,14 @@ def test_a_rate_by_the_steps_number_or_of_a_scheduler_that_is_not_registered_goe
     def digest(run: unisono.Run, disturb: Disturb = never) -> str:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8) if scheduled else None
         run.prepare(model, optimizer)
         for step in run.steps(data(), epochs=4):
-            if not scheduled:
+            if scheduler is None:
                 optimizer.param_groups[0]["lr"] = 0.1 * 0.8**step.number
             disturb(run, "begin", step.number)
             step.run(cross_entropy, clip_norm=1 / (1 + step.number))
-            if scheduled:
+            if scheduler is not None:
                 scheduler.step()
         return run.finish()
 

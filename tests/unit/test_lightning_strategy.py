@@ -198,8 +198,8 @@ class Plain(Net):
         del self.layers[1]
 
 
-HOOKS = ("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward")
-HOOKS += ("on_before_optimizer_step", "on_train_batch_end")
+HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+HOOKS += ["on_before_optimizer_step", "on_train_batch_end"]
 
 
 def test_hooks_are_called_once_per_step(start: Start) -> None:
@@ -208,7 +208,7 @@ def test_hooks_are_called_once_per_step(start: Start) -> None:
 
     counted = type("Counted", (Net,), {name: noting(name) for name in HOOKS})
     trainer = fitted(counted(), **on(start(shards=4)), max_epochs=1)
-    assert trainer.lightning_module.hooks == [*HOOKS] * 5
+    assert trainer.lightning_module.hooks == HOOKS * 5
 
 
 class Backward(Plain):

@@ -91,18 +91,19 @@ ALONE = {"step_s": 1.0, "data_s": 0.1, "compute_s": 0.5, "wait_s": 0.0, "exposed
     ("first", "second", "parts"),
     [
         # 2 and 6 for two shards each; of 4 and 0, 1 and 5 of the waiting are for the slowest, and for communication
-        (workers(1.0, 3.0), workers(9.0, 9.0, data_s=0.5, exposed_s=5.0), (4.0, 2.0, 3.0)),
-        (workers(1.0, 3.0), workers(1.0, 1.0, exposed_s=1.0), (4.0, 0.5, 0.5)),  # nobody waits longer than it waits
-        (workers(1.0, 1.0, 0.0), workers(1.0, 1.0, 0.0, exposed_s=9.0), (2.0, 1.0, 8.0)),  # who serves has no shards
+        (workers(1.0, 3.0), workers(9.0, 9.0, data_s=0.5, exposed_s=5.0), (4.0, 2.0, 3.0, 0.5)),
+        (workers(1.0, 3.0), workers(1.0, 1.0, exposed_s=1.0), (4.0, 0.5, 0.5, 0.0)),  # no longer than it waits
+        (workers(1.0, 1.0, 0.0), workers(1.0, 1.0, 0.0, exposed_s=9.0), (2.0, 1.0, 8.0, 0.0)),  # who serves has none
         (workers(1.0, 2.0) | {"losses": [1.0, 2.0], "seconds": {"compute": 4.0, "total": 9.0}}, workers(1.0, 1.0),
-         (6.0, 0.0, 0.0)),  # both calls took as long as the first
+         (6.0, 0.0, 0.0, 0.0)),  # both calls took as long as the first
     ],
 )  # fmt: skip
 def test_a_step_is_computing_waiting_for_the_slowest_and_communication(
     first: dict[str, Any], second: dict[str, Any], parts: tuple[float, ...]
 ) -> None:
     (found,) = step_times([line(0) | first, line(1) | second])
-    assert (found["compute_s"], found["wait_s"], found["exposed_s"]) == parts
+    assert (found["compute_s"], found["wait_s"], found["exposed_s"], found["data_s"]) == parts
+    assert found["update_s"] == 0.25
     assert step_times([line(0)]) == [ALONE]  # where workers tell nothing the main worker does
 
 

@@ -46,11 +46,16 @@ def test_whoever_joins_with_the_same_samples_is_taken_in(data: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("data", "stop"), [("made", "2"), ("stream", "10")])
-def test_a_run_that_resumes_within_an_epoch_with_other_samples_is_refused_unless_another_job_is_allowed(
-    data: str, stop: str, tmp_path: Path
-) -> None:
+def test_a_run_that_resumes_within_an_epoch_with_other_samples_is_refused(data: str, stop: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(tmp_path, data, 1, "5", folder=folder, UNISONO_STOP_AFTER=stop, UNISONO_CHECKPOINT_EVERY="1")
     with pytest.raises(JobMismatch, match="reads other data than when its checkpoint was written.*content.*a seed"):
         train(tmp_path, data, 1, "6", folder=folder)
-    assert train(tmp_path, data, 1, "6", folder=folder, UNISONO_ALLOW_JOB_CHANGE="1").journal("resumed")
+    again = train(tmp_path, data, 2, "5", folder=folder)
+    assert again.digest == train(tmp_path, data, 1, "5").digest
+
+
+def test_a_run_may_go_on_with_other_samples_where_another_job_is_allowed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(tmp_path, "made", 1, "5", folder=folder, UNISONO_STOP_AFTER="2", UNISONO_CHECKPOINT_EVERY="1")
+    assert train(tmp_path, "made", 1, "6", folder=folder, UNISONO_ALLOW_JOB_CHANGE="1").journal("resumed")
