@@ -10,8 +10,10 @@ from unisono.membership.messages import (
     Arrived,
     FromAgent,
     FromWorker,
+    JobOver,
     Message,
     NewGeneration,
+    Progress,
     Ready,
     WorkerEnded,
     WorkerHello,
@@ -137,14 +139,21 @@ class Job:
         self.told = told + self.told
         return self
 
+    def live(self, *workers: str, seconds: float = 10.0) -> Self:
+        """Time passes, in which these give signs of life."""
+        for _ in range(round(seconds / 2)):
+            for worker in workers:
+                self.hear(worker, Progress(acts=1, step=1))
+            self.wait(2.0)
+        return self
+
     def heard(self, kind: type[Message]) -> list[str]:
         """Who was told a message of this kind by the last event."""
         return [name for name, message in self.told if isinstance(message, kind)]
 
     def new_generation(self) -> MintedGeneration:
         """The generation that the last event has formed, of which all its workers were told."""
-        new = self.state.minted
-        assert new is not None
+        new = self.minted
         for name, message in self.told:
             if isinstance(message, NewGeneration):
                 assert message.generation == new.generation
@@ -159,9 +168,18 @@ class Job:
         return new
 
     @property
-    def roster(self) -> list[str]:
+    def minted(self) -> MintedGeneration:
         assert self.state.minted is not None
-        return [seat.worker for seat in self.state.minted.roster]
+        return self.state.minted
+
+    @property
+    def over(self) -> JobOver:
+        assert self.state.over is not None
+        return self.state.over
+
+    @property
+    def roster(self) -> list[str]:
+        return [seat.worker for seat in self.minted.roster]
 
 
 def training(workers: int = 3, **settings: Any) -> Job:

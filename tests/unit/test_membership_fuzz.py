@@ -13,43 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+import hostile
+from simulation.checks import check_indexes
 from unisono.errors import Unreadable
+from unisono.membership import messages
+from unisono.membership import state as machine
 from unisono.membership.coordinator import AgentSession, Coordinator, Session, WorkerSession
-from unisono.membership.messages import (
-    DEEPEST,
-    LONGEST_MESSAGE,
-    MOST_PARTS,
-    AgentHello,
-    AgentLeaving,
-    Arrived,
-    Finished,
-    Formed,
-    Leaving,
-    Message,
-    Progress,
-    Ready,
-    ResizeRequest,
-    StoreRequest,
-    WorkerEnded,
-    WorkerHello,
-    from_agent,
-    from_worker,
-    parse,
-)
-from unisono.membership.state import (
-    CheckpointRequested,
-    ElasticConfig,
-    LeaveRequested,
-    ReplaceRequested,
-    ResizeRequested,
-    State,
-    StopRequested,
-)
 
 pytestmark = pytest.mark.unit
 
-SETTINGS = ElasticConfig(smallest=1, largest=3, max_restarts=2, restart_on_error=True, failure_timeout_s=10.0)
-STATE: TypeAdapter[State] = TypeAdapter(State)
+SETTINGS = machine.ElasticConfig(smallest=1, largest=3, max_restarts=2, restart_on_error=True, failure_timeout_s=10.0)
+STATE: TypeAdapter[machine.State] = TypeAdapter(machine.State)
 PER_EXAMPLE = 50
 """Cases that one seed stands for."""
 
@@ -74,20 +48,20 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.time = 0.0
         self.coordinator = Coordinator(folder, SETTINGS, lambda: self.time, fresh=True)
-        hello = AgentHello(agent="a1", host="here", workers=2)
+        hello = messages.AgentHello(agent="a1", host="here", workers=2)
         self.agent = self.connect(AgentSession, hello)
         started = [name for said in self.agent[1].sent if said["kind"] == "start" for name in said["workers"]]
         self.first, self.second = started
 
-    def connect(self, kind: type[Session], *said: Message) -> tuple[Session, Recorder]:
+    def connect(self, kind: type[Session], *said: messages.Message) -> tuple[Session, Recorder]:
         peer = Recorder()
         session = kind(self.coordinator, peer)
         for message in said:
             session.receive(message.model_dump_json())
         return session, peer
 
-    def worker(self, name: str, *said: Message) -> tuple[Session, Recorder]:
-        return self.connect(WorkerSession, WorkerHello(worker=name, host="here", pid=1, shards=4), *said)
+    def worker(self, name: str, *said: messages.Message) -> tuple[Session, Recorder]:
+        return self.connect(WorkerSession, messages.WorkerHello(worker=name, host="here", pid=1, shards=4), *said)
 
 
 @contextmanager
@@ -106,48 +80,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 # -- what is no message
 
-EXAMPLES: list[Message] = [
-    WorkerHello(worker="w1", host="here", pid=1, shards=4, generation=1),
-    Ready(),
-    Ready(loop=3),
-    Arrived(generation=1, acts=3, loop=0, at_boundary=True, step=3, address="x"),
-    Formed(generation=1, seconds={"form": 0.5}),
-    Leaving(),
-    Progress(acts=3, step=3, samples_per_s=1.5, loop=0),
-    Finished(digest="ab"),
-    ResizeRequest(workers=2),
-    StoreRequest(id=1, operation="set", keys=("g1/a",), value="eA=="),
-    StoreRequest(id=2, operation="add", keys=("run/n",), value="2"),
-    StoreRequest(id=3, operation="wait", keys=("g1/a", "g1/b"), timeout_s=1.0),
-    AgentHello(agent="a1", host="here", workers=2, running=("w1", "w2")),
-    WorkerEnded(worker="w1", code=-9, error="x"),
-    AgentLeaving(),
+EXAMPLES: list[messages.Message] = [
+    messages.WorkerHello(worker="w1", host="here", pid=1, shards=4, generation=1),
+    messages.Ready(),
+    messages.Ready(loop=3),
+    messages.Arrived(generation=1, acts=3, loop=0, at_boundary=True, step=3, address="x"),
+    messages.Formed(generation=1, seconds={"form": 0.5}),
+    messages.Leaving(),
+    messages.Progress(acts=3, step=3, samples_per_s=1.5, loop=0),
+    messages.Finished(digest="ab"),
+    messages.ResizeRequest(workers=2),
+    messages.StoreRequest(id=1, operation="set", keys=("g1/a",), value="eA=="),
+    messages.StoreRequest(id=2, operation="add", keys=("run/n",), value="2"),
+    messages.StoreRequest(id=3, operation="wait", keys=("g1/a", "g1/b"), timeout_s=1.0),
+    messages.AgentHello(agent="a1", host="here", workers=2, running=("w1", "w2")),
+    messages.WorkerEnded(worker="w1", code=-9, error="x"),
+    messages.AgentLeaving(),
 ]
-ODD_VALUES: list[Any] = [None, True, -1, 0, 2**62, 2**63, 10**400, -0.0, 1e308, [], {}, [[]], {"a": {"b": {}}}]
-ODD_VALUES += ["", "w1", "../x", "a b", "\x00", "é" * 200, "x" * 5000, ["w1"] * 5]
-PIECES = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\\u0000", b"\xff", b"NaN", b"1e999", b"9" * 400, b"kind"]
 
 
 def mutant(chance: random.Random) -> bytes:
     """A message with something wrong, mostly."""
-    message = chance.choice(EXAMPLES).model_dump()
-    for _ in range(chance.randrange(3)):
-        name = chance.choice([*message, "more"])
-        if chance.random() < 0.3:
-            message.pop(name, None)
-        else:
-            message[name] = chance.choice([*ODD_VALUES, *chance.choice(EXAMPLES).model_dump().values()])
-    text = bytearray(json.dumps(message, allow_nan=True).encode())
-    for _ in range(chance.choice([0, 0, 1, 3])):
-        at = chance.randrange(len(text) + 1)
-        match chance.randrange(3):
-            case 0:
-                text[at : at + chance.randrange(8)] = chance.choice(PIECES)
-            case 1:
-                text[at:at] = chance.randbytes(3)
-            case 2:
-                del text[at : at + chance.randrange(20)]
-    return bytes(text)
+    message, other = (chance.choice(EXAMPLES).model_dump() for _ in range(2))
+    if chance.random() < 0.3:
+        name = chance.choice([*other, "more"])
+        message[name] = other.get(name)
+    told = hostile.as_text(hostile.changed(chance, message))
+    return hostile.mutated(chance, told) if chance.random() < 0.5 else told
 
 
 @settings(max_examples=150)
@@ -156,25 +115,25 @@ def test_what_is_invalid_is_refused_and_changes_nothing(folder: Path, seed: int,
     chance = random.Random(seed)
     with bench(folder) as made:
         if phase == "working":
-            made.worker(made.second, Ready())
-            made.worker(made.first, Ready())
+            made.worker(made.second, messages.Ready())
+            made.worker(made.first, messages.Ready())
         for _ in range(PER_EXAMPLE):
             refuses(made, chance, phase)
 
 
 def refuses(made: Bench, chance: random.Random, phase: str) -> None:
     """One case: a connection on which something is said that is probably wrong."""
-    hello = AgentHello(agent="a1", host="here", workers=2, running=(made.first, made.second))
+    hello = messages.AgentHello(agent="a1", host="here", workers=2, running=(made.first, made.second))
     adapter: Any
     if chance.random() < 0.3:
-        adapter = from_agent
+        adapter = messages.from_agent
         session, peer = made.connect(AgentSession, *([] if phase == "greeting" else [hello]))
     elif phase == "greeting":
-        adapter = from_worker
+        adapter = messages.from_worker
         session, peer = made.connect(WorkerSession)
     else:
-        adapter = from_worker
-        session, peer = made.worker(made.first, *([Ready()] if phase == "ready" else []))
+        adapter = messages.from_worker
+        session, peer = made.worker(made.first, *([messages.Ready()] if phase == "ready" else []))
     data = mutant(chance)
     before, keys = made.coordinator.state, list(made.coordinator.values.entries())
     reason = unreadable(adapter, data)
@@ -190,54 +149,31 @@ def refuses(made: Bench, chance: random.Random, phase: str) -> None:
 def unreadable(adapter: Any, data: bytes | str) -> str | None:
     """Why it is no message; None if it is one."""
     try:
-        found = parse(adapter, data)
+        found = messages.parse(adapter, data)
     except Unreadable as error:
         return str(error)
-    assert isinstance(found, Message)
+    assert isinstance(found, messages.Message)
     return None
 
 
 @settings(max_examples=500)
 @given(data=st.one_of(st.binary(max_size=200), st.text(max_size=200)))
 def test_bytes_and_texts_are_messages_or_unreadable(data: bytes | str) -> None:
-    readable(data)
-
-
-@settings(max_examples=250)
-@given(
-    value=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-        max_leaves=12,
-    )
-)
-def test_json_values_are_messages_or_unreadable(value: Any) -> None:
-    readable(json.dumps(value))
-    readable(json.dumps({"kind": "arrived", "generation": value}))
-
-
-def readable(data: bytes | str) -> None:
-    for adapter in (from_worker, from_agent):
+    for adapter in (messages.from_worker, messages.from_agent):
         assert len(unreadable(adapter, data) or "") <= 200
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * (DEEPEST + 1),
-        "[" * 100_000,
+        "[" * (messages.DEEPEST + 1),
         '{"a":' * 100_000,
-        "[]" * MOST_PARTS,
-        "[" + '"",' * MOST_PARTS,
-        "," * LONGEST_MESSAGE,
+        "," * messages.LONGEST_MESSAGE,
         json.dumps({"kind": "wait", "keys": ["run/a"] * 5000}),
-        " " * (LONGEST_MESSAGE + 1),
-        "9" * (LONGEST_MESSAGE - 10),
-        '"' * (LONGEST_MESSAGE - 10),
-        '"' + "\\" * (LONGEST_MESSAGE - 10),
-        '"' + "a" * (LONGEST_MESSAGE - 10),
-        b"\xff",
-        b"\xff" * LONGEST_MESSAGE,
+        " " * (messages.LONGEST_MESSAGE + 1),
+        "9" * (messages.LONGEST_MESSAGE - 10),
+        '"' + "\\" * (messages.LONGEST_MESSAGE - 10),
+        b"\xff" * messages.LONGEST_MESSAGE,
         "",
         "\ud800",
         '{"kind":"ready","kind":"ready","loop":' + "0" * 250 + "1}",
@@ -246,20 +182,17 @@ def readable(data: bytes | str) -> None:
 )
 def test_what_could_keep_a_parser_busy_is_refused_at_once(text: str | bytes) -> None:
     with pytest.raises(Unreadable):
-        parse(from_worker, text)
+        messages.parse(messages.from_worker, text)
 
 
 @pytest.mark.parametrize(
     ("text", "within"),
     [
-        ("[" * DEEPEST + "]" * DEEPEST, True),
-        ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), False),
-        ('{"a":' * DEEPEST + "1" + "}" * DEEPEST, True),
-        ('[{"a":' * (DEEPEST // 2) + "[1]" + "}]" * (DEEPEST // 2), False),
-        ("[" + ",".join(["[]"] * 50) + "]", True),
+        ("[" * messages.DEEPEST + "]" * messages.DEEPEST, True),
+        ("[" * (messages.DEEPEST + 1) + "]" * (messages.DEEPEST + 1), False),
+        ('[{"a":' * (messages.DEEPEST // 2) + "[1]" + "}]" * (messages.DEEPEST // 2), False),
         ('"' + "[" * 50 + '"', True),
         ("9" * 299, True),
-        ("9" * 300, False),
         ("[" + "9" * 300 + "]", False),
     ],
     ids=lambda value: repr(value)[:12],
@@ -267,16 +200,16 @@ def test_what_could_keep_a_parser_busy_is_refused_at_once(text: str | bytes) -> 
 def test_short_texts_have_the_same_limits_as_long_ones(text: str, within: bool) -> None:
     for padding in ("", " " * 1000):
         if within:
-            assert parse(TypeAdapter(Any), text + padding) == json.loads(text)
+            assert messages.parse(TypeAdapter(Any), text + padding) == json.loads(text)
         else:
             with pytest.raises(Unreadable, match="nested at most|fewer than"):
-                parse(TypeAdapter(Any), text + padding)
+                messages.parse(TypeAdapter(Any), text + padding)
 
 
 def test_the_largest_value_of_the_store_is_no_message_too_long() -> None:
-    request = StoreRequest(id=1, operation="set", keys=("g1/a",), value="A" * 2**22)
+    request = messages.StoreRequest(id=1, operation="set", keys=("g1/a",), value="A" * 2**22)
 
-    assert parse(from_worker, request.model_dump_json()) == request
+    assert messages.parse(messages.from_worker, request.model_dump_json()) == request
 
 
 # -- messages that are valid, and come when nobody expects them
@@ -284,9 +217,10 @@ def test_the_largest_value_of_the_store_is_no_message_too_long() -> None:
 names = st.sampled_from(["w1", "w2", "w3", "w4", "w99", "a1", "a2"])
 small = st.integers(0, 4)
 seconds = st.floats(0, 30, allow_nan=False)
+unreached = st.lists(st.builds(messages.Unreached, agent=names, why=st.just("x")), max_size=2).map(tuple)
 keys = st.sampled_from(["run/a", "run/n", "g0/a", "g1/a", "g2/a", "g3/n", "x"])
 requests = st.builds(
-    StoreRequest,
+    messages.StoreRequest,
     id=small,
     operation=st.sampled_from(["set", "get", "wait", "add", "compare_set", "delete", "check", "clock"]),
     keys=st.lists(keys, min_size=1, max_size=3).map(tuple),
@@ -295,33 +229,44 @@ requests = st.builds(
     timeout_s=seconds,
 )
 said_by_workers = st.one_of(
-    st.builds(WorkerHello, worker=names, host=names, pid=small, shards=st.integers(1, 4), generation=small),
-    st.builds(Ready, loop=st.none() | small),
-    st.builds(Arrived, generation=small, acts=small, loop=small, at_boundary=st.booleans(), step=small),
-    st.builds(Formed, generation=small, seconds=st.dictionaries(names, seconds, max_size=2)),
-    st.just(Leaving()),
-    st.builds(Progress, acts=small, step=small, samples_per_s=seconds, loop=st.none() | small),
-    st.builds(Finished, digest=names),
-    st.builds(ResizeRequest, workers=st.integers(1, 9)),
+    st.builds(messages.WorkerHello, worker=names, host=names, pid=small, shards=st.integers(1, 4), generation=small),
+    st.builds(messages.Ready, loop=st.none() | small, generation=small, unreached=unreached),
+    st.builds(
+        messages.Arrived,
+        generation=small,
+        acts=small,
+        loop=small,
+        at_boundary=st.booleans(),
+        step=small,
+        unreached=unreached,
+    ),
+    st.builds(messages.Formed, generation=small, seconds=st.dictionaries(names, seconds, max_size=2)),
+    st.just(messages.Leaving()),
+    st.builds(messages.Progress, acts=small, step=small, samples_per_s=seconds, loop=st.none() | small),
+    st.builds(messages.Finished, digest=names),
+    st.builds(messages.ResizeRequest, workers=st.integers(1, 9)),
     requests,
 )
 said_by_agents = st.one_of(
     st.builds(
-        AgentHello,
+        messages.AgentHello,
         agent=names,
         host=names,
         workers=st.integers(1, 4),
         running=st.lists(names, max_size=3).map(tuple),
+        probes=st.sampled_from(["", "1", "2"]),
     ),
-    st.builds(WorkerEnded, worker=names, code=st.integers(-15, 130), error=st.sampled_from(["", "x"])),
-    st.just(AgentLeaving()),
+    st.builds(messages.Probed, reached=st.lists(names, max_size=2).map(tuple), unreached=unreached),
+    st.builds(messages.WorkerEnded, worker=names, code=st.integers(-15, 130), error=st.sampled_from(["", "x"])),
+    st.just(messages.AgentLeaving()),
 )
 people = st.one_of(
-    st.builds(ResizeRequested, st.integers(1, 9)),
-    st.builds(LeaveRequested, names | st.just("0")),
-    st.just(StopRequested()),
-    st.just(CheckpointRequested()),
-    st.builds(ReplaceRequested, names | st.just("0")),
+    st.builds(machine.ResizeRequested, st.integers(1, 9)),
+    st.builds(machine.LeaveRequested, names | st.just("0")),
+    st.just(machine.StopRequested()),
+    st.just(machine.Restarted()),
+    st.just(machine.CheckpointRequested()),
+    st.builds(machine.ReplaceRequested, names | st.just("0")),
 )
 events = st.one_of(
     st.tuples(st.just("worker"), st.integers(0, 3), said_by_workers),
@@ -340,6 +285,7 @@ def test_valid_messages_in_any_order_do_no_harm(folder: Path, script: list[tuple
         workers = [made.worker(name)[0] for name in (made.first, made.second)] + [made.connect(WorkerSession)[0]] * 2
         agents = [made.agent[0], made.connect(AgentSession)[0]]
         for kind, which, what in script:
+            before = made.coordinator.state
             match kind:
                 case "worker":
                     workers[which].receive(what.model_dump_json())
@@ -354,6 +300,11 @@ def test_valid_messages_in_any_order_do_no_harm(folder: Path, script: list[tuple
                     made.coordinator.handle(what)
             deadline = made.coordinator.next_deadline()
             assert deadline is None or deadline >= 0
+            state = made.coordinator.state
+            check_indexes(state)
+            assert state.generation - before.generation in (0, 1)
+            assert before.over is None or state.over == before.over
+            assert len(state.members) <= SETTINGS.largest
         state = made.coordinator.state
         assert STATE.validate_json(STATE.dump_json(state)) == state
         json.dumps(made.coordinator.status(), allow_nan=False)

@@ -18,25 +18,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
 from unisono.errors import LaunchError
+from unisono.membership import messages
 from unisono.membership.client import WorkerConnection
 from unisono.membership.keyvalue import Answer, KeyValue, Room
-from unisono.membership.messages import (
-    Arrived,
-    Formed,
-    JobOver,
-    Neighbour,
-    NewGeneration,
-    Progress,
-    Ranks,
-    Ready,
-    Refused,
-    StoreReply,
-    StoreRequest,
-    ToWorker,
-    Welcome,
-    WorkerHello,
-    from_worker,
-)
 from unisono.membership.rendezvous import CoordinatorStore
 
 pytestmark = pytest.mark.unit
@@ -50,14 +34,14 @@ PATIENCE_S = 20.0
 def ask(
     store: KeyValue, operation: Any, *keys: str, now: float = 0.0, worker: str = "w1", id: int = 1, **fields: Any
 ) -> list[Answer]:
-    return store.handle(worker, StoreRequest(id=id, operation=operation, keys=keys, **fields), now)
+    return store.handle(worker, messages.StoreRequest(id=id, operation=operation, keys=keys, **fields), now)
 
 
 def coded(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def only(answers: list[Answer]) -> StoreReply:
+def only(answers: list[Answer]) -> messages.StoreReply:
     [(_, reply)] = answers
     return reply
 
@@ -65,21 +49,10 @@ def only(answers: list[Answer]) -> StoreReply:
 def test_a_value_is_read_back() -> None:
     store = KeyValue()
 
-    assert only(ask(store, "set", "g1/a", value=coded(b"x"))) == StoreReply(id=1)
+    assert only(ask(store, "set", "g1/a", value=coded(b"x"))) == messages.StoreReply(id=1)
     assert only(ask(store, "get", "g1/a")).value == coded(b"x")
     assert only(ask(store, "check", "g1/a")).value == "1"
     assert only(ask(store, "check", "g1/a", "g1/b")).value == "0"
-
-
-def test_who_gets_an_absent_key_waits_until_somebody_sets_it() -> None:
-    store = KeyValue()
-
-    assert ask(store, "get", "g1/a", worker="w2", id=7, timeout_s=5) == []
-    mine, theirs = ask(store, "set", "g1/a", value=coded(b"x"))
-
-    assert mine == ("w1", StoreReply(id=1))
-    assert theirs == ("w2", StoreReply(id=7, value=coded(b"x")))
-    assert store.deadline() is None
 
 
 def test_who_waits_for_several_keys_waits_for_the_last_one() -> None:
@@ -87,7 +60,7 @@ def test_who_waits_for_several_keys_waits_for_the_last_one() -> None:
 
     assert ask(store, "wait", "g1/a", "g1/b", worker="w2", id=7, timeout_s=5) == []
     assert len(ask(store, "set", "g1/a")) == 1
-    assert ask(store, "set", "g1/b")[1:] == [("w2", StoreReply(id=7))]
+    assert ask(store, "set", "g1/b")[1:] == [("w2", messages.StoreReply(id=7))]
 
 
 def test_a_wait_ends_in_time_and_names_the_key() -> None:
@@ -155,21 +128,11 @@ def test_the_keys_of_a_generation_go_with_it_and_nobody_waits_for_them() -> None
         ask(store, "set", key)
     ask(store, "get", "g1/b", worker="w2", id=7, timeout_s=5)
 
-    assert store.forget(2) == [("w2", StoreReply(id=7, error="g1/b: its generation is over"))]
+    assert store.forget(2) == [("w2", messages.StoreReply(id=7, error="g1/b: its generation is over"))]
 
     assert len(store) == 2
     assert "is over" in only(ask(store, "set", "g1/a")).error
     assert only(ask(store, "check", "run/a", "g2/a")).value == "1"
-
-
-def test_all_keys_go_when_the_job_starts_over() -> None:
-    store = KeyValue()
-    ask(store, "set", "run/a")
-    ask(store, "set", "g1/a")
-
-    store.forget(None)
-
-    assert len(store) == 0
 
 
 def test_a_store_takes_only_so_much() -> None:
@@ -247,13 +210,13 @@ class FakeCoordinator:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def say(self, worker: str, message: ToWorker) -> None:
+    def say(self, worker: str, message: messages.ToWorker) -> None:
         self._sockets[worker].send(message.model_dump_json())
 
     def expect(self, kind: type) -> Any:
         """The next message, which is of this kind; signs of life are passed over."""
         message = self.heard.get(timeout=PATIENCE_S)
-        while isinstance(message, Progress) and kind is not Progress:
+        while isinstance(message, messages.Progress) and kind is not messages.Progress:
             message = self.heard.get(timeout=PATIENCE_S)
         assert isinstance(message, kind), message
         return message
@@ -265,18 +228,18 @@ class FakeCoordinator:
         worker = ""
         with suppress(ConnectionClosed):
             for text in socket:
-                message = from_worker.validate_json(text)
-                if isinstance(message, WorkerHello):
+                message = messages.from_worker.validate_json(text)
+                if isinstance(message, messages.WorkerHello):
                     worker = message.worker
                     self._sockets[worker] = socket
-                if isinstance(message, StoreRequest) and self.answers:
+                if isinstance(message, messages.StoreRequest) and self.answers:
                     self._serve(worker, message)
                 else:
                     self.heard.put(message)
         if self._sockets.get(worker) is socket:
             del self._sockets[worker]
 
-    def _serve(self, worker: str, request: StoreRequest) -> None:
+    def _serve(self, worker: str, request: messages.StoreRequest) -> None:
         with self._lock:
             for whom, reply in self.values.handle(worker, request, 0.0):
                 self.say(whom, reply)
@@ -290,16 +253,16 @@ def coordinator() -> Iterator[FakeCoordinator]:
     fake.stop()
 
 
-Open = Callable[..., tuple[WorkerConnection, "SimpleQueue[ToWorker]"]]
+Open = Callable[..., tuple[WorkerConnection, "SimpleQueue[messages.ToWorker]"]]
 
 
 @contextmanager
 def lines(coordinator: FakeCoordinator) -> Iterator[Open]:
     opened: list[WorkerConnection] = []
 
-    def start(worker: str = "w1") -> tuple[WorkerConnection, SimpleQueue[ToWorker]]:
-        told: SimpleQueue[ToWorker] = SimpleQueue()
-        hello = WorkerHello(worker=worker, host="here", pid=1, shards=4)
+    def start(worker: str = "w1") -> tuple[WorkerConnection, SimpleQueue[messages.ToWorker]]:
+        told: SimpleQueue[messages.ToWorker] = SimpleQueue()
+        hello = messages.WorkerHello(worker=worker, host="here", pid=1, shards=4)
         line = WorkerConnection(coordinator.url, "secret", hello, told.put, PATIENCE_S)
         opened.append(line)
         return line, told
@@ -315,85 +278,35 @@ def connect(coordinator: FakeCoordinator) -> Iterator[Open]:
         yield start
 
 
-def arrived(generation: int) -> Arrived:
-    return Arrived(generation=generation, acts=3, loop=0, at_boundary=True, step=3)
-
-
 def test_a_line_says_hello_and_passes_on_what_it_is_told(coordinator: FakeCoordinator, connect: Open) -> None:
     line, told = connect()
 
-    assert coordinator.expect(WorkerHello).worker == "w1"
-    coordinator.say("w1", Welcome(joins=True))
-    assert told.get(timeout=PATIENCE_S) == Welcome(joins=True)
-    line.send(Ready(loop=1))
-    assert coordinator.expect(Ready).loop == 1
-
-
-def test_on_a_new_connection_a_line_says_again_what_still_matters(coordinator: FakeCoordinator, connect: Open) -> None:
-    line, _ = connect()
-    coordinator.expect(WorkerHello)
-    line.send(Ready())
-    coordinator.expect(Ready)
-    line.generation = 4
-    line.send(arrived(4))
-    coordinator.expect(Arrived)
-
-    coordinator.hang_up()
-
-    assert coordinator.expect(WorkerHello).generation == 4
-    assert coordinator.expect(Arrived) == arrived(4)
-
-
-def test_what_was_said_in_an_earlier_generation_is_not_said_again(coordinator: FakeCoordinator, connect: Open) -> None:
-    line, _ = connect()
-    coordinator.expect(WorkerHello)
-    line.send(arrived(4))
-    coordinator.expect(Arrived)
-    line.generation = 5
-
-    coordinator.hang_up()
-    coordinator.expect(WorkerHello)
-    line.send(Formed(generation=5))
-
-    coordinator.expect(Formed)
-
-
-def test_what_is_said_while_the_coordinator_is_away_arrives_when_it_is_back(
-    coordinator: FakeCoordinator, connect: Open
-) -> None:
-    line, _ = connect()
-    coordinator.expect(WorkerHello)
-    coordinator.stop()
-
-    line.send(Formed(generation=1))
-    line.send(arrived(1))
-    line.send(Progress(acts=1, step=1))
-    coordinator.start()
-
-    coordinator.expect(WorkerHello)
-    coordinator.expect(Formed)
-    coordinator.expect(Arrived)
+    assert coordinator.expect(messages.WorkerHello).worker == "w1"
+    coordinator.say("w1", messages.Welcome(joins=True))
+    assert told.get(timeout=PATIENCE_S) == messages.Welcome(joins=True)
+    line.send(messages.Ready(loop=1))
+    assert coordinator.expect(messages.Ready).loop == 1
 
 
 def test_a_request_survives_the_end_of_the_connection(coordinator: FakeCoordinator, connect: Open) -> None:
     line, _ = connect()
-    coordinator.expect(WorkerHello)
+    coordinator.expect(messages.WorkerHello)
     coordinator.answers = False
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(line.request, StoreRequest(id=0, operation="add", keys=("run/n",), value="2"))
-        coordinator.expect(StoreRequest)
+        asked = pool.submit(line.request, messages.StoreRequest(id=0, operation="add", keys=("run/n",), value="2"))
+        coordinator.expect(messages.StoreRequest)
         coordinator.answers = True
         coordinator.hang_up()
 
         assert asked.result(PATIENCE_S).value == "2"
 
 
-@pytest.mark.parametrize("farewell", [Refused(reason="gone"), JobOver(digest="00")])
+@pytest.mark.parametrize("farewell", [messages.Refused(reason="gone"), messages.JobOver(digest="00")])
 def test_after_a_farewell_a_line_does_not_come_back(
-    coordinator: FakeCoordinator, connect: Open, farewell: ToWorker
+    coordinator: FakeCoordinator, connect: Open, farewell: messages.ToWorker
 ) -> None:
     line, told = connect()
-    coordinator.expect(WorkerHello)
+    coordinator.expect(messages.WorkerHello)
 
     coordinator.say("w1", farewell)
 
@@ -401,14 +314,14 @@ def test_after_a_farewell_a_line_does_not_come_back(
     line._thread.join(PATIENCE_S)
     assert not line._thread.is_alive()
     with pytest.raises(LaunchError, match="has ended"):
-        line.request(StoreRequest(id=0, operation="check", keys=("run/n",)))
-    line.send(Ready())  # to nobody
+        line.request(messages.StoreRequest(id=0, operation="check", keys=("run/n",)))
+    line.send(messages.Ready())  # to nobody
 
 
 def test_a_line_hears_of_a_coordinator_that_has_nothing_to_say_and_not_of_one_that_is_gone(
     coordinator: FakeCoordinator,
 ) -> None:
-    hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
+    hello = messages.WorkerHello(worker="w1", host="here", pid=1, shards=4)
     line = WorkerConnection(coordinator.url, "secret", hello, print, PATIENCE_S, look_s=0.01)
     try:
         for _ in range(5):
@@ -431,16 +344,16 @@ def awaited(is_so: Callable[[], bool]) -> None:
 def test_what_was_sent_is_said_before_a_line_closes(coordinator: FakeCoordinator, connect: Open) -> None:
     line, _ = connect()
     for _ in range(20):
-        line.send(Formed(generation=1))
+        line.send(messages.Formed(generation=1))
     line.close()
 
-    coordinator.expect(WorkerHello)
+    coordinator.expect(messages.WorkerHello)
     for _ in range(20):
-        coordinator.expect(Formed)
+        coordinator.expect(messages.Formed)
 
 
 def test_a_line_to_nobody_says_where_nobody_was() -> None:
-    hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
+    hello = messages.WorkerHello(worker="w1", host="here", pid=1, shards=4)
 
     with pytest.raises(LaunchError, match=r"http://127\.0\.0\.1:1 could not be reached within 0\.3 s"):
         WorkerConnection("http://127.0.0.1:1", "secret", hello, print, 0.3)
@@ -448,7 +361,7 @@ def test_a_line_to_nobody_says_where_nobody_was() -> None:
 
 @pytest.mark.parametrize("url", ["http://10.0.0.1:80", "http://example.org", "ftp://127.0.0.1", "https+x://a", "x"])
 def test_the_token_is_not_sent_in_the_open_to_other_hosts(url: str) -> None:
-    hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
+    hello = messages.WorkerHello(worker="w1", host="here", pid=1, shards=4)
 
     with pytest.raises(LaunchError, match="https"):
         WorkerConnection(url, "secret", hello, print, 0.3)
@@ -459,14 +372,14 @@ def test_no_proxy_comes_between(coordinator: FakeCoordinator, monkeypatch: pytes
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     with lines(coordinator) as start:
         start()
-        coordinator.expect(WorkerHello)
+        coordinator.expect(messages.WorkerHello)
 
 
 def test_messages_to_a_line_may_be_large(coordinator: FakeCoordinator, connect: Open) -> None:
     _, told = connect()
-    coordinator.expect(WorkerHello)
-    here = tuple(Neighbour(rank=number, worker=f"w{number}", address="a" * 100) for number in range(20_000))
-    new = NewGeneration(generation=1, ranks=(Ranks(workers=20_000, shards=1),), here=here, source=0)
+    coordinator.expect(messages.WorkerHello)
+    here = tuple(messages.Neighbour(rank=number, worker=f"w{number}", address="a" * 100) for number in range(20_000))
+    new = messages.NewGeneration(generation=1, ranks=(messages.Ranks(workers=20_000, shards=1),), here=here, source=0)
 
     coordinator.say("w1", new)
 
@@ -526,7 +439,7 @@ def test_process_groups_form_over_the_line(coordinator: FakeCoordinator, connect
 
 
 def test_a_line_that_trusts_nobody_does_not_start(tmp_path: Path) -> None:
-    hello = WorkerHello(worker="w1", host="here", pid=1, shards=4)
+    hello = messages.WorkerHello(worker="w1", host="here", pid=1, shards=4)
     (tmp_path / "empty.pem").touch()
 
     with pytest.raises(OSError):  # noqa: PT011 - what Python's ssl says about it
