@@ -265,17 +265,6 @@ def test_bodies_that_cannot_be_shared_out_are_refused_with_the_cure(body: str, m
             act(accelerator, F.mse_loss(model(inputs), labels), model, optimizer)
 
 
-def test_a_scheduler_that_steps_in_each_turn_is_refused(made: Made) -> None:
-    accelerator, model, optimizer, loader, _ = made()
-    own = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
-    model.train()
-    with pytest.raises(JobError, match=r"changed lr of an optimizer in two turns.* give the scheduler to accelerator"):
-        for inputs, labels in loader:
-            accelerator.backward(F.mse_loss(model(inputs), labels))
-            optimizer.step()
-            own.step()
-
-
 def test_settings_may_be_changed_once_for_each_step(made: Made) -> None:
     accelerator, model, optimizer, loader, _ = made()
     model.train()
@@ -411,14 +400,6 @@ def test_a_loop_that_is_left_before_its_update_is_told_at_the_next_call(made: Ma
         break
     with pytest.raises(JobError, match="left in the middle of a step"):
         train(accelerator, model, optimizer, loader, scheduler)
-
-
-def test_an_error_in_the_backward_pass_is_raised_in_the_script(made: Made) -> None:
-    accelerator, model, _, loader, _ = made()
-    model.train()
-    with pytest.raises(LossError, match="step 0, shard 0, rank 0: the loss depends on no parameter"):
-        for inputs, labels in loader:
-            accelerator.backward(F.mse_loss(model(inputs), labels).detach())
 
 
 def test_outside_of_training_loops_nothing_is_trained(made: Made) -> None:

@@ -69,22 +69,10 @@ def test_the_rate_grows_by_the_gain_and_steps_count_by_it(seen: GradientNorms, g
     assert training.policy.tau == pytest.approx(1 + 3 * gain)
 
 
-def test_adams_rate_grows_by_the_root_and_its_steps_count_in_full() -> None:
-    training = Training(AdaScale(rule="sqrt")).steps([ONLY_NOISE] * 3)
-    assert training.rates[1:] == pytest.approx([RATE * SHARDS**0.5] * 2)
-    assert training.policy.tau == pytest.approx(1 + 2 * SHARDS)
-
-
 def test_the_base_is_a_shard_of_the_batch_unless_it_is_said_and_stays_when_the_batch_grows() -> None:
     assert Training(AdaScale(base=4)).steps([ONLY_NOISE]).policy.gain == pytest.approx(SHARDS * BASE / 4)
     training = Training(AdaScale(), batch_size=4 * SHARDS * BASE).steps([ONLY_NOISE])
     assert training.policy.gain == pytest.approx(4 * SHARDS)
-
-
-def test_a_batch_as_large_as_the_base_changes_nothing() -> None:
-    training = Training(AdaScale(base=SHARDS * BASE)).steps([BOTH] * 3)
-    assert training.rates == [RATE] * 3
-    assert training.policy.tau == 3
 
 
 def test_steps_that_were_not_watched_count_by_the_gain_that_is_known() -> None:

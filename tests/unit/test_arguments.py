@@ -124,10 +124,6 @@ def test_a_trainer_on_a_run_takes_no_settings_of_another_one(start: Callable[...
             unisono.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), run=run, **said)
 
 
-def test_the_default_of_buckets_can_be_said(start: Callable[..., unisono.Run]) -> None:
-    assert start(arithmetic={"bucket_mb": None}).job.bucket_mb == 4.0
-
-
 def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said() -> None:
     model = nn.Linear(1, 1)
     said: dict[str, Any] = {"batch_size": 32, "checkpoint_every": 5}

@@ -148,15 +148,7 @@ def test_where_wrong_results_are_found_too_late_no_checkpoint_is_left_that_has_t
     elastic: bool, words: str, tmp_path: Path
 ) -> None:
     folder, execution = tmp_path / "struck", Execution(overlap=False, audit=SHARE, looks=True)
-    trade = Trade(
-        replace(JOB, seed=LATE),
-        3,
-        folder,
-        execution,
-        verify_every=2,
-        checkpoint_every=2,
-        is_elastic=elastic,
-    )
+    trade = Trade(replace(JOB, seed=LATE), 3, folder, execution, verify_every=2, checkpoint_every=2, is_elastic=elastic)
     with pytest.raises(MemoryFault, match=words):
         train(trade, partial(two_loops, 2))
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == []

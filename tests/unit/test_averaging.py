@@ -71,6 +71,11 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-5, atol=1e-5)
 
 
+def set_gradients(known: Prepared, rank: int, step: int) -> None:
+    for parameter, gradient in zip(known.parameters.values(), gradients(rank, step), strict=True):
+        parameter.grad = gradient
+
+
 KINDS: dict[type[Strategy], Callable[[SyncContext, Any], Synchroniser]] = {
     LocalSGD: LocalUpdates,
     DiLoCo: OuterUpdates,
@@ -78,18 +83,31 @@ KINDS: dict[type[Strategy], Callable[[SyncContext, Any], Synchroniser]] = {
 }
 
 
+def descend(replicas: Sequence[Sequence[Tensor]], step: int) -> None:
+    for rank, replica in enumerate(replicas):
+        for weight, gradient in zip(replica, gradients(rank, step), strict=True):
+            weight.sub_(RATE * gradient.double())
+
+
+def made(workers: Workers, known: Prepared, how: Strategy) -> Any:
+    return KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
+
+
+def stepped(one: Synchroniser, known: Prepared, rank: int, step: int, *, ends_round: bool = False) -> None:
+    one.step_begins()
+    set_gradients(known, rank, step)
+    one.apply(known.optimizers)
+    one.step_ends(step, ends_round=ends_round)
+
+
 def trained(number: int, how: Strategy, steps: int, rounds: Sequence[int]) -> list[list[list[Tensor]]]:
     """The replicas after each step, by worker."""
 
     def work(workers: Workers) -> list[list[Tensor]]:
         known, found = prepared(), []
-        one = KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
+        one = made(workers, known, how)
         for step in range(steps):
-            one.step_begins()
-            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
-                parameter.grad = gradient
-            one.apply(known.optimizers)
-            one.step_ends(step, ends_round=step in rounds)
+            stepped(one, known, workers.rank, step, ends_round=step in rounds)
             if step in rounds:
                 one.synchronise(after_loss=False)()
             found.append(in_float64(weights_of(known)))
@@ -104,9 +122,7 @@ def test_local_sgd_takes_the_mean_every_so_many_steps_and_at_a_rounds_end(number
     found = trained(number, LocalSGD(every=3), 11, rounds=[5, 7])
     replicas = [in_float64(weights_of(prepared())) for _ in range(number)]
     for step in range(11):
-        for rank, replica in enumerate(replicas):
-            for weight, gradient in zip(replica, gradients(rank, step), strict=True):
-                weight.sub_(RATE * gradient.double())
+        descend(replicas, step)
         if step in (2, 5, 7, 8):
             replicas = [[each.clone() for each in mean(replicas)] for _ in replicas]
         for rank, replica in enumerate(replicas):
@@ -121,9 +137,7 @@ def test_diloco_gives_what_has_changed_to_torchs_sgd_with_nesterov_momentum(numb
     replicas = [in_float64(outer) for _ in range(number)]
     replicas = [[each.clone() for each in replica] for replica in replicas]
     for step in range(11):
-        for rank, replica in enumerate(replicas):
-            for weight, gradient in zip(replica, gradients(rank, step), strict=True):
-                weight.sub_(RATE * gradient.double())
+        descend(replicas, step)
         if step in (2, 5, 7, 8):
             for parameter, average in zip(outer, mean(replicas), strict=True):
                 parameter.grad = parameter.detach() - average
@@ -137,8 +151,7 @@ def test_a_round_that_ends_again_without_a_step_in_between_moves_no_weight() -> 
     def work(workers: Workers) -> list[list[Tensor]]:
         known = prepared()
         one = OuterUpdates(SyncContext(workers, known, PATIENCE_S, seed=0), DiLoCo(every=4))
-        for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, 0), strict=True):
-            parameter.grad = gradient
+        set_gradients(known, workers.rank, 0)
         one.apply(known.optimizers)
         one.step_ends(0, ends_round=True)
         found = []
@@ -187,7 +200,7 @@ def test_in_rounds_of_one_step_model_averaging_leaves_out_no_update() -> None:
 def test_weights_that_the_script_has_loaded_between_rounds_are_those_that_training_goes_on_from(how: Strategy) -> None:
     def work(workers: Workers) -> list[Tensor]:
         known = prepared()
-        one = KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
+        one = made(workers, known, how)
         with torch.no_grad():
             for weight in weights_of(known):
                 weight.fill_(7.0)
@@ -203,22 +216,16 @@ def test_weights_that_the_script_has_loaded_between_rounds_are_those_that_traini
 
 @pytest.mark.parametrize("how", [DiLoCo(every=2), ModelAveraging(momentum=0.9)], ids=str)
 def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: Strategy) -> None:
-    kind = KINDS[type(how)]
-
     def work(workers: Workers, *, again: bool) -> list[Tensor]:
         known = prepared()
-        one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
+        one = made(workers, known, how)
         for step in range(6):
-            one.step_begins()
-            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
-                parameter.grad = gradient
-            one.apply(known.optimizers)
-            one.step_ends(step, ends_round=step % 2 == 1)
+            stepped(one, known, workers.rank, step, ends_round=step % 2 == 1)
             if step % 2 == 1:
                 one.synchronise(after_loss=False)()
                 if again:
                     state = {name: [each.clone() for each in kept] for name, kept in one.state_dict().items()}
-                    one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
+                    one = made(workers, known, how)
                     one.load_state_dict(state)
         return weights_of(known)
 
@@ -229,19 +236,14 @@ def test_what_goes_on_from_round_to_round_goes_on_in_the_next_generation(how: St
 
 @pytest.mark.parametrize("how", [LocalSGD(every=4), DiLoCo(every=4), ModelAveraging(momentum=0.5)], ids=str)
 def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(how: Strategy) -> None:
-    kind = KINDS[type(how)]
     before: dict[int, tuple[Synchroniser, Prepared]] = {}
 
     def work(workers: Workers) -> None:
         known = prepared()
-        one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
+        one = made(workers, known, how)
         before[workers.rank] = one, known
         for step in range(2 if isinstance(how, ModelAveraging) else 3):
-            one.step_begins()
-            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
-                parameter.grad = gradient
-            one.apply(known.optimizers)
-            one.step_ends(step, ends_round=False)
+            stepped(one, known, workers.rank, step)
         workers.barrier()
         if workers.rank == 1:
             workers.abort()
@@ -261,7 +263,7 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
 
     def follow(workers: Workers) -> list[Tensor]:
         known, mine = before[(0, 2)[workers.rank]]
-        one = kind(SyncContext(workers, mine, PATIENCE_S, seed=0), how)
+        one = made(workers, mine, how)
         one.follow(known)
         one.synchronise(after_loss=True)()
         return weights_of(mine)
@@ -273,21 +275,16 @@ def test_after_a_loss_the_others_go_on_from_one_model_with_what_they_have_done(h
 
 @pytest.mark.parametrize("how", [DiLoCo(every=2), ModelAveraging(momentum=0.5)], ids=str)
 def test_whoever_was_given_anothers_state_in_the_middle_of_a_round_has_what_all_have_afterwards(how: Strategy) -> None:
-    kind = KINDS[type(how)]
     kept: dict[str, list[Tensor]] = {}
 
     def work(workers: Workers) -> tuple[list[Tensor], dict[str, Any]]:
         known = prepared()
-        one = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
+        one = made(workers, known, how)
         for step in range(5):
-            one.step_begins()
-            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
-                parameter.grad = gradient
-            one.apply(known.optimizers)
-            one.step_ends(step, ends_round=False)
+            stepped(one, known, workers.rank, step)
         if workers.rank == 0:
             kept.update({name: [each.clone() for each in values] for name, values in one.state_dict().items()})
-        again = kind(SyncContext(workers, known, PATIENCE_S, seed=0), how)
+        again = made(workers, known, how)
         if workers.rank != 2:
             again.follow(one)
         again.synchronise(after_loss=True)()
@@ -312,8 +309,7 @@ def synchronised(number: int, make: Make, updates: Sequence[int]) -> list[Prepar
         known = prepared(make)
         one = LocalUpdates(SyncContext(workers, known, PATIENCE_S, seed=0), LocalSGD())
         for step in range(updates[workers.rank]):
-            for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, step), strict=True):
-                parameter.grad = gradient
+            set_gradients(known, workers.rank, step)
             one.apply(known.optimizers)
         norm = known.modules[0].norm
         norm.running_mean.fill_(float(workers.rank))  # type: ignore[operator, union-attr]
@@ -361,35 +357,24 @@ def alone(make: Make, rank: int, updates: int) -> list[dict[str, Any]]:
     """What a worker's optimizer keeps, if nobody synchronises with it."""
     known = prepared(make)
     for step in range(updates):
-        for parameter, gradient in zip(known.parameters.values(), gradients(rank, step), strict=True):
-            parameter.grad = gradient
+        set_gradients(known, rank, step)
         known.optimizers[0].step()
     return [dict(known.optimizers[0].state[parameter]) for parameter in known.parameters.values()]
 
 
-def test_moments_become_the_mean_also_those_of_a_number_and_counts_the_largest() -> None:
-    updates = [2, 5, 3]
-    found = synchronised(3, torch.optim.Adam, updates)
-    each = [alone(torch.optim.Adam, rank, times) for rank, times in enumerate(updates)]
-    for known in found:
-        for number, parameter in enumerate(known.parameters.values()):
-            state = known.optimizers[0].state[parameter]
-            assert state["step"] == 5
-            for name in ("exp_avg", "exp_avg_sq"):
-                expected = torch.stack([one[number][name].double() for one in each]).mean(0)
-                torch.testing.assert_close(state[name].double(), expected, rtol=1e-6, atol=1e-7)
-
-
 def test_where_a_worker_has_made_no_update_all_take_what_the_one_with_the_most_has() -> None:
-    found = synchronised(3, lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), [0, 2, 1])
-    expected = alone(lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9), 1, 2)
-    for known in found:
+    def momentum(parameters: Any) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
+
+    expected = alone(momentum, 1, 2)
+    for known in synchronised(3, momentum, [0, 2, 1]):
         for kept, parameter in zip(expected, known.parameters.values(), strict=True):
             assert torch.equal(known.optimizers[0].state[parameter]["momentum_buffer"], kept["momentum_buffer"])
 
 
 COUNTS = {"step", "mu_product", "eta", "mu"}
 STATEFUL: dict[str, Make] = {
+    "Adam": torch.optim.Adam,
     "Adafactor": torch.optim.Adafactor,
     "NAdam": torch.optim.NAdam,
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, lr=0.1, t0=2, lambd=0.01, alpha=0.5),
@@ -473,12 +458,8 @@ def test_a_round_in_whose_last_collective_a_worker_is_lost_has_changed_nothing(h
 
     def work(workers: Workers) -> tuple[list[Tensor], list[Tensor]]:
         known = prepared()
-        one = KINDS[type(how)](SyncContext(workers, known, PATIENCE_S, seed=0), how)
-        one.step_begins()
-        for parameter, gradient in zip(known.parameters.values(), gradients(workers.rank, 0), strict=True):
-            parameter.grad = gradient
-        one.apply(known.optimizers)
-        one.step_ends(0, ends_round=True)
+        one = made(workers, known, how)
+        stepped(one, known, workers.rank, 0, ends_round=True)
         before = one.replica.copies()
         one.replica.average_states = lost  # type: ignore[method-assign,assignment]
         with pytest.raises(WorkerLost):

@@ -37,27 +37,12 @@ def trained(run: unisono.Run) -> list[float]:
     return [line["lr"] * line.get("lr_factor", 1.0) for line in lines]
 
 
-def test_batch_and_shards_are_multiplied_so_that_a_shard_keeps_its_samples(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_BATCH_SCALE", "3")
-    run = start(batch_size=16, shards=2)
-    assert (run.job.batch_size, run.job.shards) == (48, 6)
-    assert [step.size for step in _steps(run)] == [48, 48]
-
-
 def _steps(run: unisono.Run) -> Any:
     model = nn.Linear(4, 3)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in run.steps(data()):
         step.run(loss_of)
         yield step
-
-
-def test_what_is_no_batch_is_left_for_the_job_to_refuse(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_BATCH_SCALE", "2")
-    with pytest.raises(JobError, match="batch_size"):
-        start(batch_size="many")
 
 
 def test_the_learning_rate_grows_to_its_multiple_over_the_samples_of_the_first_steps(
@@ -85,17 +70,6 @@ def test_a_script_that_scales_its_rate_by_itself_is_told_to_leave_one_of_the_two
         start(policies=[unisono.LinearScaling(2, 100)])
 
 
-def test_under_a_study_the_launchers_folder_goes_before_the_scripts(
-    start: Start, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_STUDY", "1")
-    monkeypatch.setenv("UNISONO_RUN_DIR", str(tmp_path / "cell"))
-    run = start(run_dir=tmp_path / "own")
-    assert run.dir.is_relative_to(tmp_path / "cell")
-    trained(run)
-    assert not (tmp_path / "own").exists()
-
-
 def test_a_batch_that_is_set_from_outside_goes_before_the_scripts_and_is_journalled(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,10 +79,3 @@ def test_a_batch_that_is_set_from_outside_goes_before_the_scripts_and_is_journal
     assert [step.size for step in _steps(run)] == [24] * 4
     (told,) = (line for line in read_lines(run.dir / "journal.jsonl") if line["event"] == "batch size set from outside")
     assert (told["variable"], told["script"], told["batch_size"]) == ("UNISONO_BATCH_SIZE", 16, 24)
-
-
-def test_shards_that_are_not_set_follow_from_the_batch_that_is_set_from_outside(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_BATCH_SIZE", "64")
-    assert start(batch_size=16, shards=None).job.shards == 4

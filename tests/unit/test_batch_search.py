@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.batch_scan import Scan
 from unisono.errors import JobError
 from unisono_lab.study.batch_search import RESOLUTION, BatchSearch, failing_trial, finished_trial, searched
 from unisono_lab.study.results import BatchCurve, Tried, read_batch_curve
@@ -105,13 +104,6 @@ def test_nothing_that_was_timed_and_leaves_the_margin_is_faster_than_the_best(
     assert rates[best] == max(rate for batch, rate in rates.items() if batch <= limit)
     if 16 <= fastest <= limit:  # between two powers of two the peak is not looked for
         assert 1000 / rates[best] <= 1.5
-
-
-def test_the_best_is_often_smaller_than_the_largest() -> None:
-    found = Machine(5000, fastest=250).search(BatchSearch())
-    assert found.best == 256
-    assert found.largest is not None
-    assert 4900 <= found.largest <= 5000
 
 
 @given(room=st.integers(1, 10**5), data=st.integers(8, 10**5), workers=st.integers(1, 8))
@@ -225,11 +217,6 @@ def test_a_worker_that_grew_beyond_its_limit_when_nobody_looked_did_not_fit(run_
     assert tried.words == "a worker needed 300.0 MiB, more than its limit of 299"
 
 
-def test_a_script_that_does_not_finish_its_run_has_the_memory_that_was_seen(run_folder: Callable[..., Path]) -> None:
-    tried = finished_trial(run_folder([1.0]), 16, 250.0)
-    assert (tried.fits, tried.samples_per_s, tried.peak_mib) == (True, None, 250.0)
-
-
 def test_a_script_without_steps_is_refused(run_folder: Callable[..., Path]) -> None:
     with pytest.raises(JobError, match="took no step"):
         finished_trial(run_folder([]), 16, None)
@@ -238,9 +225,3 @@ def test_a_script_without_steps_is_refused(run_folder: Callable[..., Path]) -> N
 def test_a_trial_that_failed_tells_the_shards_if_it_came_so_far(run_folder: Callable[..., Path]) -> None:
     assert failing_trial(run_folder([]), 16, 99.0, "too much").shards == 4
     assert failing_trial(Path("nowhere"), 16, None, "too much").shards is None
-
-
-def test_a_noisy_scan_has_two_ends() -> None:
-    scan = Scan({10: True, 20: True, 30: False, 40: True, 50: False})
-    assert (scan.all_fit, scan.last) == (20, 40)
-    assert (Scan({10: True}).all_fit, Scan({10: False}).all_fit, Scan({10: False}).last) == (10, 0, 0)

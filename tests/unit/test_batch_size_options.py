@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 
-from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
-from unisono.launch.failure import Failure
-from unisono.launch.outcome import Outcome, WorkerExit
-from unisono.launch.trial import Trial
 from unisono_lab.commands.batch_size import LEAST_STEPS, answer, batch_size, file_of, read_mib
-from unisono_lab.study.batch_search import failure_message
 from unisono_lab.study.results import BatchCurve, Tried
 
 pytestmark = pytest.mark.unit
@@ -44,27 +39,10 @@ def test_nothing_is_started_that_cannot_work(options: dict[str, Any], words: str
         batch_size(**{"script": __file__, "launch__tuning": False, **options})
 
 
-def test_who_begins_with_more_than_the_data_set_has_is_told_where_to_begin(tmp_path: Path) -> None:
-    words = "drop_last leaves nothing of 100 samples"
-    failure = Failure(0, "a", 7, "unisono.errors.DataError", words, "", False, 1.0)
-    outcome = Outcome((WorkerExit(0, 1, 1.0, failure),), 1, "a", 1.0)
-    text = failure_message(Trial(outcome, RunFolder(tmp_path)), 200, 1)
-    assert text.startswith("with a batch of 200 the script fails for another reason than its memory: rank 0 on host a")
-    assert f"{words}; begin with a smaller batch: --from (log: {tmp_path}/logs/rank-0.log)" in text
-
-
 def test_a_file_that_cannot_be_written_is_said_before_the_search(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="name another file with --json"):
         file_of(tmp_path / "file" / "batch-size.json", "train")
-
-
-def test_by_default_the_figures_lie_where_a_study_of_the_script_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert file_of(None, "train") == Path("studies/train/batch-size.json")
-    assert list((tmp_path / "studies" / "train").iterdir()) == []
 
 
 def said(*trials: Tried, workers: int = 1, **found: Any) -> str:
@@ -88,7 +66,3 @@ def test_the_answer_names_the_batch_to_write_into_the_script() -> None:
 def test_without_a_batch_that_fits_the_answer_says_why() -> None:
     text = said(Tried(2, False, words="too much"), Tried(1, False, words="much too much"))
     assert text == "no batch fits, not even 1 (limit: 500 MiB of the host's memory): much too much"
-
-
-def test_without_timed_steps_there_is_no_fastest() -> None:
-    assert "the script takes too few steps" in said(Tried(100, True), largest=100, with_margin=100, bound="data")

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,36 +18,33 @@ from benchmarks import (
     coordinator,
     coordinator_sockets,
     growth,
-    guests,
-    network,
     recovery,
-    shards,
     side_by_side,
     soak,
     stale,
     strategies,
     topologies,
 )
-from benchmarks.contenders import Contender, everybody
+from benchmarks.contenders import everybody
 from benchmarks.contenders.loop import batches
 from benchmarks.crew import Crew, Host, cleaned
 from benchmarks.elastic_job import Job, seconds_of
 from benchmarks.exercise import Exercise, Outcome
 from benchmarks.family import growth_per_hour
-from benchmarks.figures import Ratio, bootstrap, difference, mean_of_workers, slowest, times_as_fast, times_as_long
-from benchmarks.harness import Measured, interleaved
+from benchmarks.figures import Ratio, mean_of_workers, slowest, times_as_fast, times_as_long
+from benchmarks.harness import Measured
 from benchmarks.link import Cable, End, joined, obstacle
 from benchmarks.noise import Noise
 from benchmarks.open_files import TooFewFiles, allow_files
 from benchmarks.place import Place
-from benchmarks.programs.exchange import calls_for, store_of, traffic
+from benchmarks.programs.exchange import store_of, traffic
 from benchmarks.programs.exercises import Traffic
 from benchmarks.programs.reduced import Reduced, ways
 from benchmarks.report import Grid, Report
 from benchmarks.standings import FAILED, NOT_INSTALLED, standings
 from benchmarks.step import Choice, cells
 from benchmarks.task import Task, Trained
-from benchmarks.training_spec import Look, TrainingSpec, half_cosine, held_out
+from benchmarks.training_spec import Look
 from benchmarks.workloads import WORKLOADS
 from unisono.launch.tuning import tune
 from unisono.plan.topology import distinct
@@ -61,13 +57,6 @@ CALM = Noise(calibrations=(10.0, 10.1, 10.0), load=0.1, foreign=0.01, stolen=0.0
 # -- the order of runs ------------------------------------------------------------------------------------------------
 
 
-def test_every_round_measures_everything_once_and_no_order_repeats_itself_forever() -> None:
-    order = list(interleaved(4, 6, random.Random(0)))
-    rounds = [order[start : start + 4] for start in range(0, 24, 4)]
-    assert all(sorted(one) == [0, 1, 2, 3] for one in rounds)
-    assert len(set(map(tuple, rounds))) > 1
-
-
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -78,31 +67,13 @@ def test_a_ratio_stands_inside_of_its_interval_and_a_repeatable_one_has_none() -
     assert times_as_fast([1.0, 1.0, 1.0], [4.0, 4.0, 4.0]) == Ratio(4.0, 4.0, 4.0)
 
 
-def test_a_round_that_was_slow_for_both_does_not_widen_the_interval() -> None:
-    assert times_as_fast([1.0, 5.0, 2.0], [3.0, 15.0, 6.0]) == Ratio(3.0, 3.0, 3.0)
-
-
 def test_turns_are_compared_with_those_beside_them() -> None:
     assert times_as_long([[2.0, 20.0], [6.0, 2.0]], [[1.0, 10.0], [3.0, 1.0]]) == Ratio(2.0, 2.0, 2.0)
-
-
-def test_the_same_sample_has_the_same_interval_each_time() -> None:
-    sample = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert bootstrap(sample, sum) == bootstrap(sample, sum)
 
 
 def test_a_run_takes_as_long_as_its_slowest_worker_and_its_loss_is_the_mean_of_all() -> None:
     assert slowest([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]) == 2.0
     assert mean_of_workers([[1.0, 2.0], [3.0, 6.0]]) == [2.0, 4.0]
-
-
-def test_only_the_first_losses_are_compared() -> None:
-    assert difference([1.0, 2.0, 2.0, 2.0, 99.0], [1.0, 2.0, 2.0, 1.0, 1.0]) == 1.0
-
-
-def test_a_ratio_is_shown_with_its_interval_unless_that_is_empty() -> None:
-    assert f"{Ratio(1.234, 1.111, 1.5):.2f}" == "1.23 (1.11 … 1.50)"
-    assert f"{Ratio(0.5, 0.5, 0.5):.0%}" == "50%"
 
 
 # -- who is compared, and how they stand ------------------------------------------------------------------------------
@@ -126,11 +97,6 @@ def test_unisono_can_be_compared_with_itself_in_other_settings() -> None:
 def test_a_setting_that_is_no_name_and_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a setting as name=value"):
         Choice(settings=(text,)).contenders()
-
-
-def test_a_contender_whose_package_is_missing_is_not_installed() -> None:
-    assert not Contender("a", "A", "a", 2, 1, package="no_such_package_anywhere").is_installed
-    assert Contender("a", "A", "a", 2, 1, package="torch").is_installed
 
 
 def found(*milliseconds: float, losses: tuple[float, ...] = (1.0,), workers: int = 2) -> Measured[Trained]:
@@ -194,11 +160,6 @@ def test_every_workload_has_a_loss_on_its_own_data(name: str) -> None:
     assert torch.isfinite(loss)
 
 
-def test_the_mlp_has_25_million_parameters() -> None:
-    model = WORKLOADS["mlp"].build()
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(25.2e6, rel=0.01)
-
-
 # -- how workers are started ------------------------------------------------------------------------------------------
 
 
@@ -224,21 +185,6 @@ def test_all_processes_have_the_same_allocator_and_nothing_of_somebody_elses_job
 
 
 # -- shards, all-reduce, network --------------------------------------------------------------------------------------
-
-
-def test_the_races_ask_for_one_two_and_four_shards_a_worker() -> None:
-    numbers, beside_native, alone, passes = shards.races(3)
-    assert [loop.options["shards"] for loop in numbers.loops] == [3, 6, 12]
-    assert beside_native.loops[0].options["reduction"] == "native"
-    assert {loop.options["shards"] for loop in beside_native.loops} == {3}
-    assert (alone.workers, alone.loops[0].contender) == (1, "plain")
-    assert [loop.options["passes"] for loop in passes.loops] == [3, 6, 12]  # batches as small as those of the shards
-
-
-def test_small_messages_are_timed_often_and_large_ones_a_few_times() -> None:
-    calls = [calls_for(size) for size in (4, 2**16, 2**20, 100 * 2**20)]
-    assert calls == sorted(calls, reverse=True)
-    assert calls[-1] >= 3
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
@@ -275,36 +221,13 @@ def test_of_each_way_it_is_told_what_was_expected_and_what_the_slowest_worker_to
     assert all(len(cells) == len(grid.columns) for cells in grid.rows)
 
 
-def test_without_root_there_is_no_slow_network_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in obstacle()
-
-
 def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert obstacle().startswith("ip, tc, unshare, nsenter not installed")
 
 
-def test_the_batch_grows_until_computing_takes_as_long_as_communicating() -> None:
-    assert network.balanced(64, compute=0.1, communication=0.3) == 192
-    assert network.balanced(64, compute=0.1, communication=1e-4) == network.GRAIN
-
-
-def test_what_is_hidden_is_what_the_step_no_longer_waits_for() -> None:
-    assert network.hidden([0.1, 0.1, 0.1], [0.4, 0.4, 0.4]).value == pytest.approx(0.75)
-
-
 # -- noise and report -------------------------------------------------------------------------------------------------
-
-
-def test_a_calm_machine_and_a_noisy_one_are_told_apart() -> None:
-    assert CALM.is_calm
-    assert str(CALM).startswith("The machine was calm")
-    shaken = Noise((10.0, 12.0, 9.0, 20.0), 0.1, 0.0, 0.0)
-    shared = Noise((10.0, 10.0), 2.0, 0.3, 0.0)
-    assert "NOISY" in str(shaken)
-    assert "NOISY" in str(shared)
 
 
 def test_a_report_is_printed_and_written_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,16 +238,6 @@ def test_a_report_is_printed_and_written_for_programs(tmp_path: Path, capsys: py
     written = json.loads((tmp_path / "new" / "step.json").read_text())
     assert (written["rows"], written["settings"], written["noise"]["is_calm"]) == ([1], {"rounds": 1}, True)
     assert written["machine"]["torch"] == torch.__version__
-
-
-def test_no_figure_of_a_report_is_cut_however_many_there_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cells = tuple(f"figure {number} of {1.5 * number:.3f} ms" for number in range(30))
-    Report("wide", {}, CALM, [Grid("wide", tuple(map(str, range(30))), [cells])], {}).publish(tmp_path)
-    printed = capsys.readouterr().out
-    assert "…" not in printed
-    assert all(cell in printed for cell in cells)
 
 
 def test_whoever_comes_first_to_a_rendezvous_waits_for_what_is_posted_for_this_one() -> None:
@@ -402,21 +315,6 @@ def test_the_steps_right_after_a_job_was_woken_do_not_count() -> None:
     assert side_by_side.median_step([0.0, 5.0, 6.0, 7.0, 9.0, 10.0, 30.0], 4.0, 20.0) == 2.0 - 0.5
 
 
-def test_a_framework_with_a_run_is_compared_with_itself_alone_turn_by_turn() -> None:
-    seconds = {"alone": [[0.05, 0.1], [0.05, 0.2]], "unisono": [[0.051, 0.102], [0.051, 0.204]]}
-    assert guests.row("keras", 64, seconds)[1:] == ("64", "75.0 ms", "76.5 ms", "1.020", "", "")
-
-
-def test_what_lies_on_several_devices_is_compared_with_the_plain_loop_as_well() -> None:
-    seconds = {"1f1b": [[0.05, 0.1]], "unisono": [[0.06, 0.12]], "plain": [[0.04, 0.08]]}
-    assert guests.row("stages", 4, seconds)[1:] == ("4", "75.0 ms", "90.0 ms", "1.200", "60.0 ms", "1.500")
-
-
-def test_a_benchmark_of_guests_says_how_long_its_turns_are_with_longer_steps() -> None:
-    (grid,) = guests.run(guests.Choice(comparisons=(), step_ms=200.0)).grids
-    assert "in turns of at least 4 s, 20 in each" in grid.title
-
-
 def test_a_turn_in_which_one_worker_has_made_too_few_steps_to_tell_how_long_they_take_goes_on(tmp_path: Path) -> None:
     job = Job(tmp_path)
     for name, times in {"0": [1, 2, 3, 4, 5], "1": [1, 2, 3, 4]}.items():
@@ -484,27 +382,6 @@ def test_with_eight_times_the_batch_nothing_but_the_rate_is_another_one() -> Non
     ]  # fmt: skip
 
 
-def test_the_ways_that_are_compared_see_as_many_samples_of_the_same_noise() -> None:
-    choice = adaptive.Choice()
-    specs = [*choice.small().values(), *choice.large().values(), *choice.adaptive().values()]
-    assert len({(one.samples, one.noise, one.shards) for one in specs}) == 1
-    assert {one.batch_size for one in choice.adaptive().values()} <= {one.batch_size for one in choice.small().values()}
-
-
-def test_a_rate_falls_from_all_to_next_to_nothing() -> None:
-    assert half_cosine(0) == 1
-    assert 0 < half_cosine(1) == half_cosine(2) < 1e-5
-    spec = TrainingSpec(batch_size=8, rate=2.0, samples=100, falls=True)
-    assert spec.rate_at(50) == pytest.approx(1.0)
-    assert spec.model_copy(update={"falls": False}).rate_at(50) == 2.0
-
-
-def test_held_out_images_are_as_noisy_as_those_that_are_trained_on_and_the_same_each_time() -> None:
-    clean, noisy = held_out(0.0).tensors[0], held_out(0.3).tensors[0]
-    assert float((noisy - clean.repeat(5, 1)).std()) == pytest.approx(0.3, rel=0.01)
-    assert torch.equal(noisy, held_out(0.3).tensors[0])
-
-
 # -- strategies
 
 
@@ -568,13 +445,6 @@ def test_traffic_per_step_is_read_from_rounds_or_from_what_workers_said_of_the_s
         )
     )
     assert Traffic.read(together) == Traffic(50.0, 4.0, [])
-
-
-def test_the_throughput_with_a_slow_worker_stands_beside_the_first_strategys() -> None:
-    choice = stale.Choice(strategies=("all-reduce", "pair-averaging"), rounds=1)
-    fast = [ended(seconds=1.0)]
-    rows = stale.speed_grid(choice, {"all-reduce": [ended()], "pair-averaging": fast}).rows
-    assert [row[2] for row in rows] == ["1.00", "2.00"]
 
 
 def test_workers_in_turns_have_gradients_as_stale_as_there_are_others() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from benchmarks import shuffles
 from benchmarks.thread_crew import Trade, train
 from unisono.data.content import PLACES
 from unisono.data.feed import Feed, Options
@@ -149,14 +148,6 @@ def test_a_run_that_resumes_with_other_blocks_is_refused(tmp_path: Path) -> None
     train(Trade(job, 1, tmp_path / "run", checkpoint_every=5, stop_after=17), trained)
     with pytest.raises(JobMismatch, match="blocks of 8, 4 at a time"):
         train(Trade(job, 1, tmp_path / "run", checkpoint_every=5), partial(trained, blocks=BlockShuffle(8, window=4)))
-
-
-@unit
-def test_the_benchmark_reads_each_block_once_by_blocks_and_many_times_by_samples() -> None:
-    report = shuffles.run(shuffles.Choice(samples=4000, block_size=100, windows=(2,), most_read=40, rounds=1))
-    (_, whole), (_, blocks) = (report.figures[f"{order}, 1"][0] for order in ("full shuffle", "blocks, 2 at a time"))
-    assert blocks == pytest.approx(10, rel=0.1)
-    assert whole > 20 * blocks
 
 
 FIRST_ORDER = [11, 7, 8, 5, 6, 10, 4, 9, 1, 0, 3, 2, 12, 13]

@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[torch.dtype, torch.memory_format]] = {
     "bfloat16": (torch.bfloat16, torch.contiguous_format),
 }
 NOT_IN_TORCH = {
-    ("SGD fused", "bfloat16"): "its first momentum depends on what was in memory before, and Unisono refuses it",
+    ("SGD fused", "bfloat16"): "its first momentum depends on what was in memory before, and Unisono refuses it"
 }
 CASES = [(name, kind) for name in OPTIMIZERS for kind in KINDS if (name, kind) not in NOT_IN_TORCH]
 

@@ -154,31 +154,6 @@ def test_names_of_tensors_are_counted_in_no_more_time_than_there_are_names() -> 
         require_each_once(names, [*(names[rank::8] for rank in range(8)), ["tensor 7"]], "model")
 
 
-def damaged(how: str, folder: Path) -> None:
-    part = folder / "model-1.safetensors"
-    match how:
-        case "missing":
-            part.unlink()
-        case "truncated":
-            part.write_bytes(part.read_bytes()[:-1])
-        case "changed":
-            part.write_bytes(part.read_bytes()[:-1] + b"\1")
-        case "no manifest":
-            (folder / "manifest.json").unlink()
-
-
-@pytest.mark.parametrize("how", ["missing", "truncated", "changed", "no manifest"])
-def test_a_damaged_share_has_the_older_checkpoint_used_and_named(how: str, together: Together, tmp_path: Path) -> None:
-    whole = snapshot(5)
-    together.save(whole)
-    together.save(snapshot(6))
-    damaged(how, tmp_path / "step-00000006")
-    with pytest.warns(UnisonoWarning, match=r"goes on from step 5, since .*step-00000006"):
-        found = together.stores[0].newest()
-    assert found is not None
-    assert same(vars(found), vars(whole))
-
-
 @pytest.mark.parametrize("rank", range(COUNT))
 def test_a_disk_that_is_full_for_one_of_them_leaves_the_older_checkpoint(
     rank: int, together: Together, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

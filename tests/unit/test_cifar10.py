@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from examples.cifar10_images import RECORD_BYTES, TEST_FILES, TRAIN_FILES, Cifar10, SyntheticCifar10
 from unisono.errors import DataError
@@ -51,25 +50,6 @@ def test_images_come_in_file_order_as_channels_rows_columns(folder: Path) -> Non
         assert np.array_equal(image.numpy(), np.stack([red, green, blue]))
 
 
-def test_the_test_set_is_the_sixth_file(folder: Path) -> None:
-    dataset = Cifar10(folder, train=False)
-    assert len(dataset) == RECORDS
-    assert np.array_equal(dataset[2][0].numpy().ravel(), records_of(5)[2, 1:])
-
-
-def test_files_may_hold_different_numbers_of_records(folder: Path) -> None:
-    records_of(1)[:1].tofile(folder / TRAIN_FILES[1])
-    dataset = Cifar10(folder)
-    assert len(dataset) == 4 * RECORDS + 1
-    assert np.array_equal(dataset[RECORDS][0].numpy().ravel(), records_of(1)[0, 1:])
-    assert np.array_equal(dataset[RECORDS + 1][0].numpy().ravel(), records_of(2)[0, 1:])
-
-
-def test_the_folder_above_is_accepted(folder: Path) -> None:
-    assert len(Cifar10(folder.parent)) == 5 * RECORDS
-    assert len(Cifar10(str(folder.parent))) == 5 * RECORDS
-
-
 def test_indices_behave_as_those_of_a_list(folder: Path) -> None:
     dataset = Cifar10(folder)
     assert torch.equal(dataset[-1][0], dataset[len(dataset) - 1][0])
@@ -91,12 +71,6 @@ def test_a_loader_process_gets_the_path_not_the_images(folder: Path) -> None:
     assert torch.equal(pickle.loads(sent)[3][0], Cifar10(folder, train=False)[3][0])  # noqa: S301 - our own bytes
 
 
-def test_it_batches_with_the_ordinary_loader(folder: Path) -> None:
-    images, labels = next(iter(DataLoader(Cifar10(folder), batch_size=6)))
-    assert images.shape == (6, 3, 32, 32)
-    assert labels.dtype == torch.int64
-
-
 def test_a_missing_folder_is_named_with_the_way_to_get_the_data(tmp_path: Path) -> None:
     message = refusal(tmp_path / "nowhere")
     assert f"no folder {tmp_path / 'nowhere'}" in message
@@ -107,11 +81,6 @@ def test_a_missing_file_is_named(folder: Path) -> None:
     (folder / "data_batch_3.bin").unlink()
     assert "lacks data_batch_3.bin" in refusal(folder)
     assert len(Cifar10(folder, train=False)) == RECORDS
-
-
-def test_an_empty_folder_says_which_files_are_expected(tmp_path: Path) -> None:
-    assert "data_batch_1.bin" in refusal(tmp_path)
-    assert "test_batch.bin" in refusal(tmp_path, train=False)
 
 
 @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, RECORDS * RECORD_BYTES + 1])
@@ -151,26 +120,6 @@ def test_the_pickled_version_is_refused_with_the_way_to_get_the_binary_one(tmp_p
         assert "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz" in message
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_pickled_archive_is_refused_too(tmp_path: Path, inside: bool) -> None:
-    archive = tmp_path / "cifar-10-python.tar.gz"
-    archive.write_bytes(b"")
-    message = refusal(tmp_path if inside else archive)
-    assert "pickled" in message
-    assert "cifar-10-binary.tar.gz" in message
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_binary_archive_has_to_be_unpacked_first(tmp_path: Path, inside: bool) -> None:
-    archive = tmp_path / "cifar-10-binary.tar.gz"
-    archive.write_bytes(b"")
-    assert "unpack it" in refusal(tmp_path if inside else archive)
-
-
-def test_a_single_file_is_no_folder(folder: Path) -> None:
-    assert "not a folder" in refusal(folder / "data_batch_1.bin")
-
-
 def test_the_binary_version_is_taken_when_both_lie_side_by_side(folder: Path) -> None:
     pickled_folder(folder.parent)
     assert len(Cifar10(folder.parent)) == 5 * RECORDS
@@ -204,9 +153,3 @@ def test_synthetic_classes_can_be_told_apart_and_a_second_seed_is_a_held_out_set
     means = torch.stack([images[labels == label].mean(0) for label in range(10)])
     held_out, expected = stacked(seed=1)
     assert torch.equal(torch.cdist(held_out, means).argmin(1), expected)
-
-
-@pytest.mark.parametrize("samples", [0, -1])
-def test_a_synthetic_set_has_at_least_one_sample(samples: int) -> None:
-    with pytest.raises(DataError, match=f"not {samples}"):
-        SyntheticCifar10(samples)

@@ -71,10 +71,6 @@ def test_a_command_does_not_load_the_others() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_an_unknown_command_is_a_usage_error() -> None:
-    assert unisono("dance") == 2
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -102,19 +98,6 @@ def test_what_cannot_work_is_one_clear_line_and_exit_code_2(
     assert "Traceback" not in captured.err
 
 
-def test_a_name_that_no_file_can_have_is_one_line(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert unisono("replay", "x" * 5000) == 1
-    assert "error: [Errno 36] File name too long" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--patience-s", "--failure-timeout-s"])
-def test_chaos_waits_for_some_time_and_not_for_ever(
-    option: str, script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert unisono("chaos", option, "nan", "train.py") == 2
-    assert f"{option} nan: needs" in capsys.readouterr().err
-
-
 def test_a_script_of_faults_that_makes_no_sense_starts_nothing(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,11 +115,6 @@ def test_a_run_folder_without_a_name_is_a_usage_error(
     assert unisono(command[0], "--run-dir", "", *command[1:]) == 2
     assert "the name is empty" in " ".join(capsys.readouterr().err.replace("│", "").split())
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
-
-
-def test_a_number_that_is_none_is_a_usage_error(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert unisono("run", "-n", "many", "train.py") == 2
-    assert "--workers" in capsys.readouterr().err
 
 
 def test_everything_after_the_script_is_the_scripts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,14 +159,6 @@ def test_tuning_can_be_switched_off_by_an_option_and_by_a_variable(
     assert "# no tuning: switched off\n" in capsys.readouterr().out
     assert unisono("run", "--dry-run", "--tuning", "train.py") == 0
     assert " MALLOC_ARENA_MAX=1 " in capsys.readouterr().out
-
-
-def test_a_word_for_tuning_that_says_neither_yes_nor_no_is_a_usage_error(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_TUNING", "perhaps")
-    assert unisono("run", "--dry-run", "train.py") == 2
-    assert "UNISONO_TUNING" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "code"), [(JobError("a setting"), 2), (CheckpointError("a file"), 1)])
@@ -251,8 +221,3 @@ def test_what_is_wrong_with_the_words_of_a_command_is_one_line(
     assert told.out == ""
     assert told.err.count("\n") == 1
     assert told.err.startswith(line)
-
-
-def test_without_words_all_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert unisono() == 2
-    assert "Commands:" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from unisono.errors import Dismissed, JobEnded, JobMismatch, WorkerLost
+from unisono.errors import JobEnded, JobMismatch, WorkerLost
 from unisono.membership.messages import NewGeneration, Ranks
 from unisono.membership.rendezvous import Generation
 from unisono.plan.split import Split
@@ -330,13 +330,6 @@ def test_the_end_of_the_job_ends_the_act() -> None:
     acts = CollectiveCalls(FakeMembership(coming=[fail_with(JobEnded("the job is over"))]))
     with pytest.raises(JobEnded):
         acts.together(Act(losses=1))
-
-
-def test_a_worker_that_is_dismissed_departs() -> None:
-    acts = CollectiveCalls(FakeMembership(coming=[fail_with(Dismissed("fewer workers"))]))
-    with pytest.raises(SystemExit) as left:
-        acts.together(Act(losses=1))
-    assert left.value.code == 0
 
 
 def test_a_joiner_gets_the_results_of_calls_outside_of_loops_without_making_them() -> None:

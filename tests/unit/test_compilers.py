@@ -161,10 +161,6 @@ def test_all_is_put_back_when_a_run_ends() -> None:
     assert Compilers.current() == within
 
 
-def test_kernels_are_chosen_by_no_measurement() -> None:
-    assert torch._inductor.config.deterministic
-
-
 def activation(x: Tensor, w: Tensor) -> Tensor:
     hidden = torch.nn.functional.layer_norm(torch.nn.functional.linear(x, w), [33])
     hidden = torch.tanh(hidden) * torch.sigmoid(hidden) + torch.nn.functional.gelu(hidden)

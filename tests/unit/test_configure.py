@@ -264,11 +264,7 @@ class Often(Policy):
         ({"UNISONO_STOP_AFTER": "-1"}, {}, "UNISONO_STOP_AFTER='-1' in the environment: needs a whole number of at "),
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_STUDY": "yes"}, {"run_dir": "own"}, "UNISONO_STUDY='yes' in the environment: use 0 or 1"),
-        (
-            {"UNISONO_SHARD_OPTIMIZER": "0"},
-            {},
-            "UNISONO_SHARD_OPTIMIZER was removed: every worker",
-        ),
+        ({"UNISONO_SHARD_OPTIMIZER": "0"}, {}, "UNISONO_SHARD_OPTIMIZER was removed: every worker"),
         ({"UNISONO_AUDIT": "half"}, {}, "UNISONO_AUDIT='half' in the environment: needs a number"),
         ({"UNISONO_AUDIT": "2"}, {}, "UNISONO_AUDIT='2' in the environment: needs a number of at least 0 and at most"),
         ({"UNISONO_CHECKS": "few"}, {}, "UNISONO_CHECKS='few' in the environment: use some, all, none"),

@@ -145,14 +145,6 @@ def test_a_script_that_catches_everything_is_told_again_instead_of_waiting_for_e
             place(acts)
 
 
-def test_a_joiner_whose_script_is_done_exits_when_it_is_dismissed(opened: Opened) -> None:
-    elastic = opened(joins=True, after=StoreRequest)
-    elastic._line.hear(SURPLUS)  # type: ignore[union-attr]
-    with pytest.raises(SystemExit) as left:
-        CollectiveCalls(elastic).await_end()
-    assert left.value.code == 0
-
-
 @pytest.mark.parametrize("after", [WorkerHello, Ready], ids=["as it connects", "as it waits for the first generation"])
 @pytest.mark.parametrize("farewell", [SURPLUS, PREEMPTED, JobOver(digest="abc")], ids=["surplus", "preempted", "done"])
 def test_a_worker_that_is_dismissed_before_there_is_a_run_exits_with_code_0(

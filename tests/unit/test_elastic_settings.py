@@ -6,7 +6,7 @@ import pytest
 from said import options
 from unisono.checkpoint.folder import RunFolder
 from unisono.errors import JobError
-from unisono.launch.command import ElasticSeat, elastic_command, elastic_dry_run, worker_command
+from unisono.launch.command import ElasticSeat, elastic_command, worker_command
 from unisono.launch.elastic.coordinator_process import Listening, server_command
 from unisono.launch.elastic.elastic_settings import (
     AgentEnd,
@@ -20,7 +20,6 @@ from unisono.launch.elastic.elastic_settings import (
 from unisono.launch.failure import Failure, end_of, note_end
 from unisono.launch.outcome import JobEnd, Outcome, WorkerExit, open_folder, report, with_faults
 from unisono.launch.settings import LaunchSettings, Script
-from unisono.launch.terminal import called, label, number
 from unisono.membership import server
 from unisono.membership.messages import JobOver
 
@@ -49,11 +48,6 @@ def test_what_is_neither_is_named(text: str) -> None:
         Range.read(text)
 
 
-def test_a_range_says_what_it_is_and_keeps_numbers_within() -> None:
-    assert (str(Range(2, 8)), str(Range(3, 3))) == ("2:8", "3")
-    assert [Range(2, 8).within(one) for one in (0, 5, 99)] == [2, 5, 8]
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -68,10 +62,6 @@ def test_what_cannot_work_is_named(script: Script, settings: dict[str, object], 
     wanted = {"workers": Range(1, 2)} | settings
     with pytest.raises(JobError, match=words):
         ElasticSettings(LaunchSettings(script, workers=2), **wanted).check()  # type: ignore[arg-type]
-
-
-def test_good_settings_pass(script: Script) -> None:
-    ElasticSettings(LaunchSettings(script, workers=8), Range(2, 8)).check()
 
 
 # --- what is started
@@ -106,12 +96,6 @@ def test_the_fork_server_has_what_all_workers_have_in_common() -> None:
     seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
     assert elastic_command(settings, Path("/runs/a"), seat).variables == {**common, **seat.variables}
     assert common["OMP_NUM_THREADS"] == "2"
-
-
-def test_a_dry_run_shows_one_worker_for_all() -> None:
-    text = elastic_dry_run(LaunchSettings(TRAIN, workers=8), Path("/runs/a"))
-    assert "UNISONO_WORKER=w1" in text
-    assert text.endswith("train.py --lr 0.1")
 
 
 def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
@@ -306,8 +290,3 @@ def test_a_process_that_is_killed_when_its_script_has_ended_has_the_scripts_exit
     note_end(folder, "w1", code)
     assert (end_of(folder, "w1", KILLED)[0], end_of(folder, "w1", 9)[0]) == (code, 9)
     assert end_of(open_folder(tmp_path / "run", "train"), "w1", KILLED)[0] == KILLED  # of an earlier start
-
-
-def test_workers_are_called_by_their_id_where_ranks_change() -> None:
-    assert (label(1), label("w1"), called(1), called("w1")) == ("rank 1", "w1", "rank 1", "worker w1")
-    assert [number(each) for each in (3, "w12", "w")] == [3, 12, 0]

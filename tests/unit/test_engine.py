@@ -23,11 +23,7 @@ from unisono.train.group.membership import Fixed
 from unisono.train.group.workers import Workers
 from unisono.train.step.part import Attempt
 
-pytestmark = [
-    pytest.mark.unit,
-    pytest.mark.usefixtures("one_worker"),
-    pytest.mark.filterwarnings("ignore:BatchNorm"),
-]
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker"), pytest.mark.filterwarnings("ignore:BatchNorm")]
 
 
 def loss_fn(model: Any, batch: Any) -> Tensor:

@@ -28,7 +28,6 @@ from unisono.membership.messages import Neighbour, NewGeneration, Ranks
 from unisono.membership.token import context_for, is_private, make_token, read_token, token_file
 from unisono.reduce.data_network import NetworkKeys
 from unisono.reduce.peers import PeerListener
-from unisono.train.config.run_config import CoordinatorAccess
 from unisono.train.group.meeting import ElasticRendezvous
 
 pytestmark = pytest.mark.unit
@@ -383,14 +382,6 @@ def test_hosts_of_one_name_are_two_hosts_all_the_same() -> None:
     new = NewGeneration(generation=1, ranks=(Ranks(workers=3, shards=1),), here=neighbours, source=0)
     found = [ElasticRendezvous(new, rank, "box", one, HashStore(), 1.0).environment for rank in range(3)]
     assert [(each.local_rank, each.local_world_size) for each in found] == [(0, 2), (0, 1), (1, 2)]
-
-
-def test_a_worker_is_told_what_to_trust(tmp_path: Path) -> None:
-    told = {"UNISONO_COORDINATOR": "https://node1:1", "UNISONO_TOKEN_FILE": "/t", "UNISONO_WORKER": "w1"}
-    assert CoordinatorAccess.from_environ(told) == CoordinatorAccess("https://node1:1", Path("/t"), "w1")
-    found = CoordinatorAccess.from_environ({**told, "UNISONO_CERTIFICATE": "/c"})
-    assert found is not None
-    assert found.certificate == Path("/c")
 
 
 # --- how a coordinator ends

@@ -128,14 +128,6 @@ def test_figures_of_the_script_are_bounded_in_number_and_length(tmp_path: Path) 
     assert not {("huge",), ("text",), ("list",), ("a\nb",)} & set(logged)
 
 
-def test_parts_of_a_step_have_bounds_too() -> None:
-    odd = {"\ud800": 1.0, "a\nb": 1.0, "x" * 500: 1.0, "total": 0.5, **{f"part {number}": 1.0 for number in range(500)}}
-    found = values(exposition(training(), {**LINE, "seconds": odd}, "1.2"))
-    parts = [labels for name, labels in found if name == "unisono_step_duration_seconds"]
-    assert ("total",) in parts
-    assert len(parts) == 64
-
-
 def queries() -> list[str]:
     """Those of the dashboard's panels."""
     board = json.loads(BOARD.read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import JobError
-from unisono.integrations.kit import OLDEST, installed, require
+from unisono.integrations.kit import OLDEST, require
 
 pytestmark = pytest.mark.unit
 
@@ -32,10 +32,6 @@ def test_what_is_missing_or_too_old_is_named_with_the_cure() -> None:
 @pytest.mark.parametrize("found", ["1.10.0", "1.10", "1.11.0.dev0", "2.0rc1", "1.10.1+local"])
 def test_versions_are_compared_as_numbers(found: str) -> None:
     require("accelerate", ["accelerate"], lambda _: found)
-
-
-def test_a_package_that_is_not_there_has_no_version() -> None:
-    assert installed("no-package-has-this-name") is None
 
 
 def test_the_oldest_versions_are_those_of_the_extras_and_of_what_is_tested() -> None:

@@ -150,8 +150,7 @@ def test_the_way_to_a_goal_keeps_next_to_what_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"largest": 0}, {"ramp": 0}, {"fewest": 4, "most": 2}, {"margin": 1.0}, {"again_s": 0}, {"rule": "cubic"}],
+    "wrong", [{"largest": 0}, {"ramp": 0}, {"fewest": 4, "most": 2}, {"margin": 1.0}, {"again_s": 0}, {"rule": "cubic"}]
 )
 def test_words_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(JobError):

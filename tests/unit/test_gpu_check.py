@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu_check.checks import Checks
 from benchmarks.gpu_check.operations import differing, missing
-from benchmarks.gpu_check.parts import Deadline, Found, Part, Row, done, exit_code, table
+from benchmarks.gpu_check.parts import Deadline, Found, Part, Row, done, exit_code
 from benchmarks.gpu_check.processes import Ended, Setting
 from benchmarks.gpu_check.speed import ratios
 
@@ -141,12 +141,3 @@ def test_what_grows_and_who_waits_are_over_their_bounds_and_do_not_fail_the_chec
 def test_speeds_are_compared_round_by_round() -> None:
     times = {"Unisono": [1.0, 4.0, 3.0], "deterministic torch": [1.0, 2.0, 3.0], "torch": [0.5, 1.0, 1.0]}
     assert ratios(times) == {"deterministic torch": 1.0, "torch": 3.0}
-
-
-def test_the_table_has_a_line_for_each_row_in_columns() -> None:
-    rows = [Row("digests", "mlp", "same", "abc on cuda:0"), Row("NCCL", "", "skipped", "")]
-    assert table(rows).splitlines() == [
-        "part     check  result   note",
-        "digests  mlp    same     abc on cuda:0",
-        "NCCL            skipped",
-    ]

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,17 +52,6 @@ def test_a_second_start_in_a_folder_says_who_has_it_and_changes_nothing(tmp_path
         assert contents(tmp_path) == before
     open_folder(tmp_path, "train").close()
     assert not (tmp_path / "result.json").exists()
-
-
-def test_the_holder_is_named_and_shuts_others_out(tmp_path: Path) -> None:
-    folder = open_folder(tmp_path, "train")
-    about = json.loads((tmp_path / "lock").read_text())
-    assert (about["pid"], about["host"]) == (os.getpid(), socket.gethostname())
-    with (tmp_path / "lock").open() as lock:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder.close()
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_each_start_in_a_folder_has_a_term_one_above_the_one_before(tmp_path: Path) -> None:

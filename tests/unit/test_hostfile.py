@@ -78,11 +78,6 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             read_hosts(str(tmp_path / name))
 
 
-def test_a_list_of_hosts_may_be_longer_than_a_files_name() -> None:
-    names = [f"node{number:03}" for number in range(40)]
-    assert [host.name for host in read_hosts(":4,".join(names))] == names
-
-
 def test_hostfiles_of_windows_are_read(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa:4\r\n# ours\r\nb slots=2\r\n")
     assert list(read_hosts(str(tmp_path / "hosts"))) == [HostSlots("a", 4), HostSlots("b", 2)]
