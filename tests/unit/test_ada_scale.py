@@ -14,17 +14,7 @@ from unisono.errors import JobError
 pytestmark = pytest.mark.unit
 
 SHARDS, BASE, RATE = 8, 16, 0.1
-VIEW = View(
-    step=0,
-    epoch=0,
-    samples=0,
-    batch_size=SHARDS * BASE,
-    base_batch_size=SHARDS * BASE,
-    shards=SHARDS,
-    base_shards=SHARDS,
-    world_size=1,
-    learning_rate=RATE,
-)
+VIEW = View(0, 0, 0, SHARDS * BASE, SHARDS * BASE, SHARDS, SHARDS, 1, learning_rate=RATE)
 
 
 def norms(variance: float, signal: float) -> GradientNorms:
@@ -61,11 +51,23 @@ ONLY_NOISE, NO_NOISE, BOTH = norms(5.0, 0.0), norms(0.0, 5.0), norms(3.0, 1.0)
 WORTH = (3 + 1) / (3 / SHARDS + 1)
 
 
-@pytest.mark.parametrize(("seen", "gain"), [(ONLY_NOISE, SHARDS), (NO_NOISE, 1), (BOTH, WORTH)])
-def test_the_rate_grows_by_the_gain_and_steps_count_by_it(seen: GradientNorms, gain: float) -> None:
-    training = Training(AdaScale()).steps([seen] * 4)
+@pytest.mark.parametrize(
+    ("policy", "seen", "gain", "rise"),
+    [
+        (AdaScale(), ONLY_NOISE, SHARDS, SHARDS),
+        (AdaScale(), NO_NOISE, 1, 1),
+        (AdaScale(), BOTH, WORTH, WORTH),
+        (AdaScale(rule="sqrt"), ONLY_NOISE, SHARDS, SHARDS**0.5),
+        (AdaScale(base=SHARDS * BASE), BOTH, 1, 1),
+    ],
+    ids=["noise alone", "no noise", "both", "of Adam", "a batch as large as the base"],
+)
+def test_the_rate_grows_by_the_gain_or_its_root_and_steps_count_by_it(
+    policy: AdaScale, seen: GradientNorms, gain: float, rise: float
+) -> None:
+    training = Training(policy).steps([seen] * 4)
     assert training.policy.gain == pytest.approx(gain)
-    assert training.rates == pytest.approx([RATE] + 3 * [RATE * gain])
+    assert training.rates == pytest.approx([RATE] + 3 * [RATE * rise])
     assert training.policy.tau == pytest.approx(1 + 3 * gain)
 
 

@@ -1,10 +1,8 @@
 """An argument of another type than its annotation says is refused by name, before anything is opened."""
 
 import inspect
-import os
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import nn
 
 import unisono
 from said import PATHS, grouped
-from unisono.arguments import require_parameters, require_types
+from unisono.arguments import require_parameters
 from unisono.errors import JobError
 from unisono.integrations.kit import run_for
 from unisono.received import short
@@ -27,7 +25,7 @@ from unisono.train.step.step import Clip
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("one_worker", "torch_settings_restored")]
 
 WRONG = {
-    "batch_size": ("many", 1.5, True),
+    "batch_size": ("many", 1.5, True, np.int64(16)),
     "seed": (1.5, "1"),
     "shards": ("four", 1.5),
     "threads": ("two",),
@@ -103,18 +101,11 @@ def test_init_has_at_most_twelve_arguments_and_they_are_those_of_the_table() -> 
 
 @pytest.mark.parametrize("name", OF_SCRIPTS)
 def test_a_group_is_a_value_of_its_class_or_a_dict_and_nothing_else(name: str) -> None:
-    for value in (5, "every", ["every"]):
+    for value in (5, "every", ["every"], {5: 5}):
         with pytest.raises(JobError, match=re.escape(f"{name}={short(value)}: needs a unisono.{name.capitalize()} or")):
             unisono.init(batch_size=32, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(JobError, match=f"{name}.evry=5: there is no such argument; "):
         unisono.init(batch_size=32, **{name: {"evry": 5}})  # type: ignore[arg-type]
-
-
-def test_numbers_of_numpy_and_names_that_are_none_are_refused_by_name() -> None:
-    with pytest.raises(JobError, match="batch_size=.*: needs a whole number"):
-        unisono.init(batch_size=np.int64(16))  # type: ignore[arg-type]
-    with pytest.raises(JobError, match="checkpoints={5: 5}: needs a unisono.Checkpoints or a dict"):
-        unisono.init(batch_size=32, checkpoints={5: 5})  # type: ignore[dict-item]
 
 
 def test_a_trainer_on_a_run_takes_no_settings_of_another_one(start: Callable[..., unisono.Run]) -> None:
@@ -139,32 +130,6 @@ def test_an_old_name_is_refused_with_the_group_that_it_is_in_however_it_is_said(
     for name in ("threads", "numerics", "precision", "failure_timeout_s", "loggers", "audit", "devices_per_worker"):
         with pytest.raises(JobError, match=f"{name}=1: the setting is in a group now"):
             unisono.init(batch_size=32, **{name: 1})  # type: ignore[arg-type]
-
-
-def test_what_is_expected_is_said_in_plain_words() -> None:
-    def called(
-        size: int | None = None,
-        rate: float = 1.0,
-        way: "str | os.PathLike[str]" = "",
-        policies: "Sequence[int] | None" = None,
-        done: "Callable[[int], int] | None" = None,
-    ) -> None:
-        """Nothing."""
-
-    wrong = {"size": "a", "rate": "a", "way": 1, "policies": 1, "done": 1}
-    said = {}
-    for name, value in wrong.items():
-        with pytest.raises(JobError) as refused:
-            require_types(called, {name: value})
-        said[name] = str(refused.value).partition(" needs ")[2]
-    assert said == {
-        "size": "a whole number or None",
-        "rate": "a number",
-        "way": "text or a path",
-        "policies": "a list, each a whole number or None",
-        "done": "a function or None",
-    }
-    require_types(called, {"size": 1, "rate": 1, "way": Path("a"), "policies": [], "done": len})
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest_one() -> None:
@@ -195,9 +160,6 @@ def test_a_setting_that_is_gone_is_refused_with_what_to_do_however_it_is_said() 
         ({"checkpoint_evry": 5}, "checkpoint_evry=5: .*checkpoints"),
         ({"scheduler_every": "day"}, "scheduler_every='day': needs 'epoch' or 'step'"),
         ({"loader_workers": "two"}, "loader_workers='two': needs a whole number"),
-        ({"callbacks": 5}, "callbacks=5: needs a list, each a unisono.Callback"),
-        ({"clip_norm": "x"}, "clip_norm='x': needs a number"),
-        ({"progress": "no"}, "progress='no': needs True or False"),
         ({"run": 5}, "run=5: needs a unisono.Run"),
     ],
 )

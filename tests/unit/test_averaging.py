@@ -118,31 +118,26 @@ def trained(number: int, how: Strategy, steps: int, rounds: Sequence[int]) -> li
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_local_sgd_takes_the_mean_every_so_many_steps_and_at_a_rounds_end(number: int) -> None:
-    found = trained(number, LocalSGD(every=3), 11, rounds=[5, 7])
-    replicas = [in_float64(weights_of(prepared())) for _ in range(number)]
-    for step in range(11):
-        descend(replicas, step)
-        if step in (2, 5, 7, 8):
-            replicas = [[each.clone() for each in mean(replicas)] for _ in replicas]
-        for rank, replica in enumerate(replicas):
-            assert_close(found[rank][step], replica)
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_diloco_gives_what_has_changed_to_torchs_sgd_with_nesterov_momentum(number: int) -> None:
-    found = trained(number, DiLoCo(every=3, outer_rate=0.7, outer_momentum=0.9), 11, rounds=[5, 7])
+@pytest.mark.parametrize(
+    "how", [LocalSGD(every=3), DiLoCo(every=3, outer_rate=0.7, outer_momentum=0.9)], ids=["local-sgd", "diloco"]
+)
+def test_every_so_many_steps_and_at_a_rounds_end_all_take_the_mean_or_give_it_to_torchs_sgd_with_nesterov_momentum(
+    how: LocalSGD | DiLoCo, number: int
+) -> None:
+    found = trained(number, how, 11, rounds=[5, 7])
     outer = [nn.Parameter(weight) for weight in in_float64(weights_of(prepared()))]
     optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
-    replicas = [in_float64(outer) for _ in range(number)]
-    replicas = [[each.clone() for each in replica] for replica in replicas]
+    replicas = [[each.detach().clone() for each in outer] for _ in range(number)]
     for step in range(11):
         descend(replicas, step)
         if step in (2, 5, 7, 8):
-            for parameter, average in zip(outer, mean(replicas), strict=True):
-                parameter.grad = parameter.detach() - average
-            optimizer.step()
-            replicas = [[each.detach().clone() for each in outer] for _ in replicas]
+            average = mean(replicas)
+            if isinstance(how, DiLoCo):
+                for parameter, value in zip(outer, average, strict=True):
+                    parameter.grad = parameter.detach() - value
+                optimizer.step()
+                average = in_float64(outer)
+            replicas = [[each.clone() for each in average] for _ in replicas]
         for rank, replica in enumerate(replicas):
             assert_close(found[rank][step], replica)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def trained(start: Start, loss_fn: Any, shards: int, inputs: Tensor = INPUTS) ->
     return run.finish(), losses
 
 
+@contextmanager
+def first_step(start: Start, model: Any, inputs: Tensor, shards: int) -> Iterator[Any]:
+    run = start(batch_size=len(inputs), shards=shards)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    yield next(steps := run.steps(TensorDataset(inputs), shuffle=False))
+    steps.close()
+
+
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_where_weights_are_powers_of_two_the_bits_are_those_of_a_returned_loss(start: Start, shards: int) -> None:
     inputs = {"inputs": INPUTS[:8]}  # shards of 8, 4 and 2 samples
@@ -46,18 +55,15 @@ def test_where_weights_are_powers_of_two_the_bits_are_those_of_a_returned_loss(s
 
 
 def test_each_gradient_counts_by_the_weight_of_its_shard(start: Start) -> None:
-    run = start(batch_size=11, shards=3)
     model = nn.Linear(4, 2)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(steps := run.steps(TensorDataset(INPUTS), shuffle=False))
-    expected: list[Tensor] = []
-    for samples, part in zip((4, 4, 3), INPUTS.split((4, 4, 3)), strict=True):
-        expected.append(samples * torch.autograd.grad(mean(model, [part]), [model.weight])[0])
-    whole = mean(model, [INPUTS]).item()
-    loss = step.run(gone_backward, update=lambda: None if model.weight.grad is None else model.weight.grad.clone())
-    assert torch.equal(step.returned, (expected[0] + expected[1] + expected[2]) / 11)
-    assert loss == pytest.approx(whole)
-    steps.close()
+    with first_step(start, model, INPUTS, shards=3) as step:
+        expected: list[Tensor] = []
+        for samples, part in zip((4, 4, 3), INPUTS.split((4, 4, 3)), strict=True):
+            expected.append(samples * torch.autograd.grad(mean(model, [part]), [model.weight])[0])
+        whole = mean(model, [INPUTS]).item()
+        loss = step.run(gone_backward, update=lambda: None if model.weight.grad is None else model.weight.grad.clone())
+        assert torch.equal(step.returned, (expected[0] + expected[1] + expected[2]) / 11)
+        assert loss == pytest.approx(whole)
 
 
 def test_several_passes_in_one_shard_add_up(start: Start) -> None:
@@ -96,14 +102,11 @@ def test_one_tensor_may_be_the_gradient_of_two_parameters(start: Start) -> None:
         model[0].weight.grad = model[1].weight.grad = gradient
         return unisono.BackwardDone(0.0)
 
-    run = start(batch_size=6, shards=2)
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(4, 2))
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(steps := run.steps(TensorDataset(INPUTS[:6]), shuffle=False))
-    step.run(shared, update=lambda: [layer.weight.grad for layer in model])
-    for found in step.returned:
-        torch.testing.assert_close(found, INPUTS[:6].mean(0).expand(2, 4))
-    steps.close()
+    with first_step(start, model, INPUTS[:6], shards=2) as step:
+        step.run(shared, update=lambda: [layer.weight.grad for layer in model])
+        for found in step.returned:
+            torch.testing.assert_close(found, INPUTS[:6].mean(0).expand(2, 4))
 
 
 def test_a_weight_may_be_given_and_a_shard_of_weight_0_counts_for_nothing(start: Start) -> None:
@@ -126,28 +129,21 @@ def test_a_weight_may_be_given_and_a_shard_of_weight_0_counts_for_nothing(start:
 
 
 def test_gradients_that_something_else_left_do_not_count(start: Start) -> None:
-    run = start(batch_size=11, shards=1)
     model = nn.Linear(4, 2)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(steps := run.steps(TensorDataset(INPUTS), shuffle=False))
-    (expected,) = torch.autograd.grad(mean(model, [INPUTS]), [model.weight])
-    model.weight.grad = torch.full((2, 4), 5.0)
-    step.run(gone_backward, update=lambda: None if model.weight.grad is None else model.weight.grad.clone())
-    torch.testing.assert_close(step.returned, expected)
-    steps.close()
+    with first_step(start, model, INPUTS, shards=1) as step:
+        (expected,) = torch.autograd.grad(mean(model, [INPUTS]), [model.weight])
+        model.weight.grad = torch.full((2, 4), 5.0)
+        step.run(gone_backward, update=lambda: None if model.weight.grad is None else model.weight.grad.clone())
+        torch.testing.assert_close(step.returned, expected)
 
 
 def test_a_memory_check_covers_them_with_one_shard_too(start: Start) -> None:
-    run = start(batch_size=11, shards=1)
-    model = nn.Linear(4, 2)
+    run, model, seen = start(batch_size=11, shards=1), nn.Linear(4, 2), list[int]()
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step = next(steps := run.steps(TensorDataset(INPUTS), shuffle=False))
-    seen: list[int] = []
-    engine = run.inside.exact.require_engine()
-    engine.witness = lambda what, kept: seen.append(len(kept))
-    step.run(gone_backward)
+    for step in run.steps(TensorDataset(INPUTS)):
+        run.inside.exact.require_engine().witness = lambda what, kept: seen.append(len(kept))
+        step.run(gone_backward)
     assert sum(seen)
-    steps.close()
 
 
 @pytest.mark.parametrize(

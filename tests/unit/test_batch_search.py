@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import JobError
-from unisono_lab.study.batch_search import RESOLUTION, BatchSearch, failing_trial, finished_trial, searched
+from unisono_lab.study.batch_search import RESOLUTION, BatchSearch, finished_trial, searched
 from unisono_lab.study.results import BatchCurve, Tried, read_batch_curve
 
 pytestmark = pytest.mark.unit
@@ -220,8 +220,3 @@ def test_a_worker_that_grew_beyond_its_limit_when_nobody_looked_did_not_fit(run_
 def test_a_script_without_steps_is_refused(run_folder: Callable[..., Path]) -> None:
     with pytest.raises(JobError, match="took no step"):
         finished_trial(run_folder([]), 16, None)
-
-
-def test_a_trial_that_failed_tells_the_shards_if_it_came_so_far(run_folder: Callable[..., Path]) -> None:
-    assert failing_trial(run_folder([]), 16, 99.0, "too much").shards == 4
-    assert failing_trial(Path("nowhere"), 16, None, "too much").shards is None

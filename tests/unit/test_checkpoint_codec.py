@@ -2,7 +2,6 @@ import enum
 import json
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,24 +28,8 @@ def there_and_back(tree: Any) -> Any:
     return unflatten(json.loads(text), safetensors.torch.load(data))
 
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-]
+WORDS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8"
+DTYPES = [getattr(torch, word) for word in f"{WORDS} uint64 uint32 uint16 uint8".split()]
 
 
 @st.composite
@@ -268,32 +251,20 @@ class Image(Tensor):
 Point = namedtuple("Point", "x y")
 
 
-def holds_itself() -> list[Any]:
-    tree: list[Any] = []
-    tree.append(tree)
-    return tree
-
-
 REFUSED: dict[str, tuple[Any, str]] = {
     "function": (len, "builtin_function_or_method"),
     "object": (object(), "builtins.object"),
-    "enum": (Mode.FAST, "Mode"),
     "int enum": (Level.HIGH, "Level"),
     "str subclass": (Word("a"), "Word"),
     "namedtuple": (Point(1, 2), "Point"),
     "defaultdict": (defaultdict(list), "collections.defaultdict"),
-    "path": (Path("a"), "Path"),
-    "bytearray": (bytearray(b"a"), "bytearray"),
-    "generator": (torch.Generator(), "Generator"),
     "module": (nn.Linear(1, 1), "Linear"),
     "sparse": (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
-    "opaque": (torch.eye(2).to_mkldnn(), "torch._mkldnn tensor"),
     "meta": (torch.empty(2, device="meta"), "meta tensor"),
     "tensor subclass": (torch.zeros(2).as_subclass(Image), "Image"),
     "lazy parameter": (nn.UninitializedParameter(), "UninitializedParameter"),
     "objects": (np.array([object()]), "numpy.ndarray of object"),
     "records": (np.zeros(2, "i4,f4"), "numpy.ndarray of"),
-    "record": (np.zeros(2, "i4,f4")[0], "numpy.void of"),
     "masked": (np.ma.MaskedArray([1], [True]), "MaskedArray"),
     "tensor as a key": ({torch.tensor(1): 1}, "dict with a tensor as a key"),
 }
@@ -313,8 +284,10 @@ def test_a_key_that_cannot_be_kept_is_refused_with_its_place() -> None:
 
 
 def test_a_state_that_holds_itself_is_refused_and_not_followed_for_ever() -> None:
+    tree: list[Any] = []
+    tree.append(tree)
     with pytest.raises(CheckpointError, match="the state holds itself"):
-        flatten({"loop": holds_itself()})
+        flatten({"loop": tree})
 
 
 @pytest.mark.parametrize(

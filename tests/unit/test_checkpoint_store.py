@@ -54,6 +54,12 @@ def saved(store: CheckpointStore, *steps: int) -> None:
     store.wait()
 
 
+def newest(store: CheckpointStore) -> Snapshot:
+    found = store.newest()
+    assert found is not None
+    return found
+
+
 def folder_of(store: CheckpointStore, step: int) -> Path:
     return store._folder / f"step-{step:08d}"
 
@@ -92,22 +98,15 @@ def test_a_checkpoint_whose_contents_are_not_what_all_workers_held_is_passed_ove
     for step in (1, 2):
         store.save(snapshot(step), snapshot(step).digests())
     store.close()
-    path = tmp_path / "step-00000002" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["digests"]["model"] = "0" * 16
-    manifest.pop("sha256")
-    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps(manifest))
+    digests = json.loads((folder_of(store, 2) / "manifest.json").read_text())["digests"]
+    rewrite_manifest(folder_of(store, 2), digests={**digests, "model": "0" * 16})
     with pytest.warns(UnisonoWarning, match="goes on from step 1, since .* its model is not what all workers held"):
-        found = store.newest()
-    assert found is not None
-    assert found.step == 1
+        assert newest(store).step == 1
 
 
 def test_a_snapshot_comes_back_to_the_last_bit(store: CheckpointStore) -> None:
     saved(store, 5)
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     assert same(vars(found), vars(snapshot(5)))
     assert found.model["weight"] is found.model["tied"]
 
@@ -155,22 +154,16 @@ class LateWriter(Writer):
 
 
 def test_updates_after_save_do_not_reach_what_is_written(tmp_path: Path) -> None:
-    writer = LateWriter(tmp_path, lambda: WriterOrder(1, 1))
+    writer, changing = LateWriter(tmp_path, lambda: WriterOrder(1, 1)), snapshot(5)
     with closing(CheckpointStore(tmp_path / "checkpoints", writer=writer)) as store:
-        changes_after_save(store, writer.may.set)
-
-
-def changes_after_save(store: CheckpointStore, write: Callable[[], None]) -> None:
-    changing = snapshot(5)
-    store.save(changing)
-    for tensor in (changing.model["weight"], changing.optimizer[0]["state"][0]["exp_avg"], changing.state["average"]):
-        tensor.fill_(-1)
-    changing.state["progress"]["step"] = -1
-    changing.optimizer[0]["param_groups"].clear()
-    write()
-    found = store.newest()
-    assert found is not None
-    assert same(vars(found), vars(snapshot(5)))
+        store.save(changing)
+        for values in (changing.model["weight"], changing.optimizer[0]["state"][0]["exp_avg"]):
+            values.fill_(-1)
+        changing.state["average"].fill_(-1)
+        changing.state["progress"]["step"] = -1
+        changing.optimizer[0]["param_groups"].clear()
+        writer.may.set()
+        assert same(vars(newest(store)), vars(snapshot(5)))
 
 
 def test_a_state_that_cannot_be_kept_is_refused_at_once_and_harms_nothing(store: CheckpointStore) -> None:
@@ -219,30 +212,23 @@ def test_the_newest_stay_and_older_ones_go(store: CheckpointStore) -> None:
 def test_steps_are_ordered_as_numbers_beyond_eight_digits(store: CheckpointStore) -> None:
     saved(store, 99_999_999, 100_000_000, 9_999_999_999, 100_000_001)
     assert store.steps() == [99_999_999, 100_000_000, 100_000_001, 9_999_999_999]
-    found = store.newest()
-    assert found is not None
-    assert found.step == 9_999_999_999
+    assert newest(store).step == 9_999_999_999
 
 
 def test_the_same_step_again_takes_the_place_of_the_first(store: CheckpointStore) -> None:
     saved(store, 4, 5)
     store.save(snapshot(5, value=0.5))
-    found = store.newest()
-    assert found is not None
-    assert same(vars(found), vars(snapshot(5, value=0.5)))
+    assert same(vars(newest(store)), vars(snapshot(5, value=0.5)))
     assert names(store) == ["step-00000004", "step-00000005"]
 
 
 def test_one_that_is_about_to_be_replaced_counts_until_the_new_one_is_in_place(store: CheckpointStore) -> None:
     saved(store, 4, 5)
     folder_of(store, 5).rename(store._folder / "step-00000005.old")
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     assert (found.step, store.steps()) == (5, [4, 5])
     store.save(snapshot(5, value=0.5))
-    found = store.newest()
-    assert found is not None
-    assert same(vars(found), vars(snapshot(5, value=0.5)))
+    assert same(vars(newest(store)), vars(snapshot(5, value=0.5)))
     assert names(store) == ["step-00000004", "step-00000005"]
 
 
@@ -252,8 +238,7 @@ def test_the_new_one_counts_before_the_one_that_it_replaced(store: CheckpointSto
     store.save(snapshot(5, value=0.5))
     store.wait()
     (store._folder / "aside").rename(store._folder / "step-00000005.old")
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     assert found.model["weight"][0, 0] == 0.5
     saved(store, 5)
     assert names(store) == ["step-00000005"]
@@ -267,10 +252,8 @@ def test_with_keep_1_a_checkpoint_before_a_damaged_newer_one_is_not_removed(tmp_
     saved(store, 25)
     assert store.steps() == [25, 30]
     with pytest.warns(UnisonoWarning, match="goes on from step 25"):
-        found = store.newest()
+        assert newest(store).step == 25
     store.close()
-    assert found is not None
-    assert found.step == 25
 
 
 def test_a_failure_to_remove_an_old_one_does_not_harm_the_new_one(
@@ -287,9 +270,7 @@ def test_a_failure_to_remove_an_old_one_does_not_harm_the_new_one(
     with pytest.warns(UnisonoWarning, match=r"step 4 is written, but an older one could not be removed.*denied"):
         store.wait()
     assert [name for name, _ in events[-2:]] == ["checkpoint", "checkpoint not removed"]
-    found = store.newest()
-    assert found is not None
-    assert found.step == 4
+    assert newest(store).step == 4
 
 
 def test_a_checkpoint_that_was_moved_elsewhere_and_linked_loses_only_its_link(
@@ -298,9 +279,7 @@ def test_a_checkpoint_that_was_moved_elsewhere_and_linked_loses_only_its_link(
     saved(store, 1)
     folder_of(store, 1).rename(tmp_path / "elsewhere")
     folder_of(store, 1).symlink_to(tmp_path / "elsewhere")
-    found = store.newest()
-    assert found is not None
-    assert found.step == 1
+    assert newest(store).step == 1
     saved(store, 2, 3, 4)
     assert names(store) == ["step-00000002", "step-00000003", "step-00000004"]
     assert (tmp_path / "elsewhere" / "manifest.json").is_file()
@@ -312,9 +291,7 @@ def test_names_that_are_no_checkpoints_are_let_alone(store: CheckpointStore) -> 
         (store._folder / name).mkdir()
     (store._folder / "step-00000008").write_text("a file")
     assert store.steps() == [1]
-    found = store.newest()
-    assert found is not None
-    assert found.step == 1
+    assert newest(store).step == 1
 
 
 # --- when writing fails
@@ -336,9 +313,7 @@ def test_a_full_disk_is_warned_of_and_the_older_checkpoints_stay_whole(
     assert events[-1][0] == "checkpoint failed"
     assert events[-1][1]["step"] == 4
     assert names(store) == ["step-00000001", "step-00000002", "step-00000003"]
-    found = store.newest()
-    assert found is not None
-    assert same(vars(found), vars(snapshot(3)))
+    assert same(vars(newest(store)), vars(snapshot(3)))
     saved(store, 5)
     assert store.steps() == [2, 3, 5]
 
@@ -403,22 +378,15 @@ def leftover(folder: Path, pid: int, host: str) -> Path:
 NO_PID = 2**30  # beyond any system's largest
 
 
-def test_what_a_dead_writer_left_is_removed_at_the_next_start(tmp_path: Path, host: str) -> None:
-    left = leftover(tmp_path, NO_PID, host)
+@pytest.mark.parametrize(
+    ("pid", "stays"),
+    [(NO_PID, False), (os.getpid(), False), (os.getppid(), True)],
+    ids=["of the dead", "of our number, as each start in a container has", "of the living"],
+)
+def test_what_a_dead_writer_left_is_removed_at_the_next_start(pid: int, stays: bool, tmp_path: Path) -> None:
+    left = leftover(tmp_path, pid, origin())
     CheckpointStore(tmp_path)
-    assert not left.exists()
-
-
-def test_what_an_earlier_process_with_our_number_left_is_removed(tmp_path: Path, host: str) -> None:
-    left = leftover(tmp_path, os.getpid(), host)  # in a container every start has the same one
-    CheckpointStore(tmp_path)
-    assert not left.exists()
-
-
-def test_what_a_living_writer_has_under_way_is_let_alone(tmp_path: Path, host: str) -> None:
-    left = leftover(tmp_path, os.getppid(), host)
-    CheckpointStore(tmp_path)
-    assert left.exists()
+    assert left.exists() == stays
 
 
 def test_what_a_container_of_the_same_name_has_under_way_is_let_alone(tmp_path: Path) -> None:
@@ -444,20 +412,11 @@ def test_what_another_host_has_under_way_is_let_alone_until_it_is_silent_for_an_
     for path in (silent / "model.safetensors", silent):
         os.utime(path, (0, path.stat().st_mtime - 3700))
     os.utime(busy, (0, busy.stat().st_mtime - 3700))  # its newest file counts
+    (notes := tmp_path / ".tmp-notes").mkdir()
     CheckpointStore(tmp_path)
     assert busy.exists()
+    assert notes.exists()  # which nobody here has made
     assert not silent.exists()
-
-
-def test_what_is_not_from_here_is_let_alone(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-notes").mkdir()
-    CheckpointStore(tmp_path)
-    assert (tmp_path / ".tmp-notes").exists()
-
-
-@pytest.fixture
-def host() -> str:
-    return origin()
 
 
 # --- damage
@@ -484,19 +443,12 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def unlisted(folder: Path) -> None:
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    rewrite_manifest(folder, files={name: entry for name, entry in files.items() if name != "state.json"})
-
-
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "cut off": (lambda folder: cut(folder / "model.safetensors"), r"model\.safetensors has \d+ bytes instead of \d+"),
-    "emptied": (lambda folder: (folder / "state.json").write_bytes(b""), r"state\.json has 0 bytes instead"),
     "bit flipped": (
         lambda folder: flip(folder / "optimizer.safetensors"),
         r"optimizer\.safetensors has another sha256",
     ),
-    "bit of the state": (lambda folder: flip(folder / "state.json"), r"state\.json has another sha256"),
     "file missing": (
         lambda folder: (folder / "state.safetensors").unlink(),
         r"state\.safetensors cannot be read: No such",
@@ -507,10 +459,10 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         r"manifest\.json cannot",
     ),
     "manifest cut off": (lambda folder: cut(folder / "manifest.json"), r"manifest\.json cannot be read"),
-    "manifest a list": (lambda folder: (folder / "manifest.json").write_text("[]"), r"manifest\.json cannot"),
-    "manifest of lists": (lambda folder: rewrite_manifest(folder, files=[]), r"manifest\.json cannot be read"),
-    "manifest of numbers": (lambda folder: rewrite_manifest(folder, files={"a": 1}), r"manifest\.json cannot be read"),
-    "manifest without a file": (unlisted, r"manifest\.json does not list state\.json"),
+    "manifest without a file": (
+        lambda folder: rewrite_manifest(folder, files={}),
+        r"manifest\.json does not list state\.json",
+    ),
     "other format": (
         lambda folder: rewrite_manifest(folder, format=2),
         r"has format 2, this version .* reads format 1",
@@ -529,9 +481,8 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_used(
     saved(store, 1, 2)
     damage(folder_of(store, 2))
     with pytest.warns(UnisonoWarning, match=f"(?s)goes on from step 1, since .*step-00000002.*{words}") as caught:
-        found = store.newest()
+        found = newest(store)
     assert len(caught) == 1
-    assert found is not None
     assert same(vars(found), vars(snapshot(1)))
     assert events[-1][0] == "checkpoint damaged"
     assert events[-1][1]["step"] == 2
@@ -586,10 +537,9 @@ def test_contents_that_do_not_fit_together_are_damage_too(store: CheckpointStore
 
 def test_weights_come_from_a_run_folder_its_checkpoints_or_one_of_them(store: CheckpointStore, tmp_path: Path) -> None:
     saved(store, 1, 2)
-    expected = {place: load_weights(place)["count"].item() for place in (tmp_path, tmp_path / "checkpoints")}
-    assert set(expected.values()) == {2}
+    for place in (tmp_path, tmp_path / "checkpoints"):
+        assert same(dict(load_weights(place)), snapshot(2).model)
     assert load_weights(folder_of(store, 1))["count"] == 1
-    assert same(dict(load_weights(tmp_path)), snapshot(2).model)
 
 
 def test_weights_come_from_a_copy_with_another_name_and_through_links(store: CheckpointStore, tmp_path: Path) -> None:
@@ -626,12 +576,6 @@ def test_a_path_without_weights_is_named_with_what_to_give(tmp_path: Path, name:
         load_weights(tmp_path / name)
 
 
-def test_a_folder_named_like_a_checkpoint_that_is_none_says_so(tmp_path: Path) -> None:
-    (tmp_path / "step-00000001").mkdir()
-    with pytest.raises(CheckpointError, match="has no manifest"):
-        load_weights(tmp_path / "step-00000001")
-
-
 # -- weights that are not finite --------------------------------------------------------------------------------------
 
 
@@ -647,9 +591,7 @@ def healthy(step: int) -> Snapshot:
 
 def test_checkpoints_with_weights_that_are_not_finite_do_not_push_out_the_newest_healthy_one(tmp_path: Path) -> None:
     told: Events = []
-    with closing(
-        CheckpointStore(tmp_path, keep=2, on_event=lambda event, **fields: told.append((event, fields)))
-    ) as store:
+    with closing(CheckpointStore(tmp_path, keep=2, on_event=lambda event, **of: told.append((event, of)))) as store:
         for one in (healthy(1), healthy(2), spoiled(3), spoiled(4, "mean"), spoiled(5)):
             store.save(one)
         store.wait()
@@ -661,9 +603,7 @@ def test_checkpoints_with_weights_that_are_not_finite_do_not_push_out_the_newest
         with pytest.warns(
             UnisonoWarning, match="goes on from step 2, since .*step-00000004 holds .* NaN or infinite: 'mean'"
         ):
-            found = store.newest()
-        assert found is not None
-        assert found.step == 2
+            assert newest(store).step == 2
         assert [fields["step"] for event, fields in told if event == "checkpoint not finite"] == [4, 5]
 
 
@@ -672,9 +612,7 @@ def test_where_none_is_healthy_the_newest_is_used_and_manifests_that_say_nothing
         for one in (spoiled(1), spoiled(2)):
             store.save(one)
         store.wait()
-        found = store.newest()
-        assert found is not None
-        assert found.step == 2
+        assert newest(store).step == 2
         rewrite_manifest(folder_of(store, 1), not_finite=None)
         with pytest.warns(UnisonoWarning, match="goes on from step 1"):
             assert store.newest().step == 1

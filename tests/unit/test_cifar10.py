@@ -1,6 +1,7 @@
 """CIFAR-10's binary format, read from small files of the real layout, and all that can be wrong with it."""
 
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,17 +38,15 @@ def refusal(folder: Path, train: bool = True) -> str:
 
 
 def test_images_come_in_file_order_as_channels_rows_columns(folder: Path) -> None:
-    dataset = Cifar10(folder)
-    assert len(dataset) == 5 * RECORDS
-    for index in range(len(dataset)):
-        record = records_of(index // RECORDS)[index % RECORDS]
-        image, label = dataset[index]
-        assert image.dtype == torch.uint8
-        assert image.shape == (3, 32, 32)
-        assert type(label) is int
-        assert label == record[0]
+    records_of(1)[:1].tofile(folder / TRAIN_FILES[1])  # files may have different numbers of records
+    expected = [record for number in range(5) for record in records_of(number)[: 1 if number == 1 else RECORDS]]
+    dataset = Cifar10(folder.parent)
+    assert len(dataset) == len(expected)
+    for record, (image, label) in zip(expected, dataset, strict=True):  # type: ignore[call-overload]
+        assert (image.dtype, image.shape, type(label), label) == (torch.uint8, (3, 32, 32), int, record[0])
         red, green, blue = record[1:].reshape(3, 32, 32)
         assert np.array_equal(image.numpy(), np.stack([red, green, blue]))
+    assert np.array_equal(Cifar10(folder, train=False)[2][0].numpy().ravel(), records_of(5)[2, 1:])
 
 
 def test_indices_behave_as_those_of_a_list(folder: Path) -> None:
@@ -71,26 +70,39 @@ def test_a_loader_process_gets_the_path_not_the_images(folder: Path) -> None:
     assert torch.equal(pickle.loads(sent)[3][0], Cifar10(folder, train=False)[3][0])  # noqa: S301 - our own bytes
 
 
-def test_a_missing_folder_is_named_with_the_way_to_get_the_data(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "nowhere")
-    assert f"no folder {tmp_path / 'nowhere'}" in message
-    assert "cifar-10-binary.tar.gz" in message
-
-
 def test_a_missing_file_is_named(folder: Path) -> None:
     (folder / "data_batch_3.bin").unlink()
     assert "lacks data_batch_3.bin" in refusal(folder)
     assert len(Cifar10(folder, train=False)) == RECORDS
 
 
+@pytest.mark.parametrize(
+    ("there", "named", "words"),
+    [
+        ("", "nowhere", "no folder .*nowhere.*cifar-10-binary.tar.gz"),
+        ("", "", "data_batch_1.bin"),
+        ("cifar-10-batches-py/data_batch_1", "", "pickled.*cifar-10-binary.tar.gz"),
+        ("cifar-10-batches-py/data_batch_1", "cifar-10-batches-py", "pickled.*cifar-10-binary.tar.gz"),
+        ("cifar-10-python.tar.gz", "", "pickled.*cifar-10-binary.tar.gz"),
+        ("cifar-10-python.tar.gz", "cifar-10-python.tar.gz", "pickled.*cifar-10-binary.tar.gz"),
+        ("cifar-10-binary.tar.gz", "", "unpack it"),
+        ("cifar-10-binary.tar.gz", "cifar-10-binary.tar.gz", "unpack it"),
+        ("data_batch_1.bin", "data_batch_1.bin", "not a folder"),
+    ],
+)
+def test_what_is_no_folder_of_the_binary_version_is_named_with_what_to_do(
+    there: str, named: str, words: str, tmp_path: Path
+) -> None:
+    if there:
+        (tmp_path / there).parent.mkdir(exist_ok=True)
+        (tmp_path / there).write_bytes(b"")
+    assert re.search(words, refusal(tmp_path / named), re.DOTALL)
+
+
 @pytest.mark.parametrize("size", [0, 1, RECORD_BYTES - 1, RECORDS * RECORD_BYTES + 1])
 def test_a_file_of_the_wrong_size_is_named_with_its_size_and_the_expected_one(folder: Path, size: int) -> None:
     (folder / "data_batch_2.bin").write_bytes(bytes(size))
-    message = refusal(folder)
-    assert "data_batch_2.bin" in message
-    assert f"{size} bytes" in message
-    assert "3073" in message
-    assert "30730000" in message
+    assert re.search(rf"data_batch_2\.bin.*\b{size} bytes.*3073", refusal(folder), re.DOTALL)
 
 
 def test_a_label_that_is_none_is_named_with_file_and_record(folder: Path) -> None:
@@ -101,28 +113,6 @@ def test_a_label_that_is_none_is_named_with_file_and_record(folder: Path) -> Non
     message = refusal(folder)
     assert "data_batch_4.bin: record 2 has the label 10" in message
     assert "2 of 4 records" in message
-
-
-def pickled_folder(parent: Path) -> Path:
-    folder = parent / "cifar-10-batches-py"
-    folder.mkdir()
-    for name in (*TRAIN_FILES, *TEST_FILES):
-        (folder / name.removesuffix(".bin")).write_bytes(pickle.dumps({"labels": [0], "data": b""}))
-    return folder
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_the_pickled_version_is_refused_with_the_way_to_get_the_binary_one(tmp_path: Path, train: bool) -> None:
-    folder = pickled_folder(tmp_path)
-    for named in (folder, folder.parent):
-        message = refusal(named, train)
-        assert "pickled" in message
-        assert "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz" in message
-
-
-def test_the_binary_version_is_taken_when_both_lie_side_by_side(folder: Path) -> None:
-    pickled_folder(folder.parent)
-    assert len(Cifar10(folder.parent)) == 5 * RECORDS
 
 
 def test_synthetic_images_have_the_shape_of_real_ones_and_depend_on_seed_and_index_alone() -> None:

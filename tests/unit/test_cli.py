@@ -36,20 +36,24 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_the_command_line_tells_of_all_commands_without_torch() -> None:
-    program = "import sys, unisono.cli.app as cli; cli.application(); sys.exit('torch' in sys.modules)"
+OF_LAUNCHERS = {"asyncio", "psutil", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("program", "unloaded"),
+    [
+        ("import unisono.cli.app as cli; cli.application()", {"torch"}),
+        ("import unisono.cli.jobs", OF_LAUNCHERS),
+        ("import unisono.launch.worker", OF_LAUNCHERS),
+        (
+            "from unisono.cli.app import application; application(['status'])",
+            {"unisono.cli.run_command", "unisono_lab.commands.study"},
+        ),
+    ],
+)
+def test_commands_begin_without_what_only_others_need(program: str, unloaded: set[str]) -> None:
+    program += f"; import sys; sys.exit(bool({unloaded} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_commands_for_a_job_under_way_and_workers_begin_without_what_launchers_need() -> None:
-    for module in ("unisono.cli.jobs", "unisono.launch.worker"):
-        program = f"import sys, {module}; sys.exit(bool({{'asyncio', 'psutil', 'torch'}} & set(sys.modules)))"
-        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0, module
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert unisono("--version") == 0
-    assert capsys.readouterr().out == f"unisono {sys.modules['unisono'].__version__}\n"
 
 
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,12 +67,6 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_is_found_when_it_alone_is_loaded(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert unisono(command, "--help") == 0
     assert f"unisono {command}" in capsys.readouterr().out
-
-
-def test_a_command_does_not_load_the_others() -> None:
-    program = "import sys; from unisono.cli.app import application; application(['status'])\n"
-    program += "sys.exit('unisono.cli.run_command' in sys.modules or 'unisono_lab.commands.study' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -129,19 +127,6 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(script: Path, capsys: pytes
     assert "UNISONO_SHARDS=4" in text
     assert "OMP_NUM_THREADS=2" in text
     assert list(script.parent.iterdir()) == [script]
-
-
-def test_an_option_goes_before_the_environment_and_the_environment_before_the_default(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNISONO_SHARDS", "16")
-    monkeypatch.setenv("UNISONO_THREADS", "2")
-    monkeypatch.setenv("UNISONO_RUN_DIR", "/runs/mine")
-    assert unisono("run", "--dry-run", "--threads", "3", "train.py") == 0
-    text = capsys.readouterr().out
-    assert "UNISONO_SHARDS=16" in text
-    assert "UNISONO_THREADS=3" in text
-    assert "UNISONO_RUN_DIR=/runs/mine" in text
 
 
 def test_tuning_can_be_switched_off_by_an_option_and_by_a_variable(

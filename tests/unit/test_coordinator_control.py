@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 
 from unisono.cli import app as cli
-from unisono.cli.jobs import wait_for_status, table
+from unisono.cli.jobs import line, wait_for_status, table
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Address, Control, address_of, find_run
 from unisono.membership.token import make_token
 
 pytestmark = pytest.mark.unit
+
+ASKED = {"id": "w12", "rank": None, "host": "", "agent": "agent-1", "phase": "asked"}
+NOWHERE = {"connected": False, "leaving": False, "step": 0, "samples_per_s": 0.0}
+
+
+def member(rank: int) -> dict[str, Any]:
+    place = {"id": f"w{rank + 1}", "rank": rank, "host": "a", "agent": "agent-1", "phase": "working"}
+    return {**place, "connected": rank == 0, "leaving": rank == 1, "step": 120 + rank, "samples_per_s": 1520.4}
+
 
 STATUS: dict[str, Any] = {
     "generation": 3,
@@ -24,33 +33,8 @@ STATUS: dict[str, Any] = {
     "wanted": 3,
     "smallest": 2,
     "largest": 8,
-    "members": [
-        {
-            "id": f"w{rank + 1}",
-            "rank": rank,
-            "host": "a",
-            "agent": "agent-1",
-            "phase": "working",
-            "connected": rank == 0,
-            "leaving": rank == 1,
-            "step": 120 + rank,
-            "samples_per_s": 1520.4,
-        }
-        for rank in range(2)
-    ],
-    "others": [
-        {
-            "id": "w12",
-            "rank": None,
-            "host": "",
-            "agent": "agent-1",
-            "phase": "asked",
-            "connected": False,
-            "leaving": False,
-            "step": 0,
-            "samples_per_s": 0.0,
-        }
-    ],
+    "members": [member(0), member(1)],
+    "others": [{**ASKED, **NOWHERE}],
     "agents": [{"agent": "agent-1", "host": "a", "workers": 8, "connected": True, "leaving": False, "left_out": ""}],
     "excluded": [],
     "over": None,
@@ -171,41 +155,28 @@ def test_a_job_elsewhere_is_named_by_its_url(
 
 
 def test_options_may_stand_between_the_url_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.py").write_text("")
-    words = [
-        "https://127.0.0.1:1",
-        "-n",
-        "2",
-        "--token-file",
-        str(tmp_path / "none"),
-        str(tmp_path / "train.py"),
-        "-n",
-        "x",
-    ]
-    assert unisono("join", *words) == 2
+    (script := tmp_path / "train.py").touch()
+    options = ["-n", "2", "--token-file", str(tmp_path / "none")]
+    assert unisono("join", "https://127.0.0.1:1", *options, str(script), "-n", "x") == 2
     assert "the token of the job cannot be read" in capsys.readouterr().err
-    assert unisono("join", "-n", "2", str(tmp_path / "train.py")) == 2
+    assert unisono("join", "-n", "2", str(script)) == 2
     assert "which job?" in capsys.readouterr().err
 
 
-def test_the_status_says_who_was_left_out_and_why() -> None:
+def test_the_status_has_a_line_for_each_worker_and_agent_and_says_who_was_left_out_and_why() -> None:
     left_out = {**STATUS["agents"][0], "left_out": "a does not reach b at b:7: nobody answers"}
     found = {**STATUS, "agents": [left_out], "excluded": [{"worker": "w3", "host": "c", "why": "it did not form"}]}
-    assert table(found).splitlines()[-2:] == [
-        "agent-1 on a: room for 8, left out: a does not reach b at b:7: nobody answers",
-        "w3 on c was excluded: it did not form",
-    ]
-
-
-def test_the_status_has_a_line_for_each_worker_and_agent() -> None:
-    assert table(STATUS).splitlines() == [
+    assert table(found).splitlines() == [
         "training, generation 3: 2 of 3 workers (2:8)",
         "worker  rank  host  phase                            step  samples/s",
         "w1      0     a     working                          120   1520",
         "w2      1     a     working, leaving, not connected  121   1520",
         "w12                 asked",
-        "agent-1 on a: room for 8",
+        "agent-1 on a: room for 8, left out: a does not reach b at b:7: nobody answers",
+        "w3 on c was excluded: it did not form",
     ]
+    assert line({**STATUS, "over": {"digest": "abc", "reason": "", "preempted": False}}) == "over: done"
+    assert line({**STATUS, "over": {"digest": "", "reason": "w1 failed", "preempted": False}}) == "over: w1 failed"
 
 
 def test_the_status_for_programs_is_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +241,9 @@ def test_a_damaged_address_is_named(tmp_path: Path, text: str) -> None:
 
 def test_the_token_goes_to_no_other_host_without_tls(tmp_path: Path) -> None:
     make_token(tmp_path)
-    for url, private in (("http://10.0.0.1:1", False), ("https://10.0.0.1:1", True), ("http://[::1]:1", True)):
+    private_ones = ("https://10.0.0.1:1", "http://[::1]:1", "http://127.0.0.1:1", "http://localhost:1")
+    others = ("http://10.0.0.1:1", "http://127.0.0.1.example.org", "ftp://127.0.0.1", "http://[")
+    for url, private in (*((each, True) for each in private_ones), *((each, False) for each in others)):
         (tmp_path / "coordinator.json").write_text(json.dumps({"url": url}))
         if private:
             assert address_of(tmp_path).url == url

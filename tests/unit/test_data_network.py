@@ -275,14 +275,11 @@ def test_a_worker_with_the_keys_of_another_generation_is_turned_away() -> None:
         assert isinstance(first.exception(PATIENCE_S), NoProgress)
 
 
-def test_a_worker_with_the_secret_and_another_certificate_is_turned_away() -> None:
-    forged = replace(NetworkKeys.private(), secret=private().secret)
+@pytest.mark.parametrize("speaks", ["another certificate", "plain text"])
+def test_a_worker_with_the_secret_alone_is_turned_away(speaks: str) -> None:
+    secret = private().secret
+    forged = NetworkKeys(secret) if speaks == "plain text" else replace(NetworkKeys.private(), secret=secret)
     with meeting(2, [private(), forged], timeout_s=1.0) as found:
-        assert all(isinstance(one.exception(PATIENCE_S), WorkerLost) for one in found)
-
-
-def test_a_worker_that_speaks_plain_text_where_others_speak_tls_is_turned_away() -> None:
-    with meeting(2, [private(), NetworkKeys(private().secret)], timeout_s=1.0) as found:
         assert all(isinstance(one.exception(PATIENCE_S), WorkerLost) for one in found)
 
 

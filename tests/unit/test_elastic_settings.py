@@ -67,35 +67,30 @@ def test_what_cannot_work_is_named(script: Script, settings: dict[str, object], 
 # --- what is started
 
 
-def test_a_worker_is_told_who_it_is_and_where_the_coordinator_is() -> None:
-    seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
-    variables = elastic_command(
-        LaunchSettings(TRAIN, workers=4, options=options(shards=8)), Path("/runs/a"), seat
-    ).variables
-    assert variables["UNISONO_WORKER"] == "w3"
-    assert variables["UNISONO_LOCAL_RANK"] == "1"
-    assert variables["UNISONO_COORDINATOR"] == "http://127.0.0.1:4711"
-    assert Path(variables["UNISONO_TOKEN_FILE"]) == Path("/runs/a/token")
-    assert (variables["UNISONO_RUN_DIR"], variables["UNISONO_SHARDS"]) == ("/runs/a", "8")
-    assert not {"UNISONO_RANK", "UNISONO_WORLD_SIZE"} & variables.keys()
+SEAT = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
+
+
+def test_a_worker_is_told_who_it_is_and_where_the_coordinator_is_and_what_all_have_in_common() -> None:
+    settings = LaunchSettings(TRAIN, workers=4, options=options(shards=8, threads=2))
+    common = elastic_command(settings, Path("/runs/a"), None).variables
+    assert (common["UNISONO_RUN_DIR"], common["UNISONO_SHARDS"], common["OMP_NUM_THREADS"]) == ("/runs/a", "8", "2")
+    assert not {"UNISONO_RANK", "UNISONO_WORLD_SIZE"} & common.keys()
+    assert elastic_command(settings, Path("/runs/a"), SEAT).variables == {
+        **common,
+        "UNISONO_WORKER": "w3",
+        "UNISONO_LOCAL_RANK": "1",
+        "UNISONO_COORDINATOR": "http://127.0.0.1:4711",
+        "UNISONO_TOKEN_FILE": "/runs/a/token",
+    }
 
 
 def test_a_launcher_inside_of_an_elastic_worker_hands_on_nothing_of_it_and_the_other_way_round() -> None:
-    seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
-    elastic = elastic_command(LaunchSettings(TRAIN), Path("/runs/a"), seat)
+    elastic = elastic_command(LaunchSettings(TRAIN), Path("/runs/a"), SEAT)
     fixed = worker_command(LaunchSettings(TRAIN), Path("/runs/b"), 0, None)
     inside = fixed.environment(elastic.environment({"HOME": "/h"}))
     assert not {"UNISONO_WORKER", "UNISONO_COORDINATOR", "UNISONO_TOKEN_FILE"} & inside.keys()
     assert not {"UNISONO_RANK", "UNISONO_WORLD_SIZE"} & elastic.environment(inside).keys()
     assert inside["HOME"] == "/h"
-
-
-def test_the_fork_server_has_what_all_workers_have_in_common() -> None:
-    settings = LaunchSettings(TRAIN, options=options(threads=2))
-    common = elastic_command(settings, Path("/runs/a"), None).variables
-    seat = ElasticSeat("w3", 1, "http://127.0.0.1:4711", Path("/runs/a/token"))
-    assert elastic_command(settings, Path("/runs/a"), seat).variables == {**common, **seat.variables}
-    assert common["OMP_NUM_THREADS"] == "2"
 
 
 def test_the_coordinator_understands_what_it_is_told(tmp_path: Path) -> None:
@@ -127,9 +122,9 @@ def raised(worker: str, time: float) -> WorkerExit:
 def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
     exits = [exited("w1", -9, 10.0), raised("w2", 20.0), raised("w3", 20.1)]
     assert [each.rank for each in exits_that_ended_it(exits, None)] == ["w2", "w3"]
-    outcome = Outcome(
-        exits_that_ended_it(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed"))
-    )
+    told = [exited("w1", -9, 10.0, told_at=9.0), exited("w2", 75, 10.0)]  # whoever was told to end has not ended it
+    assert [each.rank for each in exits_that_ended_it(told, None)] == ["w2"]
+    outcome = Outcome(exits_that_ended_it(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed")))
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.exit_code) == ("w2", 1)
 
@@ -142,11 +137,6 @@ def test_a_kill_that_the_job_had_survived_is_not_blamed_for_an_error_right_after
     assert outcome.exit_code == 1
     assert "ValueError: boom" in outcome.summary()
     assert "SIGKILL" not in outcome.summary()
-
-
-def test_whoever_was_told_to_end_has_not_ended_the_job() -> None:
-    exits = [exited("w1", -9, 10.0, told_at=9.0), exited("w2", 75, 10.0)]
-    assert [each.rank for each in exits_that_ended_it(exits, None)] == ["w2"]
 
 
 @pytest.mark.parametrize(
@@ -167,41 +157,26 @@ def test_without_a_failure_on_this_host_the_coordinator_has_the_last_word(over: 
 def test_the_digest_is_known_here_though_the_main_worker_wrote_it_elsewhere(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     JobEnd.of(Outcome((), 3, "a", 1.0, conclusion=conclusion_of(JobOver(digest="abc")), digest="abc")).write(folder)
-    assert folder.read_result() == {
-        "weights_sha256": "abc",
-        "steps": None,
-        "samples": None,
-        "world_size": 3,
-        "seconds": 1.0,
-        **folder.mended(),
-        "exit_code": 0,
-        "error": None,
-    }
+    result = folder.read_result()
+    assert result is not None
+    assert (result["weights_sha256"], result["world_size"], result["exit_code"]) == ("abc", 3, 0)
 
 
 OVER = JobOver(digest="abc", main="w1", finished=("w1", "w2"))
 KILLED = -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("exits", "code"),
-    [
-        ([exited("w1", 0), exited("w2", KILLED)], 0),
-        ([exited("w1", KILLED), exited("w2", 0)], 137),
-        ([exited("w1", 0), raised("w2", 1.0)], 1),
-        ([exited("w1", 0), exited("w2", 5)], 5),
-        ([exited("w1", 0), exited("w2", 0), raised("w3", 1.0)], 0),
-        ([exited("w2", 0), exited("w3", KILLED)], 0),
-    ],
-    ids=[
-        "another worker is killed",
-        "the main worker is killed",
-        "another's last lines fail",
-        "another's last lines exit",
-        "a joiner fails that came too late",
-        "the main worker is on another host",
-    ],
-)
+AT_THE_END: dict[str, tuple[list[WorkerExit], int]] = {
+    "another worker is killed": ([exited("w1", 0), exited("w2", KILLED)], 0),
+    "the main worker is killed": ([exited("w1", KILLED), exited("w2", 0)], 137),
+    "another's last lines fail": ([exited("w1", 0), raised("w2", 1.0)], 1),
+    "another's last lines exit": ([exited("w1", 0), exited("w2", 5)], 5),
+    "a joiner fails that came too late": ([exited("w1", 0), exited("w2", 0), raised("w3", 1.0)], 0),
+    "the main worker is on another host": ([exited("w2", 0), exited("w3", KILLED)], 0),
+}
+
+
+@pytest.mark.parametrize(("exits", "code"), AT_THE_END.values(), ids=AT_THE_END.keys())
 def test_after_the_end_errors_count_and_so_does_the_loss_of_the_main_worker(exits: list[WorkerExit], code: int) -> None:
     outcome = Outcome(exits_that_count(exits, OVER), 3, "a", 1.0, conclusion=conclusion_of(OVER), digest=OVER.digest)
     assert outcome.exit_code == code
@@ -211,29 +186,19 @@ def test_after_the_end_errors_count_and_so_does_the_loss_of_the_main_worker(exit
 LOST = None
 
 
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [
-        ({"a1": 0, "a2": 0, "late": 0}, 0),
-        ({"a1": 0, "a2": 1}, 1),
-        ({"a1": 7, "a2": 1}, 7),
-        ({"a1": 137, "a2": 0}, 137),
-        ({"a1": LOST, "a2": 0}, 137),
-        ({"a1": 0, "a2": LOST}, 0),
-        ({"a1": 0, "a2": 0, "late": 1}, 0),
-        ({"a2": LOST, "left": 75}, 0),
-    ],
-    ids=[
-        "all is well",
-        "another's last lines fail",
-        "the main worker's last lines exit, and another's fail",
-        "the main worker is killed",
-        "the main worker's agent is lost",
-        "another agent is lost",
-        "an agent of a joiner that came too late",
-        "an agent has left before, and the main worker is here",
-    ],
-)
+ELSEWHERE: dict[str, tuple[dict[str, int | None], int]] = {
+    "all is well": ({"a1": 0, "a2": 0, "late": 0}, 0),
+    "another's last lines fail": ({"a1": 0, "a2": 1}, 1),
+    "the main worker's last lines exit, and another's fail": ({"a1": 7, "a2": 1}, 7),
+    "the main worker is killed": ({"a1": 137, "a2": 0}, 137),
+    "the main worker's agent is lost": ({"a1": LOST, "a2": 0}, 137),
+    "another agent is lost": ({"a1": 0, "a2": LOST}, 0),
+    "an agent of a joiner that came too late": ({"a1": 0, "a2": 0, "late": 1}, 0),
+    "an agent has left before, and the main worker is here": ({"a2": LOST, "left": 75}, 0),
+}
+
+
+@pytest.mark.parametrize(("codes", "code"), ELSEWHERE.values(), ids=ELSEWHERE.keys())
 def test_after_the_end_scripts_on_other_hosts_count_and_so_does_the_loss_of_the_main_workers(
     codes: dict[str, int | None], code: int
 ) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
@@ -47,12 +46,19 @@ class Guest:
         self.steps, self.losses = state["steps"], state["losses"]
 
 
-def fit(run: unisono.Run, max_steps: int | None = None) -> tuple[LoopPlace, str, Guest]:
+DATA = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+
+
+def prepared(run: unisono.Run) -> torch.optim.Optimizer:
     model = network()
     run.prepare(model, optimizer := momentum(model.parameters()))
+    return optimizer
+
+
+def fit(run: unisono.Run, max_steps: int | None = None) -> tuple[LoopPlace, str, Guest]:
+    optimizer = prepared(run)
     guest = run.register("guest", Guest())
-    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
-    steps = run.steps(data, epochs=EPOCHS, max_steps=max_steps)
+    steps = run.steps(DATA, epochs=EPOCHS, max_steps=max_steps)
     place = run.enter()
     assert guest.steps == (0 if place.is_over else place.step)
     first = place.batch
@@ -105,11 +111,9 @@ def test_a_guest_goes_on_where_its_run_was_stopped(
 
 def fit_in_two_loops(run: unisono.Run) -> str:
     """Two loops of one and a half epochs each, which are begun only where something is left of them."""
-    model = network()
-    run.prepare(model, momentum(model.parameters()))
-    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    prepared(run)
     for most in (9, 18):
-        steps = run.steps(data, epochs=EPOCHS, max_steps=most)
+        steps = run.steps(DATA, epochs=EPOCHS, max_steps=most)
         if not run.enter().is_over:
             for step in steps:
                 step.run(loss)
@@ -138,29 +142,25 @@ def test_a_loop_is_over_after_as_many_steps_as_it_may_have(start: Start) -> None
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 def test_the_last_step_that_a_loop_may_have_is_its_last(start: Start) -> None:
-    run, model = start(batch_size=8, shards=4), network()
-    run.prepare(model, momentum(model.parameters()))
-    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
-    last = [step.is_last for step in run.steps(data, epochs=9, max_steps=2) if step.run(loss)]
+    prepared(run := start(batch_size=8, shards=4))
+    last = [step.is_last for step in run.steps(DATA, epochs=9, max_steps=2) if step.run(loss)]
     assert last == [False, True]
-    assert list(run.steps(data, max_steps=2)) == []
+    assert list(run.steps(DATA, max_steps=2)) == []
 
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
 def test_a_loop_that_was_entered_and_is_not_begun_is_left(start: Start) -> None:
-    run, model = start(batch_size=8, shards=4), network()
-    run.prepare(model, momentum(model.parameters()))
-    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    prepared(run := start(batch_size=8, shards=4))
     with pytest.raises(JobError, match=r"run.enter: there is no loop .* steps = run.steps\(…\)"):
         run.enter()
-    run.steps(data)
+    run.steps(DATA)
     assert run.enter() == run.enter() == LoopPlace(0, 0)
-    for step in run.steps(data, max_steps=3):
+    for step in run.steps(DATA, max_steps=3):
         step.run(loss)
     with pytest.raises(JobError, match=r"run.enter: there is no loop"):
         run.enter()
-    held = run.steps(data)
+    held = run.steps(DATA)
     assert run.enter() == LoopPlace(3, 24)
     run.finish()
     held.close()
@@ -203,12 +203,10 @@ def test_whoever_joins_begins_the_guests_loop_where_the_others_are(
 
 def of_sizes(run: unisono.Run, *sizes: int | None, total: int = 2) -> tuple[str, list[int], list[int]]:
     """Loops with batches of these sizes, one after the other."""
-    model = network()
-    run.prepare(model, momentum(model.parameters()))
-    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+    prepared(run)
     found, numbers = list[int](), list[int]()
     for size in sizes:
-        for step in run.steps(data, epochs=total, batch_size=size):
+        for step in run.steps(DATA, epochs=total, batch_size=size):
             step.run(loss)
             found.append(step.size)
             numbers.append(step.number)
@@ -232,15 +230,13 @@ def test_each_loop_may_have_a_batch_size_of_its_own_and_the_bits_stay(tmp_path: 
 @pytest.mark.usefixtures("torch_settings_restored")
 def test_a_job_without_a_batch_size_takes_that_of_each_loop_and_the_bits_stay(tmp_path: Path) -> None:
     def script(run: unisono.Run) -> tuple[str, list[int], float]:
-        model = network()
-        run.prepare(model, momentum(model.parameters()))
-        data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
+        prepared(run)
         sizes = list[int]()
-        for steps in (run.steps(DataLoader(data, batch_size=16)), run.steps(data, batch_size=12)):
+        for steps in (run.steps(DataLoader(DATA, batch_size=16)), run.steps(DATA, batch_size=12)):
             for step in steps:
                 step.run(loss)
                 sizes.append(step.size)
-        found = run.evaluate(data, lambda model, batch: {"loss": loss(model, batch)})
+        found = run.evaluate(DATA, lambda model, batch: {"loss": loss(model, batch)})
         return run.finish(), sizes, found["loss"]
 
     late = Job.create(shards=4)
@@ -288,13 +284,12 @@ def fit_behind(run: unisono.Run, begin: int) -> str:
     torch.manual_seed(0)
     model = network()
     optimizer = momentum(model.parameters())
-    data = TensorDataset(torch.linspace(-2, 2, SAMPLES * 4).sin().view(-1, 4))
     if begin:
         weights, moments = deepcopy(BEHIND[begin])
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
     run.prepare(model, optimizer)
-    for step in run.steps(data, epochs=EPOCHS, begin=begin):
+    for step in run.steps(DATA, epochs=EPOCHS, begin=begin):
         step.run(loss)
         BEHIND[step.number + 1] = deepcopy((model.state_dict(), optimizer.state_dict()))
     return run.finish()
@@ -315,18 +310,8 @@ def test_a_loop_begins_behind_the_steps_that_a_checkpoint_of_somebody_elses_has(
 
 @pytest.mark.unit
 @pytest.mark.usefixtures("one_worker")
-def test_the_steps_behind_which_a_loop_begins_are_a_number(start: Start) -> None:
-    run, model = start(batch_size=8, shards=4), network()
-    run.prepare(model, momentum(model.parameters()))
-    with pytest.raises(JobError, match=r"run.steps\(begin=-1\): needs a number from 0 on"):
-        run.steps(TensorDataset(torch.zeros(8, 4)), begin=-1)
-
-
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
-@pytest.mark.parametrize("ends", [{"max_steps": -1}, {"epochs": -1}])
-def test_numbers_below_0_end_no_loop(start: Start, ends: dict[str, Any]) -> None:
-    run, model = start(batch_size=4), nn.Linear(4, 2)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(JobError, match=rf"run.steps\({next(iter(ends))}=-1\): needs a number from 0 on"):
-        run.steps(TensorDataset(torch.zeros(8, 4)), **{"epochs": 1, **ends})
+@pytest.mark.parametrize("what", ["max_steps", "epochs", "begin"])
+def test_numbers_below_0_are_no_bounds_of_a_loop(start: Start, what: str) -> None:
+    prepared(run := start(batch_size=4))
+    with pytest.raises(JobError, match=rf"run.steps\({what}=-1\): needs a number from 0 on"):
+        run.steps(DATA, **{"epochs": 1, what: -1})  # type: ignore[arg-type]

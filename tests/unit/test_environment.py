@@ -55,34 +55,37 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_without_variables_a_worker_is_alone() -> None:
-    assert recognise({"PATH": "/bin"}, "a") == Environment("single", 0, 1, 0, 1, "a")
-    assert recognise({}, "a").describe() == "single: one worker on host a"
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu03"}
+ALONE = {name: "0" if name.endswith("RANK") else "1" for name in UNISONO if "STORE" not in name}
+ELASTIC = {"UNISONO_COORDINATOR": "http://127.0.0.1:1", "UNISONO_WORKER": "w3", "UNISONO_LOCAL_RANK": "2"}
 
 
-def test_the_worker_of_an_elastic_job_knows_its_place_on_the_host_by_which_it_takes_a_device() -> None:
-    elastic = {"UNISONO_COORDINATOR": "http://127.0.0.1:1", "UNISONO_WORKER": "w3", "UNISONO_LOCAL_RANK": "2"}
-    assert recognise(elastic, "a") == Environment("single", 0, 1, 2, 3, "a")
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"PATH": "/bin"}, Environment("single", 0, 1, 0, 1, "a")),
+        ({"RANK": "", "WORLD_SIZE": ""}, Environment("single", 0, 1, 0, 1, "a")),
+        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}, Environment("single", 0, 1, 0, 1, "a")),
+        (SBATCH, Environment("single", 0, 1, 0, 1, "a")),
+        (SALLOC, Environment("single", 0, 1, 0, 1, "a")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Environment("env", 0, 1, 0, 1, "a")),
+        (ELASTIC, Environment("single", 0, 1, 2, 3, "a")),
+        (ALONE, Environment("unisono", 0, 1, 0, 1, "a")),
+    ],
+    ids=[
+        *("no variables", "empty ones", "an address alone", "a batch script", "a shell of salloc", "a world of one"),
+        *("an elastic worker, which knows its place on the host", "one worker of unisono run"),
+    ],
+)
+def test_a_worker_alone_meets_nobody(environ: dict[str, str], expected: Environment) -> None:
+    assert recognise(environ, "a") == expected
 
 
-def test_the_host_is_named_by_the_system_unless_given() -> None:
-    assert recognise({}).host
-
-
-def test_unisono_run_hands_its_open_socket_to_rank_0() -> None:
-    assert recognise(UNISONO, "a") == Environment(
-        "unisono", 0, 4, 0, 4, "a", RendezvousAddress("127.0.0.1", 4711, store_fd=9)
-    )
-
-
-def test_other_ranks_of_unisono_run_have_no_socket() -> None:
+def test_unisono_run_hands_its_open_socket_to_rank_0_alone() -> None:
+    address = RendezvousAddress("127.0.0.1", 4711, store_fd=9)
+    assert recognise(UNISONO, "a") == Environment("unisono", 0, 4, 0, 4, "a", address)
     other = without(UNISONO, "UNISONO_STORE_FD") | {"UNISONO_RANK": "3", "UNISONO_LOCAL_RANK": "3"}
     assert recognise(other, "a").rendezvous == RendezvousAddress("127.0.0.1", 4711)
-
-
-def test_one_worker_of_unisono_run_meets_nobody() -> None:
-    alone = {name: "0" if name.endswith("RANK") else "1" for name in UNISONO if "STORE" not in name}
-    assert recognise(alone, "a") == Environment("unisono", 0, 1, 0, 1, "a")
 
 
 def test_torchrun_is_recognised_and_described_in_one_line() -> None:
@@ -91,45 +94,26 @@ def test_torchrun_is_recognised_and_described_in_one_line() -> None:
     assert environment.describe() == "torchrun: rank 2 of 4 on host a, rendezvous 10.0.0.1:29500"
 
 
-def test_an_ipv6_rendezvous_is_described_readably() -> None:
-    assert "[fe80::1]:29500" in recognise(TORCHRUN | {"MASTER_ADDR": "fe80::1"}).describe()
-
-
 def test_unisono_comes_before_torchrun_and_torchrun_before_slurm() -> None:
     assert recognise(UNISONO | TORCHRUN | SRUN).launcher == "unisono"
     assert recognise(TORCHRUN | SRUN).launcher == "torchrun"
     assert recognise(PLAIN | SRUN).launcher == "env"
 
 
-def test_plain_variables_on_loopback_mean_one_host() -> None:
-    environment = recognise(PLAIN | {"MASTER_ADDR": "127.0.0.1"}, "a")
-    assert environment == Environment("env", 2, 4, 2, 4, "a", RendezvousAddress("127.0.0.1", 29500))
-
-
-def test_plain_variables_with_the_local_ones_are_taken_as_they_are() -> None:
-    environment = recognise(PLAIN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "a")
-    assert (environment.local_rank, environment.local_world_size, environment.note) == (0, 2, "")
-
-
-def test_what_is_assumed_about_a_host_is_said() -> None:
-    alone = recognise(PLAIN, "a")
-    assert (alone.local_rank, alone.local_world_size) == (0, 1)
-    assert "LOCAL_RANK is not set" in alone.describe()
-    several = recognise(PLAIN | {"LOCAL_RANK": "1"}, "a")
-    assert (several.local_rank, several.local_world_size) == (1, 4)
-    assert "LOCAL_WORLD_SIZE is not set" in several.describe()
-
-
-def test_a_world_of_one_needs_no_address() -> None:
-    assert recognise({"RANK": "0", "WORLD_SIZE": "1"}, "a") == Environment("env", 0, 1, 0, 1, "a")
-
-
-def test_a_variable_that_is_empty_is_not_set() -> None:
-    assert recognise({"RANK": "", "WORLD_SIZE": ""}).launcher == "single"
-
-
-def test_an_address_alone_says_nothing_about_workers() -> None:
-    assert recognise({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).launcher == "single"
+@pytest.mark.parametrize(
+    ("said", "place", "words"),
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, (2, 4), ""),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (0, 2), ""),
+        ({}, (0, 1), "LOCAL_RANK is not set"),
+        ({"LOCAL_RANK": "1"}, (1, 4), "LOCAL_WORLD_SIZE is not set"),
+    ],
+)
+def test_what_is_assumed_about_a_host_is_said(said: dict[str, str], place: tuple[int, int], words: str) -> None:
+    found = recognise(PLAIN | said, "a")
+    assert (found.launcher, found.local_rank, found.local_world_size) == ("env", *place)
+    assert words in found.describe()
+    assert bool(found.note) == bool(words)
 
 
 def test_a_step_of_slurm_is_recognised() -> None:
@@ -150,15 +134,6 @@ def test_all_tasks_of_a_step_derive_one_port_and_other_steps_another() -> None:
 def test_address_and_port_of_a_step_can_be_given() -> None:
     given = recognise(SRUN | {"MASTER_ADDR": "login", "MASTER_PORT": "4000"}).rendezvous
     assert given == RendezvousAddress("login", 4000)
-
-
-def test_a_batch_script_is_one_worker_although_slurm_names_five_tasks() -> None:
-    assert recognise(SBATCH, "a").launcher == "single"
-
-
-def test_an_salloc_shell_is_one_worker() -> None:
-    salloc = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu03"}
-    assert recognise(salloc, "a").launcher == "single"
 
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291", "4294967292"])
@@ -185,8 +160,6 @@ def test_a_step_without_counts_per_host_says_what_it_assumes() -> None:
         ({"WORLD_SIZE": "2"}, "RANK is not set in the environment, but WORLD_SIZE=2 is: set both"),
         (PLAIN | {"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 .*contradict.* 0 to 3"),
         (PLAIN | {"RANK": "two"}, "RANK='two' .*whole number of at least 0"),
-        (PLAIN | {"RANK": "-1"}, "RANK='-1' .*whole number"),
-        (PLAIN | {"RANK": "9" * 5000}, "RANK='999"),
         (PLAIN | {"WORLD_SIZE": "0"}, "WORLD_SIZE='0' .*at least 1"),
         (PLAIN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
         (PLAIN | {"MASTER_PORT": "65536"}, "MASTER_PORT='65536' .*at most 65535"),
@@ -198,10 +171,8 @@ def test_a_step_without_counts_per_host_says_what_it_assumes() -> None:
         (PLAIN | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2"),
         (PLAIN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and WORLD_SIZE=4"),
         (without(TORCHRUN, "RANK"), "RANK is not set .*started by torchrun"),
-        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set .*started by torchrun"),
         (without(UNISONO, "UNISONO_STORE"), "UNISONO_STORE is not set .*unisono run"),
         (UNISONO | {"UNISONO_STORE": "4711"}, "UNISONO_STORE='4711'.*ADDRESS:PORT"),
-        (UNISONO | {"UNISONO_STORE": "a:65536"}, "UNISONO_STORE='a:65536'.*ADDRESS:PORT"),
         (UNISONO | {"UNISONO_STORE_FD": "x"}, "UNISONO_STORE_FD='x'"),
         (UNISONO | {"UNISONO_RANK": "4"}, "UNISONO_RANK=4 and UNISONO_WORLD_SIZE=4"),
         (SRUN | {"SLURM_PROCID": "5"}, "SLURM_PROCID=5 and SLURM_STEP_NUM_TASKS=5"),

@@ -114,17 +114,21 @@ def test_a_damaged_file_of_metrics_is_no_line(text: bytes, tmp_path: Path) -> No
     assert newest_line(tmp_path) is None
 
 
-def test_figures_of_the_script_are_bounded_in_number_and_length(tmp_path: Path) -> None:
+def test_figures_of_the_script_and_parts_of_a_step_are_bounded_in_number_and_length(tmp_path: Path) -> None:
     many = {f"figure {number}": number for number in range(500)}
     odd = {"x" * 500: 1, "\ud800": 1, "a\nb": 1, "huge": 10**400, "text": "1", "list": [1], "endless": float("inf")}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({**LINE, **odd, **many}) + '\n{"step": 42, "beside": 1}\n{"st')
+    seconds = {"\ud800": 1.0, "a\nb": 1.0, "x" * 500: 1.0, "total": 0.5, **{f"part {one}": 1.0 for one in range(500)}}
+    told = {**LINE, **odd, **many, "seconds": seconds}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(told) + '\n{"step": 42, "beside": 1}\n{"st')
     line = newest_line(tmp_path)
     assert line is not None
     assert line["step"] == 41
-    logged = [
-        labels for (name, labels), _ in values(exposition(training(), line, "1.2")).items() if name == "unisono_logged"
-    ]
-    assert len(logged) == 64
+    found = values(exposition(training(), line, "1.2"))
+    logged, parts = (
+        [labels for name, labels in found if name == of] for of in ("unisono_logged", "unisono_step_duration_seconds")
+    )
+    assert len(logged) == len(parts) == 64
+    assert ("total",) in parts
     assert not {("huge",), ("text",), ("list",), ("a\nb",)} & set(logged)
 
 

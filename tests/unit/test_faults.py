@@ -58,7 +58,9 @@ def test_a_script_of_every_kind_is_the_same_after_it_was_written_and_read() -> N
     assert Faults.from_toml("") == Faults()
 
 
-def test_a_script_does_not_change() -> None:
+def test_a_script_does_not_change_and_what_is_built_is_checked_like_what_is_written() -> None:
+    with pytest.raises(JobError, match=r"fault 2 \(kill\): rank = -1"):
+        Faults().join(at_step=0).kill(rank=-1, at_step=0)
     first = Faults().kill(rank=0, at_step=2)
     second = first.join(at_step=3)
     assert (len(first.faults), len(second.faults)) == (1, 2)
@@ -73,21 +75,14 @@ def test_a_script_does_not_change() -> None:
             'kind = "kill"\nrank = -1\nat_step = 2',
             r"fault 2 \(kill\): rank = -1: needs to be greater than or equal to 0",
         ),
-        ('kind = "kill"\nrank = 1.5\nat_step = 2', r"fault 2 \(kill\): rank = 1.5: needs to be a valid integer"),
         ('kind = "kill"\nat_step = 2', r"fault 2 \(kill\): rank is missing: write rank = …"),
         ('kind = "kill"\nrank = 1\nat_step = 2\nfor_s = 1', r"fault 2 \(kill\): for_s is unknown: kill has "),
-        ('kind = "kill"\nrnk = 1\nat_step = 2', r"fault 2 \(kill\): rnk is unknown: kill has .*rank"),
         ('kind = "bite"\nrank = 1', r"fault 2: kind 'bite' is unknown: use one of kill, stop, "),
         ("rank = 1", r"fault 2: kind None is unknown"),
         ('kind = ["kill"]', r"fault 2: kind \['kill'\] is unknown"),
-        ("kind = {a = 1}", r"fault 2: kind \{'a': 1\} is unknown"),
-        ('kind = "kill"\nrank = 0\nat_step = 1\nafter_s = 1e300', r"after_s = 1e\+300: needs to be less than or equal"),
         ('kind = "stop"\nrank = 0\nat_step = 1\nfor_s = 1e300', r"for_s = 1e\+300: needs to be less than or equal"),
-        ('kind = "slow"\nrank = 0\nat_step = 1\nfactor = 1e300', r"factor = 1e\+300: needs to be less than or equal"),
-        ('kind = "slow"\nrank = 1\nfactor = 0.5\nat_step = 1', r"fault 2 \(slow\): factor = 0.5: needs to be greater"),
         ('kind = "slow"\nrank = 1\nfactor = inf\nat_step = 1', r"fault 2 \(slow\): factor = inf: needs to be a finite"),
         ('kind = "stop"\nrank = 1\nat_step = 1\nfor_s = 0', r"fault 2 \(stop\): for_s = 0: needs to be greater than 0"),
-        ('kind = "resize"\nworkers = 0\nat_step = 1', r"fault 2 \(resize\): workers = 0: needs to be greater than or"),
         (
             'kind = "kill"\nrank = 0\nat_step = 1\npoint = "state taken"',
             r"fault 2 \(kill\): point = 'state taken' belongs to a recovery: also write during = \"recovery\"",
@@ -117,11 +112,8 @@ def test_a_script_that_is_none_is_refused(text: str, words: str, tmp_path: Path)
     path.write_text(text)
     with pytest.raises(JobError, match=rf"script\.toml.*{words}"):
         Faults.read(path)
-
-
-def test_what_is_built_is_checked_like_what_is_written() -> None:
-    with pytest.raises(JobError, match=r"fault 2 \(kill\): rank = -1"):
-        Faults().join(at_step=0).kill(rank=-1, at_step=0)
+    with pytest.raises(JobError, match=r"/nowhere\.toml cannot be read"):
+        Faults.read(Path("/nowhere.toml"))
 
 
 # -- what is drawn
@@ -237,12 +229,8 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_befo
         FaultInjector(Faults().flip_bit(rank=0, at_step=4, place="checkpoint", bit=12_345)).attach(run)
         loop(run)
     assert struck(run) == [(1, 4)]
-    store = CheckpointStore(run.dir / "checkpoints")
-    assert store.steps() == [2, 4]
-    with pytest.warns(UnisonoWarning, match="goes on from step 2, since .*model.safetensors"):
-        found = store.newest()
-    assert found is not None
-    assert found.step == 2
+    with pytest.warns(UnisonoWarning, match="goes on from step 2, since .*step-00000004.*model.safetensors"):
+        CheckpointStore(run.dir / "checkpoints").newest()
 
 
 def test_a_bit_to_flip_in_a_checkpoint_that_is_not_there_is_an_error(training: unisono.Run) -> None:
@@ -280,23 +268,26 @@ def test_a_plugin_is_called_with_the_run_before_the_script_has_it(
         assert struck(run) == [(1, 2)]
 
 
-def test_fault_injection_without_a_plan_says_how_to_name_one(
-    tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (None, r"UNISONO_FAULTS names no fault plan: use unisono run --faults"),
+        (
+            Faults().kill(rank=0, at_step=2).join(at_step=3),
+            r"fault 2 \(join\) needs an elastic job: unisono run -n A:B",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("one_worker")
+def test_a_plan_that_is_missing_or_needs_an_elastic_job_is_refused(
+    plan: Faults | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
     monkeypatch.delenv("UNISONO_FAULTS", raising=False)
-    with pytest.raises(JobError, match=r"UNISONO_FAULTS names no fault plan: use unisono run --faults"):
-        unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
-
-
-def test_a_fault_that_needs_an_elastic_job_is_refused_elsewhere(
-    tmp_path: Path, one_worker: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "script.toml"
-    script.write_text(Faults().kill(rank=0, at_step=2).join(at_step=3).to_toml())
-    monkeypatch.setenv("UNISONO_PLUGINS", PLUGIN)
-    monkeypatch.setenv("UNISONO_FAULTS", os.fspath(script))
-    with pytest.raises(JobError, match=r"fault 2 \(join\) needs an elastic job: unisono run -n A:B"):
+    if plan is not None:
+        (script := tmp_path / "script.toml").write_text(plan.to_toml())
+        monkeypatch.setenv("UNISONO_FAULTS", os.fspath(script))
+    with pytest.raises(JobError, match=words):
         unisono.init(batch_size=8, shards=2, run_dir=tmp_path / "run")
 
 
@@ -305,7 +296,6 @@ def test_a_fault_that_needs_an_elastic_job_is_refused_elsewhere(
     [
         ("nowhere:begin", r"UNISONO_PLUGINS='nowhere:begin' cannot be imported: ModuleNotFoundError: No module"),
         ("json:begin", r"json has no begin"),
-        ("json", r"UNISONO_PLUGINS='json': write module:name"),
         ("json:__name__", r"is no function"),
         (".a:b", r"UNISONO_PLUGINS='\.a:b': write module:name"),
     ],

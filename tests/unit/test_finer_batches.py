@@ -39,15 +39,10 @@ def test_alone_the_batches_have_the_shapes_that_were_decided_and_every_sample_is
     assert problems(Samples.read(serial.folder), len(seen), SHARDS) == []
 
 
-@pytest.mark.parametrize(
-    "workers", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
-)
-def test_weights_metrics_and_decisions_are_the_same_on_any_number_of_workers(
-    workers: int, serial: Done, tmp_path: Path
-) -> None:
-    done = train(Cluster(tmp_path), workers)
+def test_weights_metrics_and_decisions_are_the_same_on_three_workers(serial: Done, tmp_path: Path) -> None:
+    done = train(Cluster(tmp_path), 3)
     assert done.outcome == serial.outcome
-    assert len(done.world.formed[0]) == workers
+    assert len(done.world.formed[0]) == 3
     assert problems(Samples.read(done.folder), len(serial.metrics), SHARDS, Samples.read(serial.folder)) == []
 
 
@@ -59,16 +54,15 @@ def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(s
     assert problems(Samples.read(done.folder), len(serial.metrics), SHARDS, Samples.read(serial.folder)) == []
 
 
-@pytest.mark.parametrize("steps", [pytest.param(6, marks=pytest.mark.slow), 16])
 def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_workers(
-    steps: int, serial: Done, tmp_path: Path
+    serial: Done, tmp_path: Path
 ) -> None:
     cluster, folder = Cluster(tmp_path), tmp_path / "run"
-    train(cluster, 3, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER=f"{steps}")
-    assert len(Done.metrics_in(folder)) == steps
+    train(cluster, 3, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER="16")
+    assert len(Done.metrics_in(folder)) == 16
     again = train(cluster, 2, folder=folder)
     assert again.outcome == serial.outcome
-    assert [line["step"] for line in again.journal("resumed")] == [steps]
+    assert [line["step"] for line in again.journal("resumed")] == [16]
 
 
 def test_a_worker_that_decides_another_number_of_shards_is_caught_and_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,16 +24,6 @@ STEPS = 24
 def train(folder: Path, workers: int, way: str, /, **settings: object) -> Done:
     shards = 1 if way == "whole" else 6
     return Cluster(folder)(SCRIPT, workers, shards=shards, arguments=[way], **settings)  # type: ignore[arg-type]
-
-
-def small(folder: Path) -> tuple[unisono.Run, TensorDataset]:
-    """A run in float16 of a model of one layer, and data of a single batch."""
-    run, model = (
-        unisono.init(batch_size=4, shards=1, arithmetic={"precision": "fp16"}, run_dir=folder),
-        torch.nn.Linear(2, 1),
-    )
-    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    return run, TensorDataset(torch.ones(4, 2))
 
 
 def scales(done: Done) -> list[tuple[bool, float]]:
@@ -142,31 +133,35 @@ def test_kfac_sees_gradients_as_they_are_and_is_refused(tmp_path: Path, torch_se
     run.close()
 
 
-@pytest.mark.unit
-def test_gradients_of_a_loss_that_nobody_has_scaled_are_refused(tmp_path: Path, torch_settings_restored: None) -> None:
-    run, data = small(tmp_path)
-
-    def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> unisono.BackwardDone:
-        loss = model(batch[0]).mean()
-        loss.backward()
-        return unisono.BackwardDone(loss)
-
-    with pytest.raises(LossError, match="BackwardDone"):
-        for step in run.steps(data, epochs=2):
-            step.run(loss_fn)
-    run.close()
+def gone_backward(model: torch.nn.Module, batch: list[torch.Tensor]) -> unisono.BackwardDone:
+    (loss := model(batch[0]).mean()).backward()
+    return unisono.BackwardDone(loss)
 
 
 @pytest.mark.unit
 @pytest.mark.filterwarnings("ignore:10 steps in a row were skipped")
-def test_a_gradient_that_is_never_finite_ends_the_job_at_the_smallest_scale(
-    tmp_path: Path, torch_settings_restored: None
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "words"),
+    [
+        (lambda model, batch: model(batch[0]).mean() * float("nan"), NonFiniteLoss, "step 0: the loss is nan"),
+        (gone_backward, LossError, "BackwardDone"),
+        (
+            lambda model, batch: (model(batch[0]) * 0).float().sqrt().mean(),
+            NonFiniteLoss,
+            "step 36: the gradient of weight is nan",
+        ),
+    ],
+    ids=["a loss that is not finite", "one that nobody has scaled", "a gradient that is never finite"],
+)
+def test_what_no_scale_makes_finite_ends_the_job(
+    loss_fn: Any, error: type[Exception], words: str, tmp_path: Path, torch_settings_restored: None
 ) -> None:
-    run, data = small(tmp_path)
-    with pytest.raises(NonFiniteLoss, match="step 36: the gradient of weight is nan"):
-        for step in run.steps(data, epochs=40):
-            step.run(lambda model, batch: (model(batch[0]) * 0).float().sqrt().mean())
-    assert run.inside.trained.loss_scale.value == LEAST
+    run = unisono.init(batch_size=4, shards=1, arithmetic={"precision": "fp16"}, run_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(error, match=words):
+        for step in run.steps(TensorDataset(torch.ones(4, 2)), epochs=40):
+            step.run(loss_fn)
     run.close()
 
 

@@ -61,6 +61,10 @@ class Centered(nn.Module):
         return found
 
 
+def prepared(run: unisono.Run, model: nn.Module, state: Any) -> None:
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
+
+
 def trained(run: unisono.Run, epochs: int = 2) -> tuple[Any, ...]:
     model, metric, last = Centered(), Metric(), torch.zeros(3, dtype=torch.float64)
     state = {"metric": (metric, RULES), "center": model.center, "last": (last, "first")}
@@ -105,7 +109,7 @@ def test_the_bits_are_those_of_one_worker(workers: int, tmp_path: Path) -> None:
 
 def trained_with_few(run: unisono.Run) -> list[float]:
     model, metric = Centered().linear, Metric()
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, {"scores": "cat"})})
+    prepared(run, model, {"metric": (metric, {"scores": "cat"})})
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
         if batch[0][0, 0] > 0:
@@ -162,7 +166,7 @@ def test_a_run_goes_on_with_it_on_another_number_of_workers(tmp_path: Path) -> N
 def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
     run, metric = start(batch_size=11, arithmetic={"on_nan": "skip"}), Metric()
     model = nn.Linear(3, 2)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
+    prepared(run, model, {"metric": (metric, RULES)})
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
         metric.update(batch[0])
@@ -188,6 +192,9 @@ def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
         ({"a": (Metric(), {"none": "sum"})}, "a Metric, has no attribute none that holds a tensor"),
         ({"a": (Metric(), {"rows": "cat"}), "a.rows": torch.zeros(2)}, "two entries have the same name"),
         ({"a": INPUTS, "b": INPUTS}, "state a and state b are the same tensor"),
+        ([torch.zeros(1)], "give a dict"),
+        ({"wide": torch.zeros(1).expand(4)}, "'wide' is sparse or expanded"),
+        ({"thin": torch.eye(3).to_sparse()}, "'thin' is sparse or expanded"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_in_clear_words(start: Start, state: Any, said: str) -> None:
@@ -201,7 +208,7 @@ def test_what_cannot_be_combined_is_refused_in_clear_words(start: Start, state: 
 def test_a_checkpoint_with_other_state_is_refused_by_name(start: Start) -> None:
     def run_with(state: Any) -> None:
         run, model = start(checkpoints={"every": 1}), nn.Linear(3, 2)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
+        prepared(run, model, state)
         for step in run.steps(TensorDataset(INPUTS)):
             step.run(lambda model, batch: model(batch[0]).sum())
         run.close()
@@ -230,7 +237,7 @@ def test_what_is_no_tensor_any_more_is_named(start: Start, attribute: str, now: 
     metric.listed = [torch.ones(2)]  # type: ignore[attr-defined]
     model = nn.Linear(3, 2)
     state = {"metric": (metric, {**RULES, "listed": "cat"})}
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
+    prepared(run, model, state)
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
         setattr(metric, attribute, now)
@@ -279,7 +286,7 @@ def test_a_tensor_whose_writes_torch_does_not_count_is_refused(start: Start, nam
     def train() -> None:
         if when == "before":
             assign()
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
+        prepared(run, model, {"metric": (metric, RULES)})
         for step in run.steps(TensorDataset(INPUTS)):
             step.run(lambda model, batch: model(batch[0]).sum())
             if when != "before" and step.number == (2 if when == "in the last body" else 0):
@@ -298,7 +305,7 @@ def test_a_body_that_changes_a_form_is_refused_before_a_checkpoint_that_nobody_c
     start: Start, name: str, shards: int
 ) -> None:
     run, metric, model = start(batch_size=4, shards=shards, checkpoints={"every": 1}), Metric(), Buffered()
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state={"metric": (metric, RULES)})
+    prepared(run, model, {"metric": (metric, RULES)})
 
     def loss_fn(model: Any, batch: Any) -> Tensor:
         metric.update(batch[0])  # some of it grows, as it may
@@ -323,19 +330,3 @@ def test_a_body_that_changes_a_form_is_refused_before_a_checkpoint_that_nobody_c
         train()
     run.close()
     assert [path.name for path in sorted((run.dir / "checkpoints").iterdir())] == ["step-00000001"]
-
-
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ([torch.zeros(1)], "give a dict"),
-        ({"wide": torch.zeros(1).expand(4)}, "'wide' is sparse or expanded"),
-        ({"thin": torch.eye(3).to_sparse()}, "'thin' is sparse or expanded"),
-    ],
-)
-def test_what_cannot_be_set_is_refused(start: Start, state: Any, said: str) -> None:
-    run, model = start(batch_size=4), nn.Linear(3, 2)
-    with pytest.raises(ModelError, match=said):
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)

@@ -110,14 +110,6 @@ def test_workers_that_cannot_be_had_are_not_asked_for_again_and_again() -> None:
     assert found.said("resize").count(3) == 1
 
 
-def test_it_says_what_it_goes_by() -> None:
-    found = training(FREE, noise_scale=1000.0).run(100)
-    why = next(one.why for _, one in found.decided if one.verb == "resize")
-    assert {"goodput", "goal_goodput", "goal_workers", "goal_batch_size", "noise_scale", "a_c", "b_c", "a_r"} <= set(
-        why
-    )
-
-
 class FitsAnew(GoodputPolicy):
     """A fit that still holds is kept by the main worker alone."""
 

@@ -86,15 +86,20 @@ def test_a_failure_ends_its_own_part_only() -> None:
     assert exit_code(parts, [row for row in rows if row.part != "a"]) == 0  # a figure that is missing
 
 
-def test_a_digest_that_differs_fails_the_check() -> None:
-    rows, code = rows_of("digests", checks(mlp_1=ended("a"), mlp_2=ended("a")))
-    assert ([(row.result, row.note) for row in rows], code) == ([("same", "aaaaaaaaaaaa on cuda:0")], 0)
-    rows, code = rows_of("digests", checks(mlp_1=ended("a"), mlp_2=ended("b")))
-    assert ([(row.result, row.note) for row in rows], code) == ([("different", "aaaaaaaaaaaa bbbbbbbbbbbb")], 1)
-    rows, code = rows_of("digests", checks(mlp_1=ended("a"), mlp_2=(1, "[rank 0] ValueError: boom\nunisono: it ended")))
-    assert ([(row.result, row.note) for row in rows], code) == ([("failed", "[rank 0] ValueError: boom")], 1)
-    rows, code = rows_of("digests", checks(mlp_1=ended("a"), mlp_2=(None, "")))
-    assert ([(row.result, row.note) for row in rows], code) == ([("failed", "it did not end in time")], 1)
+@pytest.mark.parametrize(
+    ("second", "result", "note", "code"),
+    [
+        (ended("a"), "same", "aaaaaaaaaaaa on cuda:0", 0),
+        (ended("b"), "different", "aaaaaaaaaaaa bbbbbbbbbbbb", 1),
+        ((1, "[rank 0] ValueError: boom\nunisono: it ended"), "failed", "[rank 0] ValueError: boom", 1),
+        ((None, ""), "failed", "it did not end in time", 1),
+    ],
+)
+def test_a_digest_that_differs_fails_the_check(
+    second: tuple[int | None, str], result: str, note: str, code: int
+) -> None:
+    rows, found = rows_of("digests", checks(mlp_1=ended("a"), mlp_2=second))
+    assert ([(row.result, row.note) for row in rows], found) == ([(result, note)], code)
 
 
 def test_an_operation_that_differs_fails_the_check_and_one_that_cannot_be_computed_is_named() -> None:

@@ -35,11 +35,13 @@ def test_a_list_of_hosts_is_read(text: str, hosts: list[tuple[str, int]]) -> Non
     assert list(read_hosts(text)) == [HostSlots(*host) for host in hosts]
 
 
-def test_hostfiles_of_mpi_of_deepspeed_and_plain_ones_are_read(tmp_path: Path) -> None:
+def test_hostfiles_of_mpi_of_deepspeed_of_windows_and_plain_ones_are_read(tmp_path: Path) -> None:
     text = "# ours\nworker-1 slots=4\nworker-2 slots=2 max_slots=8  # spot\n\n\tme@c:3\nd\nd slots=2\n[::1] slots=1\n"
     (tmp_path / "hosts").write_text(text)
     found = {host.name: host.slots for host in read_hosts(str(tmp_path / "hosts"))}
     assert found == {"worker-1": 4, "worker-2": 2, "me@c": 3, "d": 3, "::1": 1}
+    (tmp_path / "windows").write_bytes(b"\xef\xbb\xbfa:4\r\n# ours\r\nb slots=2\r\n")
+    assert list(read_hosts(str(tmp_path / "windows"))) == [HostSlots("a", 4), HostSlots("b", 2)]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_hostfiles_of_mpi_of_deepspeed_and_plain_ones_are_read(tmp_path: Path) -
         ("fd00::1\n", r"line 1: 'fd00::1' is no host: .*\[fd00::1\]:4"),
         ("a\nb\x1b[2J slots=2\n", r"line 2: 'b\\x1b\[2J' is no host"),
         ("# nobody\n", "the hostfile hosts: there is no host in it"),
+        ("a\nb\n" * 4097, "the hostfile hosts: a has more than 4096 slots"),
     ],
 )
 def test_a_line_that_is_none_is_named(text: str, words: str) -> None:
@@ -76,16 +79,6 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(JobError, match=words):
             read_hosts(str(tmp_path / name))
-
-
-def test_hostfiles_of_windows_are_read(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfa:4\r\n# ours\r\nb slots=2\r\n")
-    assert list(read_hosts(str(tmp_path / "hosts"))) == [HostSlots("a", 4), HostSlots("b", 2)]
-
-
-def test_lines_that_give_a_host_more_slots_than_any_may_have_are_refused() -> None:
-    with pytest.raises(JobError, match="the hostfile hosts: a has more than 4096 slots"):
-        parse_hostfile("a\nb\n" * 4097, "hosts")
 
 
 @given(st.text(max_size=40))
@@ -137,11 +130,8 @@ def test_a_command_that_cannot_be_is_refused(command: str, python: str) -> None:
         (255, "me@a: Permission denied (publickey).", "'ssh-copy-id me@a'"),
         (255, "ssh: Could not resolve hostname a: Name or service not known", "nobody knows that name"),
         (255, "ssh: connect to host a port 22: Connection refused", "cannot be reached: is it up, does sshd run there"),
-        (255, "ssh: connect to host a port 22: Connection timed out", "it cannot be reached"),
-        (255, "kex_exchange_identification: Connection closed by remote host", "it cannot be reached"),
         (255, "Bad owner or permissions on /home/me/.ssh/config", "ssh has failed (it says: 'Bad owner"),
         (127, "bash: line 1: python9: command not found", "there is no python9 that runs there: name the interpreter"),
-        (126, "sh: 1: python9: Permission denied", "--python"),
         (1, "python9: Error while finding module specification for 'unisono.cli.over_ssh' (ModuleNotFoundError: No "
             "module named 'unisono')", "there is no Unisono for python9 there: install the same version"),
         (1, "python9: No module named unisono.cli.over_ssh", "its Unisono is too old there"),
@@ -188,14 +178,9 @@ def test_a_hello_is_known_among_other_lines_and_another_version_is_an_obstacle()
 
 
 def test_hosts_get_our_variables_and_those_that_are_named() -> None:
-    here = {
-        "UNISONO_SHARDS": "4",
-        "UNISONO_RUN_DIR": "x",
-        "OMP_PROC_BIND": "1",
-        "HOME": "/me",
-        "UNISONO_TOKEN_FILE": "t",
-    }
-    assert passed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
+    here = {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1", "HOME": "/me"}
+    here |= {"UNISONO_RUN_DIR": "x", "UNISONO_TOKEN_FILE": "t"}
+    assert handed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
     assert HostOptions(env=["HOME", "X=a=b"]).variables(here) == {"HOME": "/me", "X": "a=b"}
     for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
         with pytest.raises(JobError, match=words):
@@ -279,10 +264,6 @@ class Broken(Engine):
         raise KeyError(host)
 
 
-class Bare:
-    """No engine."""
-
-
 def test_an_engine_that_fails_is_named_with_its_method_and_the_host() -> None:
     engine = engine_named(f"{__name__}:Broken", "ssh", "python")
     with pytest.raises(JobError, match=r"the engine fails: Broken.command\('a', 3\): KeyError"):
@@ -299,7 +280,7 @@ def test_an_engine_that_fails_is_named_with_its_method_and_the_host() -> None:
 @pytest.mark.parametrize(
     ("name", "ssh", "words"),
     [
-        (f"{__name__}:Bare", "ssh", "is no subclass of unisono.Engine"),
+        ("builtins:dict", "ssh", "is no subclass of unisono.Engine"),
         (f"{__name__}:Broken", "ssh -p 2", "--ssh with --on .*: the engine reaches the hosts instead of ssh"),
     ],
 )
