@@ -88,7 +88,7 @@ def test_the_body_runs_once_for_each_shard_and_updates_once_for_each_step_as_a_p
 ) -> None:
     accelerator, model, optimizer, loader, scheduler = made(shards=shards, gradient_accumulation_steps=accumulated)
     assert train(accelerator, model, optimizer, loader, scheduler) == turns
-    close = {"rtol": 0, "atol": 0} if shards == 1 else {}  # with one shard the bits are the same
+    close: dict[str, Any] = {"rtol": 0, "atol": 0} if shards == 1 else {}  # with one shard the bits are the same
     torch.testing.assert_close(model.weight.detach(), by_hand(8 * accumulated), **close)
     assert scheduler.get_last_lr() == [pytest.approx(0.1 * 0.9 ** len(turns))]
     assert (accelerator.steps_done, len(loader)) == (len(turns), 5)

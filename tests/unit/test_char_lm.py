@@ -35,7 +35,7 @@ def test_the_modules_are_a_fixed_sorted_list_that_this_python_has(char_lm: Modul
 
 def test_a_library_without_source_text_is_a_message_not_another_text(char_lm: ModuleType, tmp_path: Path) -> None:
     for name in set(char_lm.MODULES) - {"heapq"}:
-        (tmp_path / f"{name}.py").touch()
+        (tmp_path / f"{name}.py").write_text("pass\n")
     with pytest.raises(SystemExit, match="no source text of heapq"):
         char_lm.library_texts(tmp_path)
 

@@ -381,13 +381,6 @@ def test_a_joiner_with_another_model_is_refused() -> None:
         CollectiveCalls(FakeMembership(joins=True, known=member.known)).agree("model", {"layer": 2})
 
 
-def test_what_a_new_generation_took_is_told_by_part() -> None:
-    membership = FakeMembership(coming=[together_again(0)])
-    CollectiveCalls(membership).together(Act(losses=1))
-    (seconds,) = membership.seconds
-    assert set(seconds) == {"regroup", "copy"}
-
-
 def test_every_member_makes_known_what_was_agreed_so_that_the_main_worker_may_be_lost_before_it_could() -> None:
     membership = FakeMembership(here=FakeWorkers(rank=1))
     acts = CollectiveCalls(membership)

@@ -139,19 +139,6 @@ def test_ctrl_c_that_comes_too_late_to_leave_ends_the_script_when_the_run_is_clo
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_reaches_the_run_that_trains_also_where_another_one_is_open() -> None:
-    first, second = LeaveRequest(), LeaveRequest()
-    for run in (first, second):
-        run.catch_interrupts()
-        run.catch_interrupts()
-    interrupt()
-    assert (first.requested, second.requested) == (False, True)
-    for run in (first, second):
-        run.heed()
-        run.close()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 @pytest.mark.parametrize("order", list(permutations(range(2))))
 def test_runs_whose_steps_take_turns_close_and_python_has_ctrl_c_again(order: tuple[int, ...]) -> None:
     runs = [LeaveRequest(), LeaveRequest()]

@@ -33,6 +33,16 @@ SAMPLES = 48
 EPOCHS, STEPS = 3, 18
 
 
+def of_one_worker(test: Any) -> Any:
+    """A unit test of a run of a single worker."""
+    return pytest.mark.unit(pytest.mark.usefixtures("one_worker")(test))
+
+
+def of_several_workers(test: Any) -> Any:
+    """A test of whole jobs on threads."""
+    return pytest.mark.cluster(pytest.mark.usefixtures("torch_settings_restored")(test))
+
+
 class Guest:
     """Somebody else's trainer: it counts epochs and batches by itself, and knows nothing of resumed runs."""
 
@@ -84,8 +94,7 @@ def serial(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     return digest, guest.losses
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_guests_loop_ends_in_the_same_bits_on_any_number_of_workers(
     workers: int, serial: tuple[str, list[float]], tmp_path: Path
@@ -94,8 +103,7 @@ def test_a_guests_loop_ends_in_the_same_bits_on_any_number_of_workers(
     assert [(digest, guest.losses) for _, digest, guest in found] == [serial] * workers
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 @pytest.mark.parametrize(("stop", "place"), [(8, LoopPlace(8, 64, 1, 2)), (12, LoopPlace(12, 96, 2, 0))])
 def test_a_guest_goes_on_where_its_run_was_stopped(
     stop: int, place: LoopPlace, serial: tuple[str, list[float]], tmp_path: Path
@@ -120,8 +128,7 @@ def fit_in_two_loops(run: unisono.Run) -> str:
     return run.finish()
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 @pytest.mark.parametrize("stop", [8, 9, 13, 17])
 def test_a_run_goes_on_in_its_second_loop_where_the_first_is_not_begun_again(stop: int, tmp_path: Path) -> None:
     (serial,) = train(Trade(JOB, 1, tmp_path / "serial"), fit_in_two_loops)
@@ -131,16 +138,14 @@ def test_a_run_goes_on_in_its_second_loop_where_the_first_is_not_begun_again(sto
     assert train(replace(trade, workers=3, stop_after=None), fit_in_two_loops) == [serial] * 3
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_a_loop_is_over_after_as_many_steps_as_it_may_have(start: Start) -> None:
     run = start(batch_size=8, shards=4)
     place, _, guest = fit(run, max_steps=8)
     assert (place.step, guest.steps) == (0, 8)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_the_last_step_that_a_loop_may_have_is_its_last(start: Start) -> None:
     prepared(run := start(batch_size=8, shards=4))
     last = [step.is_last for step in run.steps(DATA, epochs=9, max_steps=2) if step.run(loss)]
@@ -148,8 +153,7 @@ def test_the_last_step_that_a_loop_may_have_is_its_last(start: Start) -> None:
     assert list(run.steps(DATA, max_steps=2)) == []
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_a_loop_that_was_entered_and_is_not_begun_is_left(start: Start) -> None:
     prepared(run := start(batch_size=8, shards=4))
     with pytest.raises(JobError, match=r"run.enter: there is no loop .* steps = run.steps\(…\)"):
@@ -166,8 +170,7 @@ def test_a_loop_that_was_entered_and_is_not_begun_is_left(start: Start) -> None:
     held.close()
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_what_all_do_together_returns_what_it_returns_and_draws_nothing(start: Start) -> None:
     run = start(batch_size=8, shards=4)
     before = torch.get_rng_state()
@@ -213,8 +216,7 @@ def of_sizes(run: unisono.Run, *sizes: int | None, total: int = 2) -> tuple[str,
     return run.finish(), found, numbers
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_each_loop_may_have_a_batch_size_of_its_own_and_the_bits_stay(tmp_path: Path) -> None:
     found = [train(Trade(JOB, w, tmp_path / str(w)), lambda run: of_sizes(run, 16, None, 12)) for w in (1, 2, 3)]
     ((serial, sizes, numbers),) = found[0]
@@ -226,8 +228,7 @@ def test_each_loop_may_have_a_batch_size_of_its_own_and_the_bits_stay(tmp_path: 
     assert whole == late
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_a_job_without_a_batch_size_takes_that_of_each_loop_and_the_bits_stay(tmp_path: Path) -> None:
     def script(run: unisono.Run) -> tuple[str, list[int], float]:
         prepared(run)
@@ -249,15 +250,13 @@ def test_a_job_without_a_batch_size_takes_that_of_each_loop_and_the_bits_stay(tm
     assert told == untold
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_a_loop_whose_batch_nobody_says_is_refused_with_the_ways_to_say_it(start: Start) -> None:
     with pytest.raises(JobError, match=r"nobody says how many samples a global batch has.*DataLoader.*unisono\.init"):
         of_sizes(start(batch_size=None), None)
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_a_run_goes_on_with_the_batch_size_of_its_loop_and_with_no_other(tmp_path: Path) -> None:
     (serial,) = train(Trade(JOB, 1, tmp_path / "serial"), lambda run: of_sizes(run, 16, 12))
     for stop in (3, 8):
@@ -270,8 +269,7 @@ def test_a_run_goes_on_with_the_batch_size_of_its_loop_and_with_no_other(tmp_pat
         assert [digest for digest, _, _ in train(again, lambda run: of_sizes(run, 16, 12))] == [serial[0]] * 2
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_a_batch_size_that_cannot_be_is_refused_in_clear_words(start: Start) -> None:
     with pytest.raises(JobError, match=r"batch_size=0\): needs a number of samples from 1 on"):
         of_sizes(start(batch_size=8, shards=4), 0)
@@ -298,8 +296,7 @@ def fit_behind(run: unisono.Run, begin: int) -> str:
 BEHIND: dict[int, Any] = {}
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_a_loop_begins_behind_the_steps_that_a_checkpoint_of_somebody_elses_has(tmp_path: Path) -> None:
     BEHIND.clear()
     whole = train(Trade(JOB, 1, tmp_path / "whole"), partial(fit_behind, begin=0))
@@ -308,10 +305,10 @@ def test_a_loop_begins_behind_the_steps_that_a_checkpoint_of_somebody_elses_has(
         assert rest == whole * workers
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 @pytest.mark.parametrize("what", ["max_steps", "epochs", "begin"])
 def test_numbers_below_0_are_no_bounds_of_a_loop(start: Start, what: str) -> None:
     prepared(run := start(batch_size=4))
+    bounds: dict[str, Any] = {"epochs": 1, what: -1}
     with pytest.raises(JobError, match=rf"run.steps\({what}=-1\): needs a number from 0 on"):
-        run.steps(DATA, **{"epochs": 1, what: -1})  # type: ignore[arg-type]
+        run.steps(DATA, **bounds)

@@ -229,7 +229,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_when_it_is_read_and_the_one_befo
         FaultInjector(Faults().flip_bit(rank=0, at_step=4, place="checkpoint", bit=12_345)).attach(run)
         loop(run)
     assert struck(run) == [(1, 4)]
-    with pytest.warns(UnisonoWarning, match="goes on from step 2, since .*step-00000004.*model.safetensors"):
+    with pytest.warns(UnisonoWarning, match="(?s)goes on from step 2, since .*step-00000004.*model.safetensors"):
         CheckpointStore(run.dir / "checkpoints").newest()
 
 

@@ -22,6 +22,16 @@ Start = Callable[..., unisono.Run]
 INPUTS = torch.arange(33.0).sin().view(11, 3)
 
 
+def of_one_worker(test: Any) -> Any:
+    """A unit test of a run of a single worker."""
+    return pytest.mark.unit(pytest.mark.usefixtures("one_worker")(test))
+
+
+def of_several_workers(test: Any) -> Any:
+    """A test of whole jobs on threads."""
+    return pytest.mark.cluster(pytest.mark.usefixtures("torch_settings_restored")(test))
+
+
 class Metric:
     """What is seen of a job, outside of its model."""
 
@@ -82,8 +92,7 @@ def trained(run: unisono.Run, epochs: int = 2) -> tuple[Any, ...]:
     return run.finish(), *(tensor.tolist() for tensor in tensors), *lists
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 @pytest.mark.parametrize("shards", [1, 3])
 def test_each_rule_comes_to_what_a_plain_loop_sees(start: Start, shards: int) -> None:
     digest, count, top, rows, center, last, least, scores, targets = trained(start(batch_size=4, shards=shards))
@@ -98,8 +107,7 @@ def test_each_rule_comes_to_what_a_plain_loop_sees(start: Start, shards: int) ->
     assert len(digest) == 64
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 @pytest.mark.parametrize("workers", [2, 3, 5])
 def test_the_bits_are_those_of_one_worker(workers: int, tmp_path: Path) -> None:
     job = Job.create(batch_size=8, shards=5)
@@ -123,16 +131,14 @@ def trained_with_few(run: unisono.Run) -> list[float]:
     return [] if not metric.scores else torch.cat(metric.scores).tolist()
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_a_list_may_get_something_of_some_shards_alone(tmp_path: Path) -> None:
     job = Job.create(batch_size=3, shards=3)  # the last batch has 2 samples
     expected = [value for value in INPUTS[:, 0].tolist() if value > 0]
     assert train(Trade(job, 3, tmp_path / "run"), trained_with_few) == [expected] * 3
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_list_of_unlike_tensors_is_refused_by_all_workers(workers: int, tmp_path: Path) -> None:
     def unlike(run: unisono.Run) -> None:
@@ -152,8 +158,7 @@ def test_a_list_of_unlike_tensors_is_refused_by_all_workers(workers: int, tmp_pa
         train(Trade(Job.create(batch_size=11, shards=4), workers, tmp_path / "run"), unlike)
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_a_run_goes_on_with_it_on_another_number_of_workers(tmp_path: Path) -> None:
     job = Job.create(batch_size=4, shards=4)
     (serial,) = train(Trade(job, 1, tmp_path / "serial"), trained)
@@ -161,8 +166,7 @@ def test_a_run_goes_on_with_it_on_another_number_of_workers(tmp_path: Path) -> N
     assert train(Trade(job, 2, tmp_path / "run", checkpoint_every=2), trained) == [serial] * 2
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
     run, metric = start(batch_size=11, arithmetic={"on_nan": "skip"}), Metric()
     model = nn.Linear(3, 2)
@@ -178,8 +182,7 @@ def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
     assert (int(metric.count), len(metric.rows)) == (11, 11)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 @pytest.mark.parametrize(
     ("state", "said"),
     [
@@ -203,8 +206,7 @@ def test_what_cannot_be_combined_is_refused_in_clear_words(start: Start, state: 
         start().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), state=state)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 def test_a_checkpoint_with_other_state_is_refused_by_name(start: Start) -> None:
     def run_with(state: Any) -> None:
         run, model = start(checkpoints={"every": 1}), nn.Linear(3, 2)
@@ -220,16 +222,14 @@ def test_a_checkpoint_with_other_state_is_refused_by_name(start: Start) -> None:
         run_with({"a": torch.zeros(3)})
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("torch_settings_restored")
+@of_several_workers
 def test_workers_that_train_apart_refuse_it(tmp_path: Path) -> None:
     trade = Trade(Job.create(batch_size=8, shards=8), 2, tmp_path / "run", strategy="local-sgd:every=2")
     with pytest.raises(JobError, match=r"local-sgd.* nobody combines state metric.count\. .*strategy='all-reduce'"):
         train(trade, trained)
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 @pytest.mark.parametrize("now", [3.0, None])
 @pytest.mark.parametrize("attribute", ["count", "rows", "listed"])
 def test_what_is_no_tensor_any_more_is_named(start: Start, attribute: str, now: Any) -> None:
@@ -267,8 +267,7 @@ class Buffered(nn.Module):
         return found
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 @pytest.mark.parametrize("when", ["before", "in a body", "in the last body"])
 @pytest.mark.parametrize("name", ["metric.top", "metric.scores", "scale"])
 def test_a_tensor_whose_writes_torch_does_not_count_is_refused(start: Start, name: str, when: str) -> None:
@@ -297,8 +296,7 @@ def test_a_tensor_whose_writes_torch_does_not_count_is_refused(start: Start, nam
         train()
 
 
-@pytest.mark.unit
-@pytest.mark.usefixtures("one_worker")
+@of_one_worker
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("name", ["metric.top", "scale", "linear.weight"])
 def test_a_body_that_changes_a_form_is_refused_before_a_checkpoint_that_nobody_could_resume(
