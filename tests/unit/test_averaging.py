@@ -456,7 +456,7 @@ def test_a_round_in_whose_last_collective_a_worker_is_lost_has_changed_nothing(h
         one = made(workers, known, how)
         stepped(one, known, workers.rank, 0, ends_round=True)
         before = one.replica.copies()
-        one.replica.average_states = lost  # type: ignore[method-assign,assignment]
+        one.replica.average_states = lost
         with pytest.raises(WorkerLost):
             one.synchronise(after_loss=False)
         return before, one.replica.copies()

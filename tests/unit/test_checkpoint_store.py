@@ -615,7 +615,7 @@ def test_where_none_is_healthy_the_newest_is_used_and_manifests_that_say_nothing
         assert newest(store).step == 2
         rewrite_manifest(folder_of(store, 1), not_finite=None)
         with pytest.warns(UnisonoWarning, match="goes on from step 1"):
-            assert store.newest().step == 1
+            assert newest(store).step == 1
 
 
 def test_names_of_a_forged_manifest_move_no_cursor_and_fill_no_terminal(tmp_path: Path) -> None:
