@@ -110,7 +110,12 @@ class Shell:
 
     async def start(self, command: WorkerCommand, output: Any) -> Any:
         return await asyncio.create_subprocess_exec(
-            "sh", "-c", *command.script, stdout=output.out.write_end, stderr=output.err.write_end, start_new_session=True
+            "sh",
+            "-c",
+            *command.script,
+            stdout=output.out.write_end,
+            stderr=output.err.write_end,
+            start_new_session=True,
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unisono.cli import app as cli
-from unisono.cli.jobs import line, wait_for_status, table
+from unisono.cli.jobs import line, table, wait_for_status
 from unisono.errors import JobError, LaunchError
 from unisono.launch.elastic.address import Address, Control, address_of, find_run
 from unisono.membership.token import make_token

@@ -124,7 +124,9 @@ def test_an_old_loss_does_not_end_a_job_that_has_survived_it() -> None:
     assert [each.rank for each in exits_that_ended_it(exits, None)] == ["w2", "w3"]
     told = [exited("w1", -9, 10.0, told_at=9.0), exited("w2", 75, 10.0)]  # whoever was told to end has not ended it
     assert [each.rank for each in exits_that_ended_it(told, None)] == ["w2"]
-    outcome = Outcome(exits_that_ended_it(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed")))
+    outcome = Outcome(
+        exits_that_ended_it(exits, None), 3, "a", 1.0, conclusion=conclusion_of(JobOver(reason="it failed"))
+    )
     assert outcome.cause is not None
     assert (outcome.cause.rank, outcome.exit_code) == ("w2", 1)
 

@@ -180,7 +180,7 @@ def test_a_hello_is_known_among_other_lines_and_another_version_is_an_obstacle()
 def test_hosts_get_our_variables_and_those_that_are_named() -> None:
     here = {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1", "HOME": "/me"}
     here |= {"UNISONO_RUN_DIR": "x", "UNISONO_TOKEN_FILE": "t"}
-    assert handed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
+    assert passed_on(here) == {"UNISONO_SHARDS": "4", "OMP_PROC_BIND": "1"}
     assert HostOptions(env=["HOME", "X=a=b"]).variables(here) == {"HOME": "/me", "X": "a=b"}
     for wrong, words in (("NOBODY", "there is no such variable here"), ("a b=1", "write NAME, or NAME=value")):
         with pytest.raises(JobError, match=words):
