@@ -57,7 +57,9 @@ def test_figures_are_the_same_on_three_workers(stream: str, serial: dict[str, Do
     assert (done.outcome, done.said) == (serial[stream].outcome, serial[stream].said)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    "stream", ["whole", *(pytest.param(name, marks=pytest.mark.slow) for name in STREAMS if name != "whole")]
+)
 def test_figures_are_the_same_while_workers_come_and_die_in_evaluations(
     stream: str, serial: dict[str, Done], tmp_path: Path
 ) -> None:

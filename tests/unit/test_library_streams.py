@@ -73,7 +73,9 @@ def test_alone_every_epoch_has_every_sample_once(stream: str, serial: dict[str, 
         assert f"{len(IDS)} samples, {len(IDS)} different ones, [1] times" in line
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    "stream", ["webdataset", *(pytest.param(name, marks=pytest.mark.slow) for name in STREAMS if name != "webdataset")]
+)
 def test_samples_and_weights_are_the_same_while_workers_come_and_die(
     stream: str, files: Path, serial: dict[str, Done], tmp_path: Path
 ) -> None:
@@ -83,7 +85,9 @@ def test_samples_and_weights_are_the_same_while_workers_come_and_die(
     assert done.world.struck == len(kills)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    "stream", ["webdataset", *(pytest.param(name, marks=pytest.mark.slow) for name in STREAMS if name != "webdataset")]
+)
 def test_a_run_on_three_workers_goes_on_with_two(
     stream: str, files: Path, serial: dict[str, Done], tmp_path: Path
 ) -> None:

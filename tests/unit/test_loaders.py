@@ -56,7 +56,9 @@ def test_alone_batches_are_those_of_the_loader(serial: dict[str, Done]) -> None:
         assert problems(Samples.read(done.folder), len(done.metrics), SHARDS) == [], sampler
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "sampler", ["buckets", *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS if name != "buckets")]
+)
 def test_weights_and_metrics_are_the_same_while_workers_come_and_die(
     sampler: str, serial: dict[str, Done], tmp_path: Path
 ) -> None:
@@ -67,7 +69,9 @@ def test_weights_and_metrics_are_the_same_while_workers_come_and_die(
     assert problems(Samples.read(done.folder), len(done.metrics), SHARDS, Samples.read(serial[sampler].folder)) == []
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "sampler", ["buckets", *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLERS if name != "buckets")]
+)
 def test_a_run_on_three_workers_goes_on_with_two(sampler: str, serial: dict[str, Done], tmp_path: Path) -> None:
     cluster, folder = Cluster(tmp_path), tmp_path / "run"
     train(cluster, sampler, 3, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER="13")

@@ -38,7 +38,9 @@ def test_data_drawn_with_a_seed_train_alike_on_any_number_of_workers(data: str, 
     assert others == [alone, alone]
 
 
-@pytest.mark.parametrize("data", ["made", "stream", "evaluated"])
+@pytest.mark.parametrize(
+    "data", ["made", pytest.param("stream", marks=pytest.mark.slow), pytest.param("evaluated", marks=pytest.mark.slow)]
+)
 def test_whoever_joins_with_the_same_samples_is_taken_in(data: str, tmp_path: Path) -> None:
     done = train(tmp_path, data, (2, 2), "5", kills=[Kill(5, 1), Kill(11, 0)])
     assert done.world.struck == 2

@@ -224,7 +224,7 @@ def orthogonal(parameters: Any) -> torch.optim.Optimizer:
 SHARED = Execution(overlap=False, looks=True, shared_from=0)
 
 
-@pytest.mark.parametrize(("workers", "joiners"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("workers", "joiners"), [pytest.param(2, 0, marks=pytest.mark.slow), (3, 1)])
 def test_a_worker_may_die_anywhere_and_another_one_join(
     workers: int, joiners: int, pool: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,7 +269,9 @@ def ends(outcome: Outcome) -> set[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("workers", "joiners"), [(1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("workers", "joiners"), [(1, 1), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow), (3, 0), (3, 1)]
+)
 def test_a_thing_that_is_new_comes_through_a_kill_and_a_join(
     pool: ThreadPoolExecutor, workers: int, joiners: int
 ) -> None:

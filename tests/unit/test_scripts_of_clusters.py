@@ -55,6 +55,7 @@ def told(faults: Sequence[dict[str, Any]]) -> str:
 # -- a policy that changes everything that can be changed
 
 
+@pytest.mark.slow
 def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(jobs: Jobs) -> None:
     serial, done = jobs.serial(STEERED), jobs(STEERED, (3, 5))
     assert len([verb for _, _, verb, _, _ in serial.decided if verb == "set_topology"]) >= 20
@@ -176,7 +177,7 @@ def test_workers_die_in_each_loop_and_in_each_evaluation_and_others_take_their_p
     require_same(jobs(NEARLY_ALL, 3, FAULTS=told(faults)), jobs.serial(NEARLY_ALL), len(faults))
 
 
-@pytest.mark.parametrize(("workers", "before_its_end"), [(2, 6), (1, 1)])
+@pytest.mark.parametrize(("workers", "before_its_end"), [(2, 6), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_a_loop_that_is_left_early_while_a_joiner_comes_is_left_by_all(
     workers: int, before_its_end: int, jobs: Jobs
 ) -> None:
@@ -198,7 +199,7 @@ def test_state_of_the_scripts_own_goes_over_to_those_who_come_when_all_others_go
     assert done.said == jobs.serial(NEARLY_ALL).said
 
 
-@pytest.mark.parametrize(("workers", "again", "step"), [(1, 3, 32), (5, 2, 17)])
+@pytest.mark.parametrize(("workers", "again", "step"), [pytest.param(1, 3, 32, marks=pytest.mark.slow), (5, 2, 17)])
 def test_a_job_that_is_cut_short_in_a_loop_goes_on_to_the_same_bits_on_other_workers(
     workers: int, again: int, step: int, jobs: Jobs
 ) -> None:

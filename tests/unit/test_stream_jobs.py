@@ -77,7 +77,9 @@ def test_weights_and_metrics_are_the_same_while_workers_come_and_die(
     assert done.world.struck == len(kills)
 
 
-@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    "stream", ["whole", *(pytest.param(name, marks=pytest.mark.slow) for name in STREAMS if name != "whole")]
+)
 def test_a_run_on_three_workers_goes_on_with_two(stream: str, serial: dict[str, Done], tmp_path: Path) -> None:
     cluster, folder = Cluster(tmp_path), tmp_path / "run"
     train(cluster, stream, 3, folder=folder, UNISONO_CHECKPOINT_EVERY="1", UNISONO_STOP_AFTER="9")
@@ -101,6 +103,7 @@ def test_audits_read_shards_of_others(serial: dict[str, Done], tmp_path: Path) -
     assert train(Cluster(tmp_path), "split", 3, UNISONO_AUDIT="0.5").outcome == serial["split"].outcome
 
 
+@pytest.mark.slow
 def test_loader_processes_change_nothing_while_workers_come_and_die_and_in_a_run_that_goes_on_with_two(
     serial: dict[str, Done], tmp_path: Path
 ) -> None:

@@ -174,7 +174,7 @@ def test_optimizers_that_the_script_steps_by_itself_end_where_they_do_without(
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("verify_every", [0, 100])
+@pytest.mark.parametrize("verify_every", [pytest.param(0, marks=pytest.mark.slow), 100])
 def test_whoever_is_behind_makes_the_update_that_others_have_made(
     verify_every: int, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
@@ -207,7 +207,7 @@ def halving(
     return f"{run.finish()} {state_of(optimizer)} {int(bodies)}"
 
 
-@pytest.mark.parametrize("verify_every", [0, 100])
+@pytest.mark.parametrize("verify_every", [pytest.param(0, marks=pytest.mark.slow), 100])
 def test_what_the_body_changes_behind_an_update_counts_once_on_whoever_is_behind(
     verify_every: int, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
