@@ -15,8 +15,8 @@ from side_by_side import side_by_side
 from unisono.data.generators import generators_kept
 from unisono.errors import MemoryFault
 from unisono.job import Job
+from unisono.plan.audits import AuditResult, audited, auditors, judged_audit
 from unisono.plan.batches import Batch
-from unisono.plan.split import AuditResult, audited, auditors, judged_audit
 from unisono.train.config.run_config import Execution
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared

@@ -18,7 +18,8 @@ import unisono
 from benchmarks.thread_crew import Trade, train
 from unisono.errors import MemoryFault
 from unisono.job import Job
-from unisono.plan.split import Split, audited
+from unisono.plan.audits import audited
+from unisono.plan.split import Split
 from unisono.train.config.run_config import Execution
 from unisono.train.recovery.integrity import Integrity
 from unisono.train.recovery.known_states import AgreedState, KnownStates, StateCopies

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.errors import JobMismatch, UnisonoWarning
-from unisono.plan.split import AuditResult
+from unisono.plan.audits import AuditResult
 from unisono.train.recovery.integrity import HeldStates
 from unisono.train.recovery.known_states import BOUNDARY
 from unisono.word_sums import flipped_bits

@@ -130,7 +130,9 @@ def test_what_is_posted_and_is_no_address_is_named_and_not_called(posted: str) -
     store = HashStore()
     addresses = TorchRendezvousStore(store, PATIENCE_S)
     addresses._store.set("peer/0", posted)
-    with pytest.raises((LaunchError, WorkerLost), match="no address of a worker as peer/0|where no worker is"):
+    with pytest.raises(
+        (LaunchError, WorkerLost), match="no address of a worker under the name peer/0|where no worker is"
+    ):
         meet(1, 2, addresses, PATIENCE_S)
 
 

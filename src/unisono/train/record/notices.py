@@ -18,8 +18,8 @@ from unisono.checkpoint.folder import UNPROVEN, RunFolder
 from unisono.data.sample_order import Order
 from unisono.host.tracebacks import warn
 from unisono.job import SAMPLES_PER_SHARD
+from unisono.plan.audits import AuditResult
 from unisono.plan.batches import Batches
-from unisono.plan.split import AuditResult
 from unisono.train.group.membership import Membership
 from unisono.train.model.prepared import Prepared
 from unisono.train.model.shared_work import sharing_in

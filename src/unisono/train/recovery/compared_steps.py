@@ -8,7 +8,7 @@ from functools import partial
 from zlib import crc32
 
 from unisono.errors import MemoryFault
-from unisono.plan.split import AuditResult, audited, auditors, judged_audit
+from unisono.plan.audits import AuditResult, audited, auditors, judged_audit
 from unisono.train.group.membership import Verdict
 from unisono.train.group.workers import Workers
 from unisono.train.model.at_rest import AtRest, MemoryState, tensors_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from unisono.checkpoint.snapshot import Digests
 from unisono.errors import JobMismatch, MemoryFault
 from unisono.host.tracebacks import warn
-from unisono.plan.split import AuditResult
+from unisono.plan.audits import AuditResult
 from unisono.train.group.membership import StateTransfer, Verdict, healing, verdict
 from unisono.train.group.workers import Workers
 from unisono.train.recovery.known_states import BOUNDARY, START_AGAIN, AgreedState, KnownStates, Place, StateCopies

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from unisono.data.sample_order import Order
 from unisono.hooks import own_methods, together
+from unisono.plan.audits import AuditResult
 from unisono.plan.batches import Batches
-from unisono.plan.split import AuditResult
 from unisono.train.model.prepared import Prepared
 from unisono.train.state.trained import Doubt
 from unisono.train.step.step import Call, Step
