@@ -113,6 +113,22 @@ def test_the_same_change_after_the_step_has_the_same_bits_on_any_number_of_worke
     assert len(digests) == 1
 
 
+class Renormalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedded, self.last = nn.Embedding(20, 4, max_norm=0.5), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        predicted: Tensor = self.last(self.embedded((x[:, 0] * 10 + 10).long()))
+        return predicted.square().mean()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_embedding_that_renormalises_the_rows_it_reads_is_refused(tmp_path: Path, workers: int) -> None:
+    with pytest.raises(ModelError, match="changed embedded.weight"):
+        train(trade(workers, tmp_path), trained(seeded(Renormalised)))
+
+
 def test_an_update_in_the_backward_pass_is_refused(tmp_path: Path) -> None:
     def model() -> nn.Module:
         made = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
