@@ -245,6 +245,7 @@ class Often(Policy):
         ),
         ({}, {"run_dir": ""}, 'run_dir="" names no folder'),
         ({}, {"device": "gpu"}, "device='gpu': "),
+        ({}, {"batch_size": 4, "shards": 8}, "shards=8 is more than batch_size=4"),
         ({"UNISONO_SHARDS": "many"}, {"shards": 2}, "UNISONO_SHARDS='many' in the environment: needs a whole number"),
         ({"UNISONO_OVERLAP": "yes"}, {"overlap": True}, "UNISONO_OVERLAP='yes' in the environment: use 0 or 1"),
         ({"UNISONO_SHARD_OPTIMIZER": "0"}, {}, "UNISONO_SHARD_OPTIMIZER was removed: every worker"),

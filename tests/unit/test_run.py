@@ -309,6 +309,26 @@ def test_asynchronous_servers_go_on_with_what_the_optimizers_of_a_checkpoint_hav
     assert goes_on(script, stop_at, every=2, strategy=AloneToo(synchronous=False))
 
 
+def test_asynchronous_servers_go_on_with_optimizers_that_were_made_after_others(start: Start, tmp_path: Path) -> None:
+    def work(run: unisono.Run, stop_at: int | None = None) -> str | None:
+        model: Any = net()
+        run.prepare(model, sgd(model))
+        for step in run.steps(data()):
+            step.run(cross_entropy)
+        run.prepare(model, [torch.optim.Adam(model[number].parameters(), lr=0.01) for number in (0, 2)])
+        for step in run.steps(data(), epochs=2):
+            step.run(cross_entropy)
+            if step.number == stop_at:
+                run.close()
+                return None
+        return run.finish()
+
+    expected = work(start(run_dir=tmp_path / "undisturbed"))
+    settings = {"checkpoints": {"every": 2}, "strategy": AloneToo(synchronous=False)}
+    assert work(start(**settings), 6) is None
+    assert work(start(**settings)) == expected
+
+
 def test_a_checkpoint_asked_for_in_the_loop_holds_what_the_rest_of_the_body_does(start: Start) -> None:
     def work(run: unisono.Run, last: int) -> list[float]:
         model = net()
