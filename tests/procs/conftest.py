@@ -45,11 +45,11 @@ def serial_launches(nothing_outlives_the_run: None) -> Iterator[Launches]:
 
 
 @pytest.fixture(scope="session")
-def serial_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
-    """The undisturbed runs of one worker, of any script."""
+def serial_runs(serial_launches: Launches, tmp_path_factory: pytest.TempPathFactory) -> SerialRuns:
+    """The undisturbed runs of one worker, of any script. What forks them is there before the test begins."""
     own = tmp_path_factory.getbasetemp()
     kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "serial-runs"
-    return SerialRuns(kept, lambda: request.getfixturevalue("serial_launches"))
+    return SerialRuns(kept, lambda: serial_launches)
 
 
 @pytest.fixture(scope="session")
