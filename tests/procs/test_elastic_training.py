@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(240)]
 
 
 def test_growing_and_shrinking_changes_no_bit(serial_runs: SerialRuns, started: list[Training], tmp_path: Path) -> None:
+    long = serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
     started.append(Training(tmp_path / "run", "-n", "1:3", "--pin", EPOCHS="12", PACE_S="0.02"))
     training = started[0]
     training.until("minted", generation=1)
@@ -23,7 +24,6 @@ def test_growing_and_shrinking_changes_no_bit(serial_runs: SerialRuns, started: 
     training.until("minted", workers=["w1"])
     training.ask("resize", "2")
     training.hurry()
-    long = serial_runs(SCRIPT, PACE_S="0", EPOCHS="12")
     assert training.end() == long.end()
     assert training.steps == long.steps
 
