@@ -33,9 +33,12 @@ def test_after_torchs_new_switches_a_run_begins_all_the_same() -> None:
 
 
 def test_how_exact_float32_is_and_which_attention_torch_may_choose_are_compared() -> None:
-    before = bits_of_device(CPU)
+    math, fused = torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION
+    BACKENDS.mkldnn.matmul.fp32_precision = "ieee"
+    with torch.nn.attention.sdpa_kernel([math, fused]):
+        before = bits_of_device(CPU)
     BACKENDS.mkldnn.matmul.fp32_precision = "bf16"
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with torch.nn.attention.sdpa_kernel(math):
         after = bits_of_device(CPU)
     assert {name for name in before if before[name] != after[name]} == {"float32 precision", "attention kernels"}
 
