@@ -23,6 +23,7 @@ def _compilers() -> Any:
 
 
 DETERMINISM = ("off", "warn", "on")  # torch counts them 0, 1, 2
+ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 TORCH_SWITCHES: Mapping[str, Switch] = {
     "number of threads": Switch(ANY, lambda t: t.get_num_threads(), lambda t, v: t.set_num_threads(v)),
@@ -55,6 +56,11 @@ TORCH_SWITCHES: Mapping[str, Switch] = {
         False,
         lambda t: t.backends.cudnn.benchmark,
         lambda t, v: setattr(t.backends.cudnn, "benchmark", v),
+    ),
+    "attention kernels": Switch(
+        (True, True, True, True),
+        lambda t: tuple(getattr(t.backends.cuda, f"{name}_sdp_enabled")() for name in ATTENTION),
+        lambda t, v: [getattr(t.backends.cuda, f"enable_{name}_sdp")(on) for name, on in zip(ATTENTION, v, strict=True)],
     ),
     "gradients": Switch(True, lambda t: t.is_grad_enabled(), lambda t, v: t.set_grad_enabled(v)),
     "compilers": Switch(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,10 @@ Product = Callable[[Vector], Vector]
 
 TOLERANCE = 1e-3
 """The relative change of the largest eigenvalue below which it counts as settled; it must be so twice in a row."""
+
+# Which kernels of attention torch may choose is the process's to say: workers on threads take turns, for each puts back
+# what it found.
+_ATTENTION = Lock()
 
 MOST_PASSES = 20
 FINEST = 1.1
@@ -328,7 +333,7 @@ class CurvatureProbe:
         parameters, loss_fn = list(self._parameters.values()), self._call.loss_fn
 
         def along(model: Any, batch: Any) -> Any:
-            with sdpa_kernel(SDPBackend.MATH):  # other attention kernels have no second derivative
+            with _ATTENTION, sdpa_kernel(SDPBackend.MATH):  # other attention kernels have no second derivative
                 returned = loss_fn(model, batch)
             loss = _loss_of(returned, "iterations=…, vectors=…")
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
