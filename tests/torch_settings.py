@@ -60,7 +60,9 @@ TORCH_SWITCHES: Mapping[str, Switch] = {
     "attention kernels": Switch(
         (True, True, True, True),
         lambda t: tuple(getattr(t.backends.cuda, f"{name}_sdp_enabled")() for name in ATTENTION),
-        lambda t, v: [getattr(t.backends.cuda, f"enable_{name}_sdp")(on) for name, on in zip(ATTENTION, v, strict=True)],
+        lambda t, v: [
+            getattr(t.backends.cuda, f"enable_{name}_sdp")(on) for name, on in zip(ATTENTION, v, strict=True)
+        ],
     ),
     "gradients": Switch(True, lambda t: t.is_grad_enabled(), lambda t, v: t.set_grad_enabled(v)),
     "compilers": Switch(

@@ -23,7 +23,7 @@ def ended(folder: Path, options: tuple[str, ...], victim: int, how: str) -> tupl
     ("options", "victim", "how", "code"),
     [
         pytest.param(ELASTIC, 1, "kill", 0, marks=pytest.mark.slow),
-        (ELASTIC, 0, "kill", 137),
+        pytest.param(ELASTIC, 0, "kill", 137, marks=pytest.mark.slow),
         pytest.param(ELASTIC, 1, "raise", 1, marks=pytest.mark.slow),
         pytest.param(FIXED, 1, "kill", 137, marks=pytest.mark.slow),
         (FIXED, 0, "raise", 1),

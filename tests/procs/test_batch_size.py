@@ -64,6 +64,7 @@ def test_under_a_memory_limit_the_largest_batch_is_within_5_percent_of_one_that_
     assert re.search(r"does not fit: rank \d on host .* needed 3\d\d MiB, more than its limit of 330", ended.err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "words"),
     [

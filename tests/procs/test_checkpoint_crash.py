@@ -188,6 +188,7 @@ print((most() - before) / size)
 """
 
 
+@pytest.mark.slow
 def test_saving_holds_one_copy_of_the_state_and_no_more(tmp_path: Path) -> None:
     done = run_python(MEMORY, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -156,6 +156,7 @@ def test_a_job_that_is_asked_to_stop_can_be_started_again(begin: Begin, how: str
     again.ends_well()
 
 
+@pytest.mark.slow
 def test_an_error_in_the_script_ends_the_job_and_its_traceback_comes_last(begin: Begin) -> None:
     job = begin("-n", "3", "--max-restarts", "5")
     job.until_formed(1, "w1", "w2", "w3")

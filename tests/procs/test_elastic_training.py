@@ -42,6 +42,7 @@ def test_a_job_that_is_stopped_goes_on_later_and_ends_with_the_same_bits(
     assert started[1].steps == serial.steps
 
 
+@pytest.mark.slow
 def test_an_exception_that_happens_once_changes_no_bit_where_workers_restart(
     serial: Trained, started: list[Training], tmp_path: Path
 ) -> None:

@@ -91,9 +91,8 @@ def results(launch: Launches, tmp_path_factory: pytest.TempPathFactory) -> Resul
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("topology", "workers"), [("direct", 3), *(pytest.param(*each, marks=slow) for each in (("ring", 3), ("tree", 5)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "workers"), [("direct", 3), ("ring", 3), ("tree", 5)])
 def test_between_hosts_the_bits_are_those_of_shared_memory(
     topology: str, workers: int, launch: Launches, results: Results, tmp_path: Path
 ) -> None:
@@ -114,7 +113,9 @@ SERVED = (
 """Jobs in which a worker that only serves could fail in a way of its own."""
 
 
-@pytest.mark.parametrize(("servers", "workers", "transport"), [(1, 2, "shared_memory"), (2, 3, "sockets")])
+@pytest.mark.parametrize(
+    ("servers", "workers", "transport"), [(1, 2, "shared_memory"), pytest.param(2, 3, "sockets", marks=slow)]
+)
 def test_whether_workers_or_servers_finish_the_sums_changes_no_bit(
     servers: int, workers: int, transport: str, launch: Launches, results: Results, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ run.finish()
 """
 
 
+@pytest.mark.slow
 def test_native_reduction_agrees_with_exact_to_a_hundred_thousandth(launch: Launches, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(NATIVE.format(folder=str(JOBS.parent)))

@@ -4,8 +4,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -77,34 +76,22 @@ def run_all(folder: Path, commands: Sequence[str], workers: int | None = None) -
     return dict(zip(commands, results, strict=True))
 
 
-QUICK = {command for command in SHORT if command.startswith(("digits", "plain_loop"))}
-"""Those that every change must pass; the others run at night."""
-
-
-EndedExamples = Callable[[bool], tuple[Ended, Ended]]
-
-
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, warm: None) -> EndedExamples:
-    """How the quick examples, or the others, end as plain Python, and on several workers."""
-
-    @cache
-    def ended(are_quick: bool) -> tuple[Ended, Ended]:
-        chosen = {command: workers for command, workers in SHORT.items() if (command in QUICK) == are_quick}
-        alone, together = run_all(tmp_path_factory.mktemp("alone"), list(chosen)), Ended()
-        for number in set(chosen.values()):
-            commands = [command for command, workers in chosen.items() if workers == number]
-            together |= run_all(tmp_path_factory.mktemp("together"), commands, number)
-        return alone, together
-
-    return ended
+def ended(tmp_path_factory: pytest.TempPathFactory, warm: None) -> tuple[Ended, Ended]:
+    """How the examples end as plain Python, and on several workers."""
+    alone, together = run_all(tmp_path_factory.mktemp("alone"), list(SHORT)), Ended()
+    for number in set(SHORT.values()):
+        commands = [command for command, workers in SHORT.items() if workers == number]
+        together |= run_all(tmp_path_factory.mktemp("together"), commands, number)
+    return alone, together
 
 
-@pytest.mark.parametrize(
-    "command", [command if command in QUICK else pytest.param(command, marks=pytest.mark.slow) for command in SHORT]
-)
-def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(command: str, ended: EndedExamples) -> None:
-    alone, together = ended(command in QUICK)
+@pytest.mark.slow  # the README's quick start and the demo run a loop like theirs
+@pytest.mark.parametrize("command", SHORT)
+def test_an_example_ends_in_the_same_weights_on_one_worker_and_on_several(
+    command: str, ended: tuple[Ended, Ended]
+) -> None:
+    alone, together = ended
     assert alone[command]["weights_sha256"] == together[command]["weights_sha256"]
     assert (alone[command]["world_size"], together[command]["world_size"]) == (1, SHORT[command])
     assert alone[command]["steps"] == together[command]["steps"] == 3

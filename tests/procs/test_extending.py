@@ -94,7 +94,7 @@ run.add_part(LayerNorms())
 """Behind the line that starts the run."""
 
 
-@pytest.mark.parametrize(("workers", "struck"), [pytest.param("2", "", marks=pytest.mark.slow), ("3", "yes")])
+@pytest.mark.parametrize(("workers", "struck"), [("2", ""), pytest.param("3", "yes", marks=pytest.mark.slow)])
 def test_the_pages_part_logs_the_same_norms_on_any_number_of_workers(
     workers: str, struck: str, site: Path, tmp_path: Path
 ) -> None:

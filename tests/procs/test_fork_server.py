@@ -132,6 +132,7 @@ ENDS = (
 )
 
 
+@pytest.mark.slow
 @with_template
 async def test_a_forked_worker_ends_as_a_fresh_one_does(host: Host) -> None:
     for number, body in enumerate(ENDS):
@@ -147,6 +148,7 @@ async def test_an_exception_is_recorded_under_the_workers_id(host: Host) -> None
     assert (ended.code, record["rank"], record["type"], record["message"]) == (1, "w3", "ValueError", "boom")
 
 
+@pytest.mark.slow
 @with_template
 async def test_many_workers_run_at_once_and_each_end_is_told(host: Host) -> None:
     (host.folder / "exit.py").write_text("import sys; sys.exit(int(sys.argv[1]))")

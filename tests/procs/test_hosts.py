@@ -252,6 +252,7 @@ def serial(serial_runs: SerialRuns) -> Trained:
     return serial_runs(SCRIPT, **LONG | {"PACE_S": "0"})
 
 
+@pytest.mark.slow
 def test_workers_of_two_hosts_train_to_the_weights_of_one_and_the_token_is_nowhere_but_in_its_files(
     job: Job, serial: Trained
 ) -> None:

@@ -88,7 +88,7 @@ def test_a_checkpoint_of_four_devices_goes_on_with_other_numbers_of_them(
 
 
 @pytest.mark.parametrize("way", ["slices", "stages"])
-@pytest.mark.parametrize("on_nan", ["skip", "stop"])
+@pytest.mark.parametrize("on_nan", ["skip", pytest.param("stop", marks=slow)])
 def test_nothing_is_updated_from_a_gradient_that_is_nan(
     on_nan: str, way: str, launched: Launches, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_checkpoint_goes_on_with_other_numbers_of_devices(
         assert results(said)["zero"] == serial["zero"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_into_stages_is_refused_with_the_cure(launched: Launches, tmp_path: Path) -> None:
     anywhere = launched(1, SCRIPT, "refused", folder=tmp_path / "one")
     devices = launched(2, SCRIPT, "refused-on-devices", folder=tmp_path / "two", UNISONO_DEVICES_PER_WORKER="2")

@@ -78,6 +78,7 @@ def test_a_slow_worker_is_named_and_the_trace_agrees_with_the_metrics(tmp_path: 
     assert "critical path" in (tmp_path / "step.svg").read_text()
 
 
+@pytest.mark.slow
 def test_workers_that_die_and_join_show_how_the_others_regroup(tmp_path: Path) -> None:
     folder, faults = tmp_path / "run", tmp_path / "faults.toml"
     plan = (("kill", "rank = 1\nat_step = 6\n"), ("join", "at_step = 12\n"))

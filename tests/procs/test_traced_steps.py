@@ -52,6 +52,7 @@ def test_an_ordinary_step_goes_the_way_of_a_gradient_and_runs_no_more_than_it_ha
         assert all(map(int.__le__, counts, (MOST_FILES, MOST_FUNCTIONS, MOST_CALLS))), counts
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_left_goes_the_way_of_an_event(tmp_path: Path) -> None:
     workers = traced(tmp_path / "run", ["3", "--max-restarts", "1"], strikes=1)
     assert len(workers) == 2

@@ -165,6 +165,7 @@ def test_a_killed_worker_ends_the_job_within_two_seconds_and_is_named(tmp_path: 
     assert not any(psutil.pid_exists(pid) for pid in pids.values())
 
 
+@pytest.mark.slow
 def test_a_job_that_is_asked_to_leave_writes_a_checkpoint_and_goes_on_later_to_the_same_bits(
     serial_runs: SerialRuns, tmp_path: Path
 ) -> None:

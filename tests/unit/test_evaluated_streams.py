@@ -57,6 +57,7 @@ def test_figures_are_the_same_on_three_workers(stream: str, serial: dict[str, Do
     assert (done.outcome, done.said) == (serial[stream].outcome, serial[stream].said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stream", ["whole", *(pytest.param(name, marks=pytest.mark.slow) for name in STREAMS if name != "whole")]
 )

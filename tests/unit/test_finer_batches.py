@@ -54,6 +54,7 @@ def test_weights_metrics_and_decisions_are_the_same_while_workers_come_and_die(s
     assert problems(Samples.read(done.folder), len(serial.metrics), SHARDS, Samples.read(serial.folder)) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_goes_on_with_as_many_shards_on_another_number_of_workers(
     serial: Done, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     same(done, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "flip"),
     [
@@ -82,6 +83,7 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     same(done, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "stop"), [("keras_models.py", 8), slow("keras_batches.py", 20), ("keras_one_line.py", None)]
 )

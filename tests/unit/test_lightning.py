@@ -61,6 +61,7 @@ def test_a_worker_may_be_lost_while_a_trainings_last_step_is_compared(
     assert not rank or rows(done) == rows(serial)  # those of a main worker that is lost there are lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "flip"),
     [
@@ -77,6 +78,7 @@ def test_a_fault_of_the_memory_sets_back_all_that_a_training_counts(
     assert (done.outcome, files(done)) == (serial.outcome, files(serial))
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Done, tmp_path: Path) -> None:
     cluster(SCRIPT, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER="16")
     done = cluster(SCRIPT, 2, shards=8, folder=tmp_path)

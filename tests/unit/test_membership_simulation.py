@@ -22,7 +22,7 @@ def outcome(over: JobOver) -> str:
     return "done" if over.digest else "preempted" if over.preempted else "failed"
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_whatever_goes_wrong_the_job_comes_to_its_end_and_no_call_is_lost_or_repeated(
     part: int, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ LOGGED = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(LOGGED, st.integers(1, 60), st.integers(0, 4))
 def test_a_table_is_the_same_however_its_entries_come_and_a_viewer_who_is_told_what_is_new_has_it(
     logged: list[tuple[int, dict[str, Any]]], part: int, long: int

@@ -227,7 +227,7 @@ def test_a_process_that_has_ended_already_is_no_matter() -> None:
     pins = Pins(Pinning(here(), 1, to_cores=True), print, host=f"\0{uuid4()}")
     with pins.opened():
         pins.began("w1", gone.pid)
-        pins.began("w2", gone.pid + 1)
+        pins.began("w2", 2**22)  # more than Linux gives to any process
         pins.ended(gone.pid)
 
 

@@ -63,6 +63,7 @@ def test_workers_topology_and_batch_change_twenty_times_and_the_bits_stay(jobs: 
     assert len(done.world.formed) >= 20
 
 
+@pytest.mark.slow
 def test_workers_topology_and_batch_change_with_kills_between_and_the_bits_stay(jobs: Jobs) -> None:
     kills = [Kill(9, 0), Kill(22, 1, 3), Kill(33, 0, 2), Kill(47, 1, 5), Kill(70, 0, 20)]
     done = jobs(STEERED, (1, 5), kills=kills)
@@ -70,6 +71,7 @@ def test_workers_topology_and_batch_change_with_kills_between_and_the_bits_stay(
     assert done.world.struck == len(kills)
 
 
+@pytest.mark.slow
 def test_what_is_decided_behind_an_update_in_which_the_main_worker_is_lost_is_in_the_journal(jobs: Jobs) -> None:
     kills = [Kill(9 + 9 * number, 0, points) for number, points in enumerate(range(8, 26, 3))]
     done = jobs(STEERED, (3, 5), kills=kills)
@@ -144,6 +146,7 @@ def require_same(done: Done, serial: Done, struck: int) -> None:
     assert done.said == serial.said
 
 
+@pytest.mark.slow
 def test_killing_all_but_one_worker_anywhere_in_a_step_changes_no_bit(jobs: Jobs) -> None:
     places = ["first", "between", "second", "after"]
     faults = [at(place, 2 + 5 * number, number % 2) for number, place in enumerate(places)]

@@ -366,6 +366,7 @@ def test_more_workers_no_longer_pay_where_twice_as_many_are_hardly_faster() -> N
 # -- the search
 
 
+@pytest.mark.slow
 def test_the_cheapest_mix_within_the_deadline_is_found() -> None:
     goal = Goal("cost", deadline_s=2000.0)
     best, tried = search(SCENARIO, goal, simulated, 4, 0.6, [()])
@@ -514,6 +515,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         seconds_of(text)
 
 
+@pytest.mark.slow
 def test_the_command_answers_searches_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "report"
     words = ["--seeds", "3", "--deadline", "1h", "--minimise", "time", "--out", str(out), "--json"]

@@ -215,6 +215,7 @@ def test_what_the_body_changes_behind_an_update_counts_once_on_whoever_is_behind
     require_one_end(play, pool)
 
 
+@pytest.mark.slow
 def test_a_first_change_that_nobody_could_expect_ends_the_job_rather_than_in_other_weights(
     pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:

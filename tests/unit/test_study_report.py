@@ -314,6 +314,7 @@ BATCHES = BatchCurve(
 )
 
 
+@pytest.mark.slow
 def test_the_files_of_a_report_are_all_there(tmp_path: Path) -> None:
     write_report(MadeUp().results(), tmp_path, ReportSettings(), {"small": BATCHES})
 
@@ -358,6 +359,7 @@ def timed_study(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_report_shows_a_step_of_the_run_on_the_most_workers(tmp_path: Path) -> None:
     write_report(TABLE, tmp_path / "report", ReportSettings(), sources=[timed_study(tmp_path / "study")])
 
@@ -367,6 +369,7 @@ def test_a_report_shows_a_step_of_the_run_on_the_most_workers(tmp_path: Path) ->
     assert [path.name for path in (tmp_path / "report" / "plots").glob("step-*.svg")] == ["step-1.svg"]
 
 
+@pytest.mark.slow
 def test_the_same_figures_make_the_same_report(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_report(TABLE, tmp_path / name, ReportSettings())

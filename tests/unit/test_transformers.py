@@ -49,6 +49,7 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
     same(done, serial)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flip", [Flip(3, "step_begins"), Flip(9, "step_ends", rank=1), Flip(12, "step_ends")])
 def test_a_fault_of_the_memory_sets_back_all_that_a_trainer_counts(cluster: Cluster, serial: Done, flip: Flip) -> None:
     done = cluster(SCRIPT, 2, shards=6, flips=[flip])
