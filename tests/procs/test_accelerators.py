@@ -104,7 +104,6 @@ def test_the_state_that_an_optimizer_has_already_goes_along_to_the_device(over_h
     assert re.findall("seen .*", shared) == re.findall("seen .*", serial) != []
 
 
-@pytest.mark.slow
 def test_narrow_passes_end_in_the_same_weights_and_so_do_batches_that_are_copied_ahead(
     over_hosts: Launches, over_nccl: Launches, log: Path, tmp_path: Path
 ) -> None:
