@@ -10,6 +10,7 @@
     ├── LossError (ValueError)         a loss that is no scalar
     │   └── NonFiniteLoss              a loss or gradient that is NaN or infinite: names step, shard and rank
     ├── UpdateRefused                  a part of the script that has refused the update of a step: says why
+    ├── UnnamedState (ValueError)      state beside the model that no registry has, with strict=True: names it
     ├── PolicyError                    a policy that failed, or decided differently on two workers: names it
     ├── NondeterministicOperation      an operation that has no deterministic version: names it
     ├── MemoryFault                    memory or a processor that gave wrong bits, which cannot be mended
@@ -71,6 +72,12 @@ class NonFiniteLoss(LossError):
 
 class UpdateRefused(UnisonoError):
     """A part of the script's own has refused the update of a step."""
+
+
+class UnnamedState(UnisonoError, ValueError):
+    """State beside the model that changes, that the run does not keep, and that the script has not named."""
+
+    says_all = True
 
 
 class PolicyError(UnisonoError):

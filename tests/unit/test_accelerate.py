@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.utils import operations
 
 from script_cluster import Cluster, Done, Flip, Kill
 
@@ -13,6 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterw
 
 SCRIPT = Path(__file__).parents[1] / "procs" / "scripts" / "accelerate_training.py"
 TURNS = SCRIPT.with_name("accelerate_turns.py")
+CALLS = TURNS.with_name("accelerate_calls.py")
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,22 @@ def test_a_run_resumes_with_models_of_two_calls_and_saves_states_again(
     done = cluster(TURNS, 3, shards=4, folder=tmp_path)
     assert done.outcome == serial_turns.outcome
     assert done.said[-1] == serial_turns.said[-1]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_functions_that_processes_call_together_and_uneven_streams_are_as_on_one_worker(
+    cluster: Cluster, workers: int
+) -> None:
+    code = operations.gather_object.__code__
+    serial, done = (cluster(CALLS, count, shards=6) for count in (1, workers))
+    assert done.said == serial.said
+    (line,) = serial.said
+    assert line.startswith("after [0, 'worker 0'] [0, 7] ")
+    assert line.count("'label ") == 17
+    assert done.digest == serial.digest
+    assert operations.gather_object.__code__ is code
+
+
+def test_they_are_refused_in_the_body_of_a_training_loop(cluster: Cluster) -> None:
+    done = cluster(CALLS, 2, shards=6, REFUSED="yes")
+    assert "refused gather or reduce in the body of a training loop, which runs once for each shard" in done.printed

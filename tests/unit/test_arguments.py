@@ -51,6 +51,7 @@ WRONG = {
     "audit": ("half", []),
     "balance": ("fair", None),
     "monitor": ("all", None, 1.5),
+    "strict": ("yes", 1),
     "policies": (5, "ada-scale", [5], unisono.ScalingPolicy),
     "strategy": (5, unisono.AllReduce),
     "loggers": (5, "csv"),
@@ -90,10 +91,10 @@ def test_what_the_table_leaves_open_has_a_type_that_a_run_checks() -> None:
     assert {path for path, setting in TABLE.items() if setting.kind is Any} == set(KINDS)
 
 
-def test_init_has_at_most_twelve_arguments_and_they_are_those_of_the_table() -> None:
+def test_init_has_at_most_thirteen_arguments_and_they_are_those_of_the_table() -> None:
     parameters = inspect.signature(unisono.init).parameters
     own = [setting.path for setting in settings_of(Settings)]
-    assert len(parameters) <= 12
+    assert len(parameters) <= 13
     assert sorted(parameters) == sorted([*own, *OF_SCRIPTS])
     for setting in settings_of(Settings):
         assert parameters[setting.name].default == setting.default

@@ -72,7 +72,7 @@ class Blocks(Dataset[Any]):
 
     def __init__(self) -> None:
         self.kept: dict[int, Tensor] = {}
-        self.read = 0
+        self.misses = 0
 
     def __len__(self) -> int:
         return 250
@@ -82,7 +82,7 @@ class Blocks(Dataset[Any]):
         if block not in self.kept:
             while len(self.kept) >= 4:
                 del self.kept[next(iter(self.kept))]
-            self.kept[block], self.read = torch.arange(16.0).sin() + block, self.read + 1
+            self.kept[block], self.misses = torch.arange(16.0).sin() + block, self.misses + 1
         return self.kept[block][index % self.block_size].reshape(1)
 
 
@@ -96,7 +96,7 @@ def trained(run: unisono.Run, blocks: BlockShuffle = OF_SIXTEEN) -> tuple[str, i
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     for step in run.steps(data, epochs=2, shuffle=blocks):
         step.run(lambda model, batch: (model(batch) - 1).square().mean())
-    return run.finish(), data.read
+    return run.finish(), data.misses
 
 
 @cluster

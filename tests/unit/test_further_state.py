@@ -187,7 +187,7 @@ def test_a_step_that_is_skipped_leaves_it_as_it_was(start: Start) -> None:
     ("state", "said"),
     [
         ({"a": 3}, r"'a' is 3: give a tensor, \(tensor, rule\), or"),
-        ({"a": (torch.zeros(2), "most")}, "'a' has the rule 'most': there are mean, first, sum, max, min, cat"),
+        ({"a": (torch.zeros(2), "most")}, "'a' has the rule 'most': there are mean, first, last, sum, max, min, cat"),
         ({"a": torch.zeros(2, requires_grad=True)}, "'a' requires a gradient"),
         ({"a": (torch.tensor(1), "mean")}, r"'a' is of torch.int64, which has no mean"),
         ({"a": (torch.zeros(2), "cat")}, r"'a' is to grow .*give \(object, \{attribute: 'cat'\}\)"),

@@ -28,12 +28,25 @@ TAGS = DRAWN.randint(0, 3, (50, 8))
 WEIGHTS = DRAWN.rand(50, 8).astype("float32")
 
 
-def tagger(*, has_mask: bool = True, heads: int = 1) -> Any:
+class Adds(layers.Layer):  # type: ignore[misc]  # Keras is not looked into by mypy
+    """Adds a loss of what comes through: its sum over the samples, or its mean."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.reduce = keras.ops.sum if kind == "sum" else keras.ops.mean
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(1e-2 * self.reduce(keras.ops.square(inputs)))
+        return inputs
+
+
+def tagger(*, has_mask: bool = True, heads: int = 1, adds: str = "") -> Any:
     """A network that gives each word a tag."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     words = keras.Input((8,), dtype="int32")
     found = layers.Embedding(9, 4, mask_zero=has_mask)(words)
+    found = Adds(adds)(found) if adds else found
     last = layers.Dense(3, kernel_regularizer="l2")
     outputs = [last(found), *(layers.Dense(3, name=f"head{number}")(found) for number in range(1, heads))]
     return keras.Model(words, outputs if heads > 1 else outputs[0])
@@ -50,6 +63,8 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "by weight": ({"has_mask": False}, lambda: categorical(reduction="mean_with_sample_weight"), WEIGHTS),
     "by no weight": ({"has_mask": False}, lambda: categorical(reduction="mean_with_sample_weight"), None),
     "sum": ({"has_mask": False}, lambda: categorical(reduction="sum"), None),
+    "a sum that a layer adds": ({"has_mask": False, "adds": "sum"}, categorical, None),
+    "a mean that a layer adds": ({"has_mask": False, "adds": "mean"}, categorical, None),
     "two masked": ({"heads": 2}, lambda: [categorical(), categorical()], None),
     "a sum beside a mean": (
         {"heads": 2, "has_mask": False},
@@ -86,3 +101,25 @@ def test_losses_over_different_things_and_losses_that_are_no_number_are_refused(
         trained(two, [categorical(), categorical(ignore_class=1)], None, 2)
     with pytest.raises(ModelError, match="has reduction=None, so it is no number: use 'sum_over_batch_size'"):
         trained(two, [categorical(), categorical(reduction=None)], None, 2)
+
+
+class Evaluates(keras.callbacks.Callback):  # type: ignore[misc]
+    """Evaluates other data at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.values.append(self.model.evaluate(WORDS[:13], TAGS[:13], verbose=0))
+
+
+def test_a_callback_may_evaluate_other_data_as_with_keras_alone(start: Start) -> None:
+    alone, ours = tagger(), unisono.keras.Model(tagger(), start(batch_size=20, shards=4))
+    values = []
+    for model in (alone, ours):
+        model.compile(keras.optimizers.SGD(0.01), categorical())
+        callback = Evaluates()
+        model.fit(WORDS, TAGS, batch_size=20, epochs=3, shuffle=False, verbose=0, callbacks=[callback])
+        values.append(callback.values)
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-4)

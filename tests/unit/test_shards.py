@@ -64,7 +64,6 @@ class ByChance(Noise):
     ("dataset", "message"),
     [
         (Cached(), r"sample 7 of the data set \(Cached\) drew something when it was asked for, and nothing when"),
-        (ByChance(), r"sample 7 of the data set \(ByChance\) is another one each time that it is asked for"),
     ],
 )
 def test_samples_that_depend_on_who_has_asked_before_are_warned_of_once(dataset: Any, message: str) -> None:

@@ -16,6 +16,9 @@ from unisono.received import parse_json, read_object
 CURVATURE_REQUEST, CURVATURE_RESULT = "asked.json", "found.json"
 """The files with the request of ``unisono curvature`` to workers, and with the result of their measurement."""
 
+UNNAMED = "unnamed state"
+"""The journal's event for state beside the model that the run does not keep."""
+
 UNPROVEN = "by a fault of the memory, or by what the script does on some workers only"
 """The reason why workers' states differ where no worker finds a fault in its own memory."""
 
@@ -171,6 +174,11 @@ class RunFolder:
                 ("wrong_results", "wrong result", ("step", "shard", "rank", "host", "transient")),
             )
         }
+
+    @property
+    def unnamed_states(self) -> list[str]:
+        """What the journal says of state that the run does not keep, and by which bits may go, in sentences."""
+        return [str(line.get("why")) for line in self._events() if line.get("event") == UNNAMED and line.get("breaks")]
 
     def _events(self) -> list[dict[str, Any]]:
         try:

@@ -262,6 +262,8 @@ class Printer:
             self._show_failure(verification, failed, kept=kept)
         elif case is None:
             self._print(Text(_identical(self._request, verification), "bold green"))
+            for words in verification.unnamed:
+                self._print(Text(f"But this may not last: {words}", "bold red"))
             if not verification.runs[0].trace.has_trained:
                 self._print(Text(_NOTHING_TRAINED, "bold yellow"))
             for note in _notes(verification):
@@ -364,7 +366,7 @@ def _headline(finding: Finding) -> str:
 
 
 def _reasons(verification: VerifyResult) -> Table:
-    case, cause = verification.case, verification.cause
+    case, cause, unnamed = verification.case, verification.cause, verification.unnamed
     assert case is not None, "there are no reasons without a finding"
     assert cause is not None, "every finding is explained"
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -375,8 +377,7 @@ def _reasons(verification: VerifyResult) -> Table:
         ("weights", weights_text(case.finding)),
         ("still equal", equal_until_then(case.finding)),
         ("repeated", repeated_text(case)),
-        ("likely cause", cause.likely),
-        ("to do", cause.todo),
+        *([("likely cause", words) for words in unnamed] or [("likely cause", cause.likely), ("to do", cause.todo)]),
     ]
     for label, words in rows:
         if words:

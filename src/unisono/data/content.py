@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
+from unisono.changes import Look
 from unisono.data.generators import generators_in, generators_kept, own_generators_kept
 from unisono.data.loading import LoaderProcesses, Processes
 from unisono.data.shards import ShardSource, is_plain, one_thread
@@ -179,12 +180,14 @@ class Glance(NamedTuple):
     Attributes:
         samples: the number of samples that they all read for a step.
         is_again: whether the same data were looked at before.
+        tell: a function that is told of state of a data set's own: its path, and what is the matter with it.
     """
 
     readers: int
     samples: int
     epoch: int = 0
     is_again: bool = False
+    tell: Callable[[str, str], None] | None = None
 
 
 class HasContent(Protocol):
@@ -228,9 +231,44 @@ def content_of_samples(source: ShardSource, processes: Processes, look: Glance) 
 
     def held() -> list[str]:
         with one_thread(), own_generators_kept(generators_in(source.dataset)):
-            return [_held_at(source, look.epoch, place) for place in places]
+            begun = Look({"dataset": source.dataset})
+            digests = [_held_at(source, look.epoch, place) for place in places]
+            if look.is_again or not places:
+                return digests
+            is_same = _held_at(source, look.epoch, places[0]) == digests[0]
+            return [*digests, *_own_state(begun, Look({"dataset": source.dataset}), is_same=is_same)]
 
-    return _joined(_apart(held, processes if not is_in_memory else replace(processes, count=0)))
+    results = _apart(held, processes if not is_in_memory else replace(processes, count=0))
+    if (tell := look.tell) is not None:
+        for told in results[len(places) :]:
+            path, _, words = told.partition("\0")
+            tell(path, words)
+    return _joined(results[: len(places)])
+
+
+def _own_state(begun: Look, ended: Look, *, is_same: bool) -> list[str]:
+    """What a data set has changed in itself while samples were loaded: paths, each with a sentence behind a zero."""
+    changes = [changed for changed in begun.changed_until(ended) if not changed.is_known]
+    draws = [changed for changed in changes if changed.kind in ("generator", "position")]
+    counts = [changed for changed in changes if changed.kind in ("number", "text") and changed.place.is_script]
+    told = [f"{changed.path}\0{DRAWS.format(path=changed.path)}" for changed in draws]
+    told += [f"{changed.path}\0{COUNTS.format(path=changed.path)}" for changed in counts if not changed.is_first]
+    return told or ([] if is_same else [f"dataset\0{TWO_ANSWERS}"])
+
+
+DRAWS = (
+    "{path} is a random generator, or an iterator, of the data set's own, which loading a sample moves on: each "
+    "worker, and each loader process, has one, so that samples depend on how many there are. Draw in __getitem__ from "
+    "the global generators of torch, NumPy or Python, which are seeded for each sample"
+)
+COUNTS = (
+    "{path} changes when a sample is loaded: each worker, and each loader process, has its own, so that samples which "
+    "go by it would depend on how many there are, and on whether the run was resumed"
+)
+TWO_ANSWERS = (
+    "the data set has two answers: the same sample, loaded twice with the global generators seeded alike, differs. A "
+    "sample has to follow from its index, and from draws of the global generators of torch, NumPy or Python"
+)
 
 
 def content_of_stream(readers: OpenReaders, processes: Processes, look: Glance) -> str:

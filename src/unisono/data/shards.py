@@ -181,14 +181,11 @@ class ShardSource:
         first: list[int] = next((indices[:1] for indices in wanted if indices), [])
         if not self.watch.is_new:
             return self._watched(seed, wanted)
-        if (once := self._watched(seed, [first])) is None:  # most that draw do so in each sample
+        if self._watched(seed, [first]) is None:  # most that draw do so in each sample
             if self._watched(seed, [first]) is not None:
                 self._warn(first, "drew something when it was asked for, and nothing when it was asked for again")
             return None
-        samples = self._watched(seed, wanted)
-        if samples is not None and not alike(once[0], next((shard[:1] for shard in samples if shard), [])):
-            self._warn(first, "is another one each time that it is asked for, and draws nothing from the generators")
-        return samples
+        return self._watched(seed, wanted)
 
     def _warn(self, first: Sequence[int], fault: str) -> None:
         """Warn of samples that depend on who has asked for them before; looked at once in a loop, in each process."""

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from traceback import FrameSummary, TracebackException, walk_stack
@@ -60,7 +61,7 @@ def warn(text: str) -> None:
     """Warn the author of the script, at the present line of the script; on a thread of ours there is none."""
     frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
     names = [frame.f_code.co_filename for frame in frames]
-    of_script = [level for level, name in enumerate(names) if not _is_under(name, {*OURS, *_PYTHONS, *_LIBRARIES})]
+    of_script = [level for level, name in enumerate(names) if is_of_script(name)]
     # The script may itself be installed, as torchrun's is: then the nearest frame outside Unisono is taken.
     of_others = [
         level
@@ -71,6 +72,13 @@ def warn(text: str) -> None:
         warnings.warn(text, UnisonoWarning, stacklevel=levels[0] + 2)
     else:
         warn_without_script(text)
+
+
+def script_variables() -> dict[str, Any]:
+    """The variables that the present line of the script sees, by name; none on a thread of ours."""
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    frame = next((frame for frame in frames if is_of_script(frame.f_code.co_filename)), None)
+    return {} if frame is None else {**frame.f_globals, **frame.f_locals}
 
 
 def warn_without_script(text: str) -> None:
@@ -91,6 +99,12 @@ _LIBRARIES = (
 
 _PYTHONS = (sysconfig.get_path("stdlib"), "<frozen ")
 """The beginnings of the names of Python's own files."""
+
+
+@cache
+def is_of_script(name: str) -> bool:
+    """Whether a file is neither ours nor that of Python or an installed package."""
+    return not _is_under(name, {*OURS, *_PYTHONS, *_LIBRARIES})
 
 
 def _is_under(name: str, folders: Iterable[str]) -> bool:

@@ -8,6 +8,9 @@ from copy import deepcopy
 from operator import is_
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
+
+from unisono.changes import Memento, UnkeptError
 from unisono.checkpoint.codec import can_keep, flatten
 from unisono.errors import CheckpointError
 from unisono.host.tracebacks import warn
@@ -53,6 +56,44 @@ def evaluate(run: Run, action: Callable[[Evaluation], T], data: Any, batch_size:
     """Evaluate together with all workers, each a part of the batches. ``batch_size`` is None if a loader says it."""
     run.inside.synchronisation.before_call()
     return run.inside.evaluator.carry_out(action, data, batch_size, None)
+
+
+class BatchTrace:
+    """Puts back what evaluating a batch has changed of objects, since workers evaluate different batches.
+
+    Of modules, everything that can be reached counts, but for weights and what the run keeps.
+    """
+
+    def __init__(self, run: Run, modules: Iterable[nn.Module]) -> None:
+        self._states = run.inside.states
+        layers = [layer for module in modules for layer in module.modules()]
+        self._buffers = [
+            (layer._buffers, name, tensor, _version(tensor), None if tensor is None else tensor.detach().clone())
+            for layer in layers
+            for name, tensor in layer._buffers.items()
+        ]
+        self._look = self._states.look()
+        try:
+            self._memento: Memento | None = Memento(place for place, _ in self._look.places.values())
+        except UnkeptError:
+            self._memento = None
+
+    def is_clean(self) -> bool:
+        """Whether nothing has changed; else all is put back, as far as it can be copied."""
+        written = [row for row in self._buffers if row[0].get(row[1]) is not row[2] or _version(row[2]) != row[3]]
+        for buffers, name, tensor, _, value in written:
+            buffers[name] = tensor
+            if tensor is not None and value is not None:
+                tensor.detach().copy_(value)
+        changed = any(not change.is_known for change in self._look.changed_until(self._states.look()))
+        if changed and self._memento is not None:
+            self._memento.restore()
+        return not changed and not written
+
+
+def _version(tensor: Tensor | None) -> int:
+    """The number of writes to a buffer that torch has counted."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 # The trainings of a script.

@@ -322,6 +322,7 @@ class VerifyResult:
         runs: the runs in the order in which they were started; the last one may have failed.
         findings: the first differences of each run from the first run, or between its own ranks; None for equal runs.
         case: the first finding, and whether the first run repeats itself.
+        unnamed: what the runs were warned of: state beside the model that they do not keep, in sentences.
     """
 
     runs: tuple[TracedRun, ...]
@@ -329,6 +330,7 @@ class VerifyResult:
     case: Case | None = None
     cause: Cause | None = None
     hints: tuple[Hint, ...] = ()
+    unnamed: tuple[str, ...] = ()
 
     @property
     def failed(self) -> TracedRun | None:
@@ -337,10 +339,10 @@ class VerifyResult:
 
     @property
     def exit_code(self) -> int:
-        """0 if all weights are identical, the script's own code if it failed, else 1."""
+        """0 if all weights are identical and nothing is unnamed, the script's own code if it failed, else 1."""
         if self.failed is not None:
             return self.failed.trial.outcome.exit_code
-        return 0 if self.case is None else 1
+        return 0 if self.case is None and not self.unnamed else 1
 
 
 Watch = Callable[[str, Path], AbstractContextManager[object]]
@@ -374,11 +376,12 @@ def _judge(runner: _Runner, runs: Sequence[TracedRun], folder: Path) -> VerifyRe
     reference = runs[0].trace
     findings = (compare_ranks(reference), *(compare(reference, run.trace) for run in runs[1:]))
     finding = next((candidate for candidate in findings if candidate is not None), None)
+    unnamed = tuple(dict.fromkeys(words for run in runs for words in run.trial.folder.unnamed_states))
     if finding is None:
-        return VerifyResult(tuple(runs), findings)
+        return VerifyResult(tuple(runs), findings, unnamed=unnamed)
     case = Case(finding, _repeats(runner, reference, finding, folder))
     cause = explain(case)
-    return VerifyResult(tuple(runs), findings, case, cause, _hints(runner.request.script, cause))
+    return VerifyResult(tuple(runs), findings, case, cause, _hints(runner.request.script, cause), unnamed)
 
 
 def _repeats(runner: _Runner, reference: RunTrace, finding: Finding, folder: Path) -> bool | None:

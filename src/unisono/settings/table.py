@@ -243,6 +243,9 @@ class Settings(BatchSettings):
     ``noise-scale``, ``ada-scale``, ``goodput``, ``scaling``, ``straggler``, ``topology``, ``batch-size-schedule``,
     ``edge-of-stability`` or ``module:Class``.
     """
+    strict: Annotated[bool, Row("UNISONO_STRICT", page="loop.md#state-that-nothing-keeps")] = False
+    """Whether to end the job where others are warned of state that the run does not keep, and that decides the bits.
+    """
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     faults: Faults = field(default_factory=Faults)

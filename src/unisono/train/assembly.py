@@ -20,6 +20,7 @@ from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.group.membership import Membership
 from unisono.train.loop.evaluation import Evaluator
 from unisono.train.loop.loop_data import LoopDataSets
+from unisono.train.loop.loop_watch import LoopWatch
 from unisono.train.plugins import Callbacks
 from unisono.train.policy_runner import PolicyRunner
 from unisono.train.record.log_follower import LogFollower
@@ -38,6 +39,7 @@ from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.registry import UPDATE, Attribute
 from unisono.train.state.trained import Trained
+from unisono.train.state.unnamed import UnnamedStates
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.listeners import Listener, Listeners
 from unisono.train.step.run_base import RunBase
@@ -58,6 +60,7 @@ class RunListeners:
     callbacks: Callbacks
     results: ResultWriter
     log_follower: LogFollower
+    watch: LoopWatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,15 +127,17 @@ def _base(config: RunConfig, opened: Opened) -> tuple[RunBase, RunListeners]:
     look_s = config.settings.special.log_every_s
     follower = LogFollower(folder, membership, description["job"], config.recording.loggers, look_s)
     results = ResultWriter(folder, trained, membership, config)
-    listening = RunListeners(MetricsLine(folder, trained, membership), Timer(), Callbacks(), results, follower)
+    states = UnnamedStates(trained.registry, lambda: membership.is_main, folder.journal, strict=config.settings.strict)
+    watch = LoopWatch(states, trained.registry)
+    listening = RunListeners(MetricsLine(folder, trained, membership), Timer(), Callbacks(), results, follower, watch)
     watching, lone_updates = [*_watching(config, opened), Notices(folder, membership)], LoneUpdates(membership)
     listeners = Listeners(
-        [listening.metrics, *watching, results, listening.callbacks, listening.timer, lone_updates, follower]
+        [listening.metrics, *watching, results, listening.callbacks, listening.timer, lone_updates, watch, follower]
     )
     ending.also(listeners.close)
     requests = Requests(trained.registry)
     checkpoints, leave, spans = opened.checkpoints, opened.leave, opened.spans
-    run = RunBase(config, membership, folder, checkpoints, leave, spans, trained, ending, requests, listeners)
+    run = RunBase(config, membership, folder, checkpoints, leave, spans, trained, ending, requests, listeners, states)
     return run, listening
 
 
@@ -196,5 +201,5 @@ def _loop(run: RunBase, listening: RunListeners, made: Computing, policy_runner:
         listening.metrics,
         listening.timer,
     )
-    data_sets = LoopDataSets(run.config, run.trained.policy_state, collectives)
+    data_sets = LoopDataSets(run.config, run.trained.policy_state, collectives, listening.watch)
     return StepLoop(body, between, data_sets)

@@ -60,7 +60,7 @@ class Run(RunOnDevices):
             model: a module, or a list of them; moved to ``run.device``.
             optimizer: an optimizer, or a list of them, over the model's parameters.
             state: further tensors that loss functions change, by name: a tensor, ``(tensor, rule)``, or ``(object,
-                {attribute: rule})``. Rules by which they are combined: ``mean``, ``first``, ``sum``, ``max``, ``cat``.
+                {attribute: rule})``. Rules that combine them: ``mean first last sum max min cat``.
 
         Returns:
             the same objects. A run that resumes has its weights in them.
@@ -85,6 +85,10 @@ class Run(RunOnDevices):
         """
         self.inside.trained.registry.add(name, thing)
         return thing
+
+    def ignore(self, *paths: str) -> None:
+        """Have no warning of state beside the model that decides nothing: ``run.ignore("model.cache")``."""
+        self.inside.states.ignore(*paths)
 
     def add_part(self, part: Part) -> None:
         """Add a :class:`unisono.Part` of your own to each step, on all workers. Call it before ``run.prepare``."""
@@ -268,8 +272,6 @@ class Run(RunOnDevices):
         """Wait until every worker is here."""
         self.inside.synchronisation.before_call()
         self.inside.collectives.together(lambda workers: workers.barrier())
-
-    # -- keeping ---------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> None:
         """Write a checkpoint: at the end of the loop's body if a step is under way, else now.

@@ -111,6 +111,7 @@ def init(
     run_dir: str | os.PathLike[str] | None = None,
     strategy: Strategy | str | None = None,
     policies: Sequence[Policy | str] = (),
+    strict: bool = False,
     arithmetic: Arithmetic | Mapping[str, Any] | None = None,
     checkpoints: Checkpoints | Mapping[str, Any] | None = None,
     faults: Faults | Mapping[str, Any] | None = None,
@@ -140,6 +141,7 @@ def init(
             all-reduce and the synchronous parameter server are exact.
         policies: the policies, which watch the training, and change batch, learning rate and workers while it runs; as
             values or by their names.
+        strict: whether to end the job where others are warned of state beside the model that the run does not keep.
         arithmetic: the way in which workers compute (:class:`~unisono.Arithmetic`): threads, precision, reduction,
             compression, buckets, determinism, portable numerics, and what happens to a loss that is not finite.
         checkpoints: the moments at which checkpoints are written, and which stay (:class:`~unisono.Checkpoints`).

@@ -318,6 +318,8 @@ class StepLoop:
             is_under_way = loop.is_under_way(progress)
             self.trained.policy_state.begin_loop(data.batches.batch_size, is_under_way=is_under_way)
         self.body.policy_runner.begin()
+        if not loop.is_behind(progress := self.trained.progress):
+            self.data_sets.watch.enter(is_under_way=loop.is_under_way(progress))
         return loop
 
     def _loop(self, begun: Callable[[], Loop | None]) -> Generator[Step, None, None]:

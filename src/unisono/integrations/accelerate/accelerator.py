@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.errors import DataError, JobError, ModelError
 from unisono.integrations.accelerate.bodies import Bodies
+from unisono.integrations.accelerate.collectives import routed
 from unisono.integrations.accelerate.evaluation_loop import Evaluations, from_main, leaves_of, rebuilt
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept import are_same, register
@@ -224,6 +225,7 @@ class Accelerator(RecordingAccelerator):
         register(self.run, "accelerate saves", self._saves)
         self.gradient_state: Any = StepState(GradientState(), self._bodies)
         self._prepared_for: list[Any] = []
+        self.run.inside.ending.also(routed(self))
 
     # -- what is trained -------------------------------------------------------------------------------------
 
@@ -375,6 +377,16 @@ class Accelerator(RecordingAccelerator):
         if not self._bodies.is_outside:
             raise JobError(refused("accelerate.gather-in-body"))
         return rebuilt(tensor, from_main(self.run, leaves))
+
+    def from_main(self, data: Any) -> Any:
+        """Return what the main worker has: tensors in any structure, or a list of plain values.
+
+        Raises:
+            JobError: in the body of a loop.
+        """
+        if self._evaluations.newest is not None or not self._bodies.is_outside:
+            raise JobError(refused("accelerate.broadcast-in-body"))
+        return rebuilt(data, from_main(self.run, leaves_of(data)))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`: no sample comes twice."""

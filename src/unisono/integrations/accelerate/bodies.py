@@ -380,8 +380,9 @@ class Bodies:
         self._buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
         source = self._run.inside.loop.body.source
         assert source is not None, "a step comes from a loop"
+        with_samples = (number for number in range(step.batch.shards) if len(step.batch.shard(number)))
         with generators_kept():
-            (batch,) = source.of(step.batch, [0])
+            (batch,) = source.of(step.batch, [next(with_samples)])
         return to_device(batch, self._run.device)
 
     # -- on the engine's thread --------------------------------------------------------------------------------

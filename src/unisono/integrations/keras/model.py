@@ -17,7 +17,7 @@ from unisono.integrations.keras.batch_rows import DrawKey
 from unisono.integrations.keras.data import KerasData, split
 from unisono.integrations.keras.fitting import Fitting, listed
 from unisono.integrations.keras.on_run import OnRun
-from unisono.integrations.keras.shard_step import TrainStep, evaluate_block, predict_block
+from unisono.integrations.keras.shard_step import AddedLosses, TrainStep, evaluate_block, predict_block
 from unisono.integrations.keras.variables import require_kept, require_number, results_of, scales_loss, set_metrics
 from unisono.integrations.kit import refused, run_for
 from unisono.train.run import Run
@@ -182,10 +182,10 @@ class Model:
     def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:
         update = self._on_run.update
         assert update is not None, "the model is ready"
-        results = frozenset(results_of(self.keras_model))
+        results, added = frozenset(results_of(self.keras_model)), AddedLosses(self.keras_model)
         for step in steps:
             fit.step_begins(step)
-            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size)
+            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size, added)
             step.run(train_step, update=update.step)
             if fit.step_ends(step):
                 self.run.inside.loop.end_here()

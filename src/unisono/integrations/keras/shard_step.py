@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import torch
 from keras.src.losses import loss as of_keras
 from torch import Tensor
 
+from unisono.data.generators import generators_kept
 from unisono.errors import LossError, ModelError
 from unisono.integrations.kept import put
 from unisono.integrations.keras.variables import (
@@ -101,6 +103,52 @@ def _weight(sample_weight: Any, mask: Any, reduction: str) -> Tensor | None:
     return None if mask is None else torch.as_tensor(mask).double().sum()
 
 
+class AddedLosses:
+    """The losses that layers add (``add_loss``, regularizers): which of them are sums over a batch's samples.
+
+    Sums are scaled so that the mean over the shards is the sum over the global batch. A loss is one if it doubles when
+    every sample comes twice.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._are_sums: list[bool] | None = None
+
+    @contextmanager
+    def scaled(self, data: Sequence[Any], factor: float) -> Iterator[None]:
+        """Within the context, the model's sums are multiplied by a factor. ``data`` are a shard's."""
+        if self._are_sums is None:
+            self._are_sums = self._tried(data)
+        if not any(are_sums := self._are_sums):
+            yield
+            return
+        usual, numbers = self._model._aggregate_additional_loss, count()
+
+        def aggregate(loss: Any) -> Any:
+            return usual(loss) * (factor if are_sums[next(numbers) % len(are_sums)] else 1.0)
+
+        with put(self._model, "_aggregate_additional_loss", aggregate):
+            yield
+
+    def _tried(self, data: Sequence[Any]) -> list[bool]:
+        inputs = data[0]
+        try:
+            once = self._values(inputs)
+            if not once:
+                return []
+            twice = self._values(keras.tree.map_structure(lambda part: torch.cat([part, part]), inputs))
+        except Exception:  # noqa: BLE001 (a train_step may call the model otherwise: then nobody knows)
+            return []
+        pairs = zip(once, twice, strict=True) if len(once) == len(twice) else ()
+        return [abs(second - 2 * first) < abs(second - first) for first, second in pairs]
+
+    @torch.no_grad()
+    def _values(self, inputs: Any) -> list[float]:
+        with generators_kept(), left_alone(self._model):
+            self._model(inputs, training=False)
+        return [float(loss) for loss in self._model.losses]
+
+
 class LossTracker:
     """Has Keras' mean of the loss go by the global batches' losses, and not by their shards'."""
 
@@ -135,7 +183,8 @@ Unpack = Callable[[Any], tuple[Any, ...]]
 class TrainStep:
     """A loss function that runs the model's ``train_step`` on a shard, and has the optimizer wait.
 
-    ``unpack`` makes ``train_step``'s argument of a batch; ``batch`` is the number of the global batch's samples.
+    ``unpack`` makes ``train_step``'s argument of a batch; ``batch`` is the number of the global batch's samples;
+    ``added`` are the losses that layers add.
     """
 
     model: Any
@@ -143,6 +192,7 @@ class TrainStep:
     results: frozenset[str]
     run: Run
     batch: int
+    added: AddedLosses
 
     def __call__(self, _: Any, batch: Any) -> BackwardDone:
         """Compute a shard's loss and gradients.
@@ -158,6 +208,7 @@ class TrainStep:
             scaled(self.model, scale_of(self.run)) as factors,
             weighed(samples_in(data), self.batch) as weight,
             own_casts(self.model),
+            self.added.scaled(data, self.batch / samples_in(data)),
         ):
             logs = self.model.train_step(data)
         self._take(applied)

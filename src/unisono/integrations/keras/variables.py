@@ -26,10 +26,9 @@ def shared_state(model: Any) -> dict[str, Any]:
     Raises:
         ModelError: a metric does not begin with zeros, so what shards add to it cannot be added up.
     """
-    kept: dict[int, tuple[str, Any, str]] = {}
+    kept: dict[int, tuple[str, Any, str | None]] = {}
     for variable in moving_statistics(model):
-        rule = "mean" if variable.value.is_floating_point() else "first"
-        kept.setdefault(id(variable), (f"statistic {variable.path}", variable, rule))
+        kept.setdefault(id(variable), (f"statistic {variable.path}", variable, None))
     for variable in seeds_of(model):
         kept.setdefault(id(variable), (f"seed {variable.path}", variable, "first"))
     for variable in metric_variables(model):

@@ -55,6 +55,7 @@ def state_of(training: Training) -> dict[str, Any]:
         "data": {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict() or {}),
         "module": own,
         "kinds": [asdict(kind) for kind in training.kinds.values()],
+        "agreed": None if training.agreed is None else sorted(training.agreed),
         "trained": sorted(metrics.trained),
         "updates": {name: metric._update_count for name, metric in metrics.by_name.items()},
         "rows": [rows.count for rows in trainer.strategy.rows],
@@ -75,6 +76,7 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     _set_progress(trainer.fit_loop, state["loops"])
     trainer.should_stop = state["stops"]
     training.kinds = {f"{kind['fx']}.{kind['name']}": LogKind(**kind) for kind in state["kinds"]}
+    training.agreed = None if state.get("agreed") is None else set(state["agreed"])
     training.metrics.trained = set(state["trained"])
     for name, count in state["updates"].items():
         training.metrics.by_name[name]._update_count = count

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from unisono.errors import DataError, ModelError
-from unisono.integrations.kept import evaluate
+from unisono.integrations.kept import BatchTrace, evaluate
 from unisono.integrations.kit import Cut, like, refused
 from unisono.integrations.lightning.framework import extract_batch_size
 from unisono.integrations.lightning.logged import LogKind, log_result, recording
@@ -146,7 +146,7 @@ class Evaluating:
     """
 
     def __init__(self, run: Run, strategy: Any) -> None:
-        self.is_whole = self.is_under_way = False
+        self.is_whole = self.is_under_way = self._is_broken = False
         self._run, self._strategy = run, strategy
 
     def batches(self, place: EvaluationLoader, loader: Any) -> Iterator[Any]:
@@ -178,7 +178,7 @@ class Evaluating:
         number = next(index for index, other in enumerate(loop._combined_loader.flattened) if other is place)
         act = partial(self._row, loop, number)
         most = loop.max_batches[number]
-        self.is_under_way = True
+        self.is_under_way, self._is_broken = True, False
         try:
             rows = evaluate(
                 self._run, lambda evaluation: evaluation.values(act, None if most == inf else int(most)), loader
@@ -190,6 +190,8 @@ class Evaluating:
 
     def _row(self, loop: Any, loader: int, number: int, batch: Any) -> dict[str, Any]:
         """Evaluate a batch, and return its results; the module is as before afterwards."""
+        if self._is_broken:  # each worker will evaluate all batches
+            return {"is_shared": False}
         strategy, module = self._strategy, self._strategy.lightning_module
         hook = "test_step" if module.trainer.testing else "validation_step"
         batch = strategy.shard_to_device(batch, loader)
@@ -197,27 +199,11 @@ class Evaluating:
         values = loop._build_kwargs(batch, number, loader if is_one_of_several else None)
         step = getattr(super(type(strategy), strategy), hook)
         fx, module._current_fx_name = module._current_fx_name, hook
-        kept, metrics = _Kept(module), Metrics(module)
+        trace, metrics = BatchTrace(self._run, [module]), Metrics(module)
         with metrics.of_batch() as made, recording(module.trainer, loop, of_shards=False) as recorded:
             step(*loop._build_step_args_from_hook_kwargs(values, hook))
         module._current_fx_name = fx
         samples = extract_batch_size(batch)
         logs = [[asdict(call.kind), call.value, call.batch_size or samples] for call in recorded.calls]
-        is_shared = kept.is_unchanged() and made.is_shared
-        return {"samples": samples, "logs": logs, "metrics": made.states, "is_shared": is_shared}
-
-
-class _Kept:
-    """The lists and dicts in a module's attributes: additions of a step to them stay on one worker."""
-
-    def __init__(self, module: Any) -> None:
-        named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        self._before = [(value, type(value)(value)) for value in named.values() if type(value) in (list, dict)]
-
-    def is_unchanged(self) -> bool:
-        """Whether nothing was added; additions are removed again."""
-        changed = [(value, before) for value, before in self._before if len(value) != len(before)]
-        for value, before in changed:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
-        return not changed
+        self._is_broken = not (trace.is_clean() and made.is_shared)
+        return {"samples": samples, "logs": logs, "metrics": made.states, "is_shared": not self._is_broken}

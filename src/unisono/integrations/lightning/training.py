@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ class Metrics:
         counts = {name: metric._update_count for name, metric in self.by_name.items()}
         yield
         for name, metric in self.by_name.items():
-            if metric._update_count != counts[name]:
-                self.trained.add(name)
+            if metric._update_count != counts[name] or (name in before and _is_touched(metric)):
+                self.trained.add(name)  # by a shard of this worker, or of another one
             if name in self.trained and name not in before:
                 raise ModelError(_unshared(name, metric))
         for name, (states, count) in before.items():
@@ -168,6 +168,15 @@ def _clear(metric: Metric) -> None:
         setattr(metric, key, [] if isinstance(default, list) else default.detach().clone().to(metric.device))
 
 
+def _is_touched(metric: Metric) -> bool:
+    """Whether a metric that was cleared has another state now."""
+    for key, default in metric._defaults.items():
+        value = getattr(metric, key)
+        if bool(value) if isinstance(default, list) else not torch.equal(value, default.to(value.device)):
+            return True
+    return False
+
+
 def _value(metric: Metric) -> Any:
     try:
         return metric.compute()
@@ -189,6 +198,7 @@ class Training:
     Attributes:
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
+        agreed: the names whose kinds all workers know; None before the first step.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
     """
 
@@ -202,6 +212,7 @@ class Training:
     is_spoiled: bool = False
     _loss: Tensor | None = None
     _has_warned: bool = False
+    agreed: set[str] | None = None
 
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
         """Compute the step that is under way, and update the weights when it is time.
@@ -220,6 +231,7 @@ class Training:
             self.accumulated, self.is_spoiled = [], self.trainer.fit_loop._should_accumulate()
         mean = torch.tensor(loss, device=self.run.device)
         closure._result = _ClosureResult(mean)
+        self._agree_on_kinds(step)
         self._log_means(step)
         return mean
 
@@ -289,6 +301,20 @@ class Training:
                 self.run.log(f"{PREFIX}{kind.name} samples", size)
                 value *= size
             self.run.log(f"{PREFIX}{kind.name}", value)
+
+    def _agree_on_kinds(self, step: Step) -> None:
+        """Have each worker know what the others' shards log: it may have no samples itself. Collective.
+
+        They do so in the first step, and where a name is new.
+        """
+        names = {name for name in step.metrics if name.startswith(PREFIX)}
+        if self.agreed is not None and names <= self.agreed:
+            return
+        own = [asdict(kind) for kind in self.kinds.values()]
+        rows = self.run.together(lambda workers: workers.gather_json(own))
+        kinds = [LogKind(**kind) for row in rows for kind in row]
+        self.kinds, self.agreed = {f"{kind.fx}.{kind.name}": kind for kind in reversed(kinds)}, names
+        self.kinds = {key: self.kinds[key] for key in dict.fromkeys(f"{kind.fx}.{kind.name}" for kind in kinds)}
 
     def _log_means(self, step: Step) -> None:
         """Log the means over the global batch as Lightning's results."""

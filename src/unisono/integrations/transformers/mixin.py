@@ -20,7 +20,7 @@ from unisono.errors import DataError, JobError
 from unisono.integrations.kept import are_same, evaluate, put, register
 from unisono.integrations.kit import Grouped, like, refused, run_for, take_scaling
 from unisono.integrations.transformers.trainer_steps import KeptState, MainWorker, TrainerSteps
-from unisono.job import DEFAULT_SHARDS
+from unisono.job import default_shards
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
 
@@ -366,6 +366,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
             *(parameter for parameter in self.model.parameters() if parameter.requires_grad),
         ]
         if not are_same(parts, self._prepared_for):
+            self.run.inside.states.add(trainer=self)
             self.run.prepare(self.model, optimizer)
             self._prepared_for = parts
 
@@ -392,9 +393,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         args, accelerator = self.args, self.accelerator
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if not self._prepared_for:
-            self._prepare(
-                torch.optim.SGD([parameter for parameter in self.model.parameters() if parameter.requires_grad])
-            )
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._prepare(torch.optim.SGD(trained or [torch.zeros((), requires_grad=True)]))  # a frozen model has none
         model = self._wrap_model(self.model, training=False)
         if len(accelerator._models) == 0 and model is self.model:
             model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -438,6 +438,6 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
 def _settings(args: Any) -> dict[str, Any]:
     accumulated = args.gradient_accumulation_steps
-    shards = accumulated if accumulated > 1 else min(DEFAULT_SHARDS, args.per_device_train_batch_size)
+    shards = accumulated if accumulated > 1 else default_shards(args.per_device_train_batch_size)
     is_half = args.fp16 or getattr(args, "mixed_precision", "no") == "fp16"
     return {"seed": args.seed, "shards": shards, **({"arithmetic.precision": "fp16"} if is_half else {})}

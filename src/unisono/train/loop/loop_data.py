@@ -18,6 +18,7 @@ from unisono.settings.table import MOST
 from unisono.train.config.run_config import RunConfig
 from unisono.train.group.collectives import CollectiveCalls
 from unisono.train.loop.course import Course, CutCourse, StreamCourse
+from unisono.train.loop.loop_watch import LoopWatch
 from unisono.train.loop.prefetch import prefetch
 from unisono.train.state.policy_state import PolicyState
 from unisono.train.state.trained import Reading
@@ -68,8 +69,10 @@ class LoopDataSets:
         policy_state: the policies, which are based on the job's batch.
     """
 
-    def __init__(self, config: RunConfig, policy_state: PolicyState, collectives: CollectiveCalls) -> None:
-        self._config, self._policy_state, self._collectives = config, policy_state, collectives
+    def __init__(
+        self, config: RunConfig, policy_state: PolicyState, collectives: CollectiveCalls, watch: LoopWatch
+    ) -> None:
+        self._config, self._policy_state, self._collectives, self.watch = config, policy_state, collectives, watch
         self._contents, self._feeds = Contents(), LoopFeeds(config.job.seed, config.settings.faults.timeout_s)
 
     def feed(self, dataset: Any, options: Options, loop: int, epochs: int) -> Feed | StreamFeed:
@@ -87,9 +90,10 @@ class LoopDataSets:
             JobMismatch: workers have other data; names what differs.
         """
         shards, (samples, is_own) = self._config.job.shards, self._batch_of(feed, batch_size)
-        content = self._contents.of(dataset, feed, Glance(shards, samples))
+        content = self._contents.of(dataset, feed, Glance(shards, samples, tell=self.watch.tell))
         same = {**feed.same(), "batch size": samples, "begin": begin, CONTENT: content}
         self._collectives.agree("data set", same, feed.cure)
+        self.watch.compare(dataset, self._collectives)
         batches = Batches(feed.order.cut, samples, shards)
         first = batches.of(0)
         require_steps(feed, first, samples)

@@ -101,6 +101,11 @@ class Buffers:
             for number in range(len(self._places))
         ]
 
+    @property
+    def places(self) -> Sequence[BufferPlace]:
+        """The places of the buffers."""
+        return self._places
+
     def present(self) -> list[Tensor]:
         """The buffers as they are now."""
         return [place.tensor for place in self._places]
@@ -251,8 +256,8 @@ class Buffers:
         """The buffers that any shard has written, combined over all shards. Collective.
 
         The buffers themselves are as they were when the step began afterwards. With a single shard, those whose rule is
-        "mean" or "first" stay as it left them. ``used`` says of each buffer whether a shard of any worker wrote it;
-        ``counts`` are the numbers of samples of the shards.
+        "mean", "first" or "last" stay as it left them. ``used`` says of each buffer whether a shard of any worker wrote
+        it; ``counts`` are the numbers of samples of the shards.
 
         Returns:
             each buffer with its new value, which is valid until the next collective call.
@@ -261,7 +266,7 @@ class Buffers:
             return []
         by_rule: dict[Rule, list[int]] = {}
         for number, place in enumerate(self._places):
-            if used[number] and (self._tree.shards > 1 or place.rule not in ("mean", "first")):
+            if used[number] and (self._tree.shards > 1 or place.rule not in ("mean", "first", "last")):
                 by_rule.setdefault(place.rule, []).append(number)
         numbers = range(len(self._places)) if self._tree.shards > 1 else sorted(chain.from_iterable(by_rule.values()))
         shares = [count / sum(counts) for count in counts]
@@ -271,7 +276,12 @@ class Buffers:
             *self._added(transport, by_rule.get("mean", []), shares.__getitem__),
             *((place, before[id(place)] + total) for place, total in self._added(transport, grown, lambda _: 1.0)),
             *self._joined(transport, by_rule),
-            *self._first(transport, by_rule.get("first", [])),
+            *self._of_shard(0, transport, by_rule.get("first", [])),
+            *self._of_shard(
+                max((shard for shard, count in enumerate(counts) if count), default=0),
+                transport,
+                by_rule.get("last", []),
+            ),
         ]
         # Checked after the last use, and before rewinding: the results of a single shard are the buffers themselves.
         self.have_kept = all(sums == _summed(self._results[shard]) for shard, sums in self._left.items())
@@ -310,13 +320,15 @@ class Buffers:
                 values.append((self._places[number], value))
         return values
 
-    def _first(self, transport: Transport, numbers: Sequence[int]) -> Placed:
+    def _of_shard(self, shard: int, transport: Transport, numbers: Sequence[int]) -> Placed:
+        """The buffers as one shard has left them."""
         if not numbers:
             return []
-        values = [self._value(0, number) if 0 in self._mine else self._bases[number].value for number in numbers]
+        is_here = shard in self._mine
+        values = [self._value(shard, number) if is_here else self._bases[number].value for number in numbers]
         # All at once, as bytes: there may be a counter for every layer.
         joined = torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
-        transport.broadcast(joined, self._split.owner(0))
+        transport.broadcast(joined, self._split.owner(shard))
         parts = joined.split([value.nbytes for value in values])
         return [
             (self._places[number], part.clone().view(value.dtype).view(value.shape))

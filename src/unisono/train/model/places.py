@@ -19,7 +19,7 @@ from unisono.reduce.transport import Transport
 from unisono.train.model.staging import require_memory
 from unisono.train.model.tensors import set_all, version_of
 
-Rule = Literal["mean", "first", "sum", "max", "min", "cat"]
+Rule = Literal["mean", "first", "last", "sum", "max", "min", "cat"]
 """The rule that combines a tensor which each shard has changed by itself."""
 
 RULES: tuple[str, ...] = get_args(Rule)
@@ -308,7 +308,8 @@ def further_places(state: Mapping[str, Any]) -> list[BufferPlace]:
     for name, given in state.items():
         match given:
             case Tensor():
-                places.append(_place({name: given}, name, f"state {name}", None, grows=False))
+                rule = "mean" if given.is_floating_point() else "first"
+                places.append(_place({name: given}, name, f"state {name}", rule, grows=False))
             case (Tensor() as tensor, rule):
                 places.append(_place({name: tensor}, name, f"state {name}", rule, grows=False))
             case (thing, dict(attributes)):

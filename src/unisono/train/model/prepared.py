@@ -48,6 +48,7 @@ class Prepared:
     _registries: list[tuple[dict[str, Any], tuple[int, ...]]] = field(repr=False)
     _buffer_names: list[tuple[dict[str, Any], list[str]]] = field(repr=False)
     _trained: tuple[int, ...] = field(repr=False)
+    _identities: frozenset[int] = field(repr=False)
     _forms: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     _weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _kept: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list, repr=False)
@@ -87,6 +88,7 @@ class Prepared:
             _registries(modules),
             [(layer._buffers, _present(layer._buffers)) for root in modules for layer in root.modules()],
             trained_by(optimizers),
+            frozenset(id(parameter) for module in modules for parameter in module.parameters()),
         )
         prepared._forms.update(prepared._forms_now())
         prepared._weights.update(prepared.weights())
@@ -144,6 +146,14 @@ class Prepared:
             named.setdefault(id(parameter), (name, parameter))
         return {name: tensor for name, tensor in named.values() if id(tensor) not in state and not tensor.is_meta}
 
+    def _has_other_parameters(self) -> bool:
+        """Whether the modules have other parameters than at first; if not, modules were replaced by their like."""
+        present = frozenset(id(parameter) for module in self.modules for parameter in module.parameters())
+        if present != self._identities:
+            return True
+        self._registries[:] = _registries(self.modules)
+        return False
+
     def check_unchanged(self) -> None:
         """Refuse a model whose parameters, buffers or modules were replaced since ``prepare``.
 
@@ -154,7 +164,7 @@ class Prepared:
             if (*map(id, registry.values()),) == members:
                 continue
             let_go_of_gathered(self.modules)  # an evaluation may have gathered slices, and leaves other tensors there
-            if (*map(id, registry.values()),) != members:
+            if (*map(id, registry.values()),) != members and self._has_other_parameters():
                 raise ModelError(
                     f"the model changed after run.prepare: one of {', '.join(map(repr, registry))} was added, "
                     f"removed or replaced. Build and change the model first, or call run.prepare again after it"

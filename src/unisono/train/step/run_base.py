@@ -11,6 +11,7 @@ from unisono.train.group.membership import Membership
 from unisono.train.state.checkpoints import RunCheckpoints
 from unisono.train.state.ending import Ending, LeaveRequest, Requests
 from unisono.train.state.trained import Trained
+from unisono.train.state.unnamed import UnnamedStates
 from unisono.train.step.listeners import Listeners
 from unisono.train.step.placement import Placement
 from unisono.train.step.placements import placement_of
@@ -30,6 +31,7 @@ class RunBase:
     ending: Ending
     requests: Requests
     listeners: Listeners
+    states: UnnamedStates
 
     @property
     def placement(self) -> Placement:

@@ -24,6 +24,7 @@ from unisono.train.step.listeners import Computed, Counted
 from unisono.train.step.owned_update import lone_update
 from unisono.train.step.part import Attempt, Back, Part
 from unisono.train.step.run_base import RunBase
+from unisono.train.step.shard_watch import ShardWatch
 from unisono.train.step.step import Call, Step
 from unisono.train.step.step_engine import StepEngine
 from unisono.train.step.synchronisation import RequestFields, TimeFields
@@ -50,6 +51,7 @@ class ExactSteps(StepComputer):
 
     def __post_init__(self) -> None:
         self.memory, self.followers = MemoryChecks(self.run.listeners.repeated), Followers()
+        self.watch = ShardWatch(self.run.states)
         self.digests = StateDigests(self.integrity, self.memory)
         self.config, self.trained, self.membership = self.run.config, self.run.trained, self.run.membership
         self.requests, self.listeners = self.run.requests, self.run.listeners
@@ -91,7 +93,7 @@ class ExactSteps(StepComputer):
         parts: list[Part] = [self.request_fields, self.times]
         if execution.monitoring.every:  # before parts of the script, which may change the gradient that it measures
             parts.append(NoiseMonitor(execution.monitoring, self.trained))
-        parts += [*self.further, self.digests]
+        parts += [*self.further, self.watch, self.digests]
         if execution.checked_bytes != 0 or execution.looks:
             parts.append(self.memory)
         if execution.audit:
