@@ -72,3 +72,13 @@ def test_a_trainer_goes_on_from_its_own_checkpoint_on_another_number_of_workers(
     done = cluster(SCRIPT, 2, shards=6, folder=tmp_path, arguments=[checkpoint])
     assert done.digest == serial.digest
     assert done.metrics == {step: line for step, line in serial.metrics.items() if step >= 8}
+
+
+@pytest.mark.filterwarnings("ignore::unisono.errors.UnisonoWarning")
+def test_what_a_trainer_keeps_of_predicted_batches_is_that_of_all_on_each_worker(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = SCRIPT.with_name("transformers_keeps.py")
+    serial, two, three = (cluster(script, count, shards=6, OUTPUT=str(tmp_path)) for count in (1, 2, 3))
+    assert serial.said[0].startswith(f"after {3 * 13} ")
+    assert serial.said == two.said == three.said

@@ -14,6 +14,7 @@ from unisono.changes import Memento, UnkeptError
 from unisono.checkpoint.codec import can_keep, flatten
 from unisono.errors import CheckpointError
 from unisono.host.tracebacks import warn
+from unisono.reachable import ABSENT
 from unisono.train.loop.evaluation import Evaluation
 from unisono.train.run import Run
 from unisono.train.state.registry import kept
@@ -58,23 +59,30 @@ def evaluate(run: Run, action: Callable[[Evaluation], T], data: Any, batch_size:
     return run.inside.evaluator.carry_out(action, data, batch_size, None)
 
 
+MOST_BYTES = 2**24
+"""Of tensors and arrays that are copied before a batch is evaluated."""
+
+
 class BatchTrace:
     """Puts back what evaluating a batch has changed of objects, since workers evaluate different batches.
 
     Of modules, everything that can be reached counts, but for weights and what the run keeps.
+
+    Attributes:
+        paths: the paths of what has changed, once that is known.
     """
 
     def __init__(self, run: Run, modules: Iterable[nn.Module]) -> None:
-        self._states = run.inside.states
+        self._states, self.paths = run.inside.states, list[str]()
         layers = [layer for module in modules for layer in module.modules()]
         self._buffers = [
             (layer._buffers, name, tensor, _version(tensor), None if tensor is None else tensor.detach().clone())
             for layer in layers
             for name, tensor in layer._buffers.items()
         ]
-        self._look = self._states.look()
+        self._look = self._states.look(has_data=False)
         try:
-            self._memento: Memento | None = Memento(place for place, _ in self._look.places.values())
+            self._memento: Memento | None = Memento((place for place, _ in self._look.places.values()), MOST_BYTES)
         except UnkeptError:
             self._memento = None
 
@@ -85,10 +93,17 @@ class BatchTrace:
             buffers[name] = tensor
             if tensor is not None and value is not None:
                 tensor.detach().copy_(value)
-        changed = any(not change.is_known for change in self._look.changed_until(self._states.look()))
-        if changed and self._memento is not None:
+        changes = [
+            change for change in self._look.changed_until(self._states.look(has_data=False)) if not change.is_known
+        ]
+        self.paths = [change.path for change in changes]
+        for change in changes:
+            before = self._look.places.get(change.path)
+            if before is None or before[0].holder is not change.place.holder:  # an attribute that has come since
+                change.place.put(ABSENT)
+        if changes and self._memento is not None:
             self._memento.restore()
-        return not changed and not written
+        return not changes and not written
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -277,7 +277,7 @@ class Model:
     def _summed(self, samples: KerasData, batch_size: int, known: torch.Tensor | None) -> torch.Tensor:
         """Return the sums of the metrics' variables over all samples."""
         step, size = (
-            partial(evaluate_block, self.keras_model, samples.unpack),
+            partial(evaluate_block, self.run, self.keras_model, samples.unpack),
             None if samples.is_batched else batch_size,
         )
         return evaluate(

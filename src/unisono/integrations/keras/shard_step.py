@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.data.generators import generators_kept
 from unisono.errors import LossError, ModelError
-from unisono.integrations.kept import put
+from unisono.integrations.kept import BatchTrace, put
 from unisono.integrations.keras.variables import (
     flat_metrics,
     is_half,
@@ -306,12 +306,17 @@ def _many(applied: Sequence[Applied]) -> str:
     )
 
 
-def evaluate_block(model: Any, unpack: Unpack, _: Any, batch: Any) -> Tensor:
+def evaluate_block(run: Run, model: Any, unpack: Unpack, _: Any, batch: Any) -> Tensor:
     """The values of the metrics' variables, which add up over blocks, by the model's ``test_step``."""
     model.reset_metrics()
+    trace = BatchTrace(run, [])
     with left_alone(model), own_casts(model):
         model.test_step(unpack(batch))
-    return flat_metrics(model)
+    row = flat_metrics(model)
+    if not trace.is_clean():
+        for path in trace.paths:
+            run.inside.states.tell(path, refused("keras.kept-of-evaluated", path=path), breaks=False)
+    return row
 
 
 def predict_block(model: Any, unpack: Unpack, _: Any, batch: Any) -> Any:

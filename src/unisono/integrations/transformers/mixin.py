@@ -16,8 +16,9 @@ from transformers.optimization import GreedyLR
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import seed_worker
 
+from unisono.data.generators import generators_kept
 from unisono.errors import DataError, JobError
-from unisono.integrations.kept import are_same, evaluate, put, register
+from unisono.integrations.kept import BatchTrace, are_same, evaluate, put, register
 from unisono.integrations.kit import Grouped, like, refused, run_for, take_scaling
 from unisono.integrations.transformers.trainer_steps import KeptState, MainWorker, TrainerSteps
 from unisono.job import default_shards
@@ -389,7 +390,10 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Run the trainer's own loop over the predictions of all workers: each predicts a part of the batches."""
+        """Run the trainer's own loop over the predictions of all workers: each predicts a part of the batches.
+
+        Where predicting one changes anything that can be reached from the trainer, each worker predicts all of them.
+        """
         args, accelerator = self.args, self.accelerator
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if not self._prepared_for:
@@ -399,7 +403,20 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         if len(accelerator._models) == 0 and model is self.model:
             model = accelerator.prepare_model(model, evaluation_mode=True)
         predict = partial(predict_batch, self, model, loss_only, ignore_keys)
-        outcomes = evaluate(self.run, lambda evaluation: evaluation.values(predict), read_by_run(dataloader))
+
+        def traced(number: int, inputs: Any) -> tuple[bool, Outcome]:
+            trace, outcome = BatchTrace(self.run, [self.model]), predict(number, inputs)
+            return trace.is_clean(), outcome
+
+        outcomes: list[Outcome] = []
+        if not self._kept.keeps_of_batches:
+            results = evaluate(self.run, lambda evaluation: evaluation.values(traced), read_by_run(dataloader))
+            self._kept.keeps_of_batches = not all(is_clean for is_clean, _ in results)
+            outcomes = [outcome for _, outcome in results]
+        if self._kept.keeps_of_batches:
+            self.gather_function = accelerator.gather_for_metrics
+            with generators_kept():
+                return super().evaluation_loop(dataloader, description, loss_only, ignore_keys, metric_key_prefix)
         predicted = Predicted(outcomes, dataloader, main_input_of(self))
         with ExitStack() as stack:
             stack.enter_context(put(self, "prediction_step", predicted.prediction_step))

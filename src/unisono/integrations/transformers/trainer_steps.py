@@ -81,6 +81,7 @@ class KeptState:
 
     Attributes:
         has_evaluated: whether the model was evaluated before the first step.
+        keeps_of_batches: whether predicting a batch changes what the trainer keeps, so that each worker predicts all.
         has_schedulers: whether schedulers are part of it.
     """
 
@@ -91,7 +92,7 @@ class KeptState:
         self._callbacks = KeptCallbacks("the trainer", (), "transformers")
         self._awaited: Mapping[str, Any] | None = None
         self._is_under_way = False
-        self.has_evaluated = False
+        self.has_evaluated = self.keeps_of_batches = False
 
     def begin(self) -> None:
         """Begin a training, with everything as it was made."""
@@ -120,6 +121,7 @@ class KeptState:
             "operations": trainer.current_flos,
             "scheduler": None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict(),
             "has evaluated": self.has_evaluated,
+            "keeps of batches": self.keeps_of_batches,
             "callbacks": self._callbacks.state(),
         }
 
@@ -146,7 +148,7 @@ class KeptState:
         trainer.current_flos = state["operations"]
         if trainer.lr_scheduler is not None and state["scheduler"] is not None:
             trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
-        self.has_evaluated = state["has evaluated"]
+        self.has_evaluated, self.keeps_of_batches = state["has evaluated"], state.get("keeps of batches", False)
         self._callbacks.load(state["callbacks"])
 
 

@@ -72,8 +72,11 @@ class UnnamedStates:
         """Note the models: weights, buffers and optimizers are kept."""
         self._prepared = prepared
 
-    def look(self, **further: Any) -> Look:
-        """Look at all state that can be reached and is kept nowhere; from further objects, too."""
+    def look(self, *, has_data: bool = True, **further: Any) -> Look:
+        """Look at all state that can be reached and is kept nowhere; from further objects, too.
+
+        ``has_data`` says whether to look at what loops read as well.
+        """
         known: list[Any] = [getattr(thing, "owner", thing) for thing in self._registry.objects.values()]
         places: frozenset[tuple[int, str]] = frozenset()
         models: Mapping[str, Any] = {}
@@ -83,7 +86,8 @@ class UnnamedStates:
             modules = self._prepared.modules
             models = {"model": modules[0]} if len(modules) == 1 else {f"model[{n}]": m for n, m in enumerate(modules)}
         identities, functions = set(map(id, known)), {} if self.loss_fn is None else {"loss_fn": self.loss_fn}
-        roots = {**models, **self.data, **self._further, **functions, **further}
+        data = self.data if has_data else {}
+        roots = {**models, **data, **self._further, **functions, **further}
         try:
             return Look(
                 {} if self._is_blind else roots,
