@@ -4,7 +4,9 @@ The names below are all there is to import. They load on first use, so that ``im
 command line starts without torch.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -149,3 +151,29 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _GuestFinder:
+    """Finds ``unisono.keras`` and its like where they are imported as modules: ``from unisono.keras import Model``."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The specification of a guest's module; None for all others."""
+        package, _, guest = name.partition(".")
+        is_guest = package == __name__ and any(guest in guests for guests in _GUESTS.values())
+        return ModuleSpec(name, _GuestFinder) if is_guest else None  # type: ignore[arg-type]  # it has what is called
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> Any:
+        """The module, which has a name of its own as well."""
+        module = __getattr__(spec.name.rpartition(".")[2])
+        spec.loader_state = module.__spec__
+        return module
+
+    @staticmethod
+    def exec_module(module: Any) -> None:
+        """Give the module, which was run before, its own specification back."""
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_GuestFinder)

@@ -2,10 +2,12 @@
 
 import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import unisono
 from unisono.errors import JobError
 from unisono.integrations.kit import OLDEST, require
 
@@ -17,6 +19,15 @@ ROOT = Path(__file__).parents[2]
 def test_what_is_installed_is_new_enough() -> None:
     for name in OLDEST:
         require(name, [name])
+
+
+def test_guests_are_modules_as_well_as_attributes() -> None:
+    guest = import_module("unisono.torchmetrics")
+    assert guest is import_module("unisono.integrations.torchmetrics") is unisono.torchmetrics
+    assert guest.__spec__ is not None
+    assert guest.__spec__.name == "unisono.integrations.torchmetrics"
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'unisono\.nothing'"):
+        import_module("unisono.nothing")
 
 
 def test_what_is_missing_or_too_old_is_named_with_the_cure() -> None:
