@@ -50,7 +50,7 @@ def state_of(training: Training) -> dict[str, Any]:
         "fx": connector._current_fx,
         "callbacks": call._call_callbacks_state_dict(trainer),
         "saved": sorted(trainer.strategy.saved),
-        "saves": {saver.state_key: [getattr(saver, name) for name in SAVES] for saver in trainer.checkpoint_callbacks},
+        "saves": {saver.state_key: [getattr(saver, name) for name in SAVES] for saver in _savers(trainer)},
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "data": {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict() or {}),
         "module": own,
@@ -63,6 +63,11 @@ def state_of(training: Training) -> dict[str, Any]:
         "accumulated": list(training.accumulated),
         "spoiled": training.is_spoiled,
     }
+
+
+def _savers(trainer: Any) -> list[Any]:
+    """The callbacks that save as Lightning's ModelCheckpoint does, and not in a way of their own."""
+    return [saver for saver in trainer.checkpoint_callbacks if all(hasattr(saver, name) for name in SAVES)]
 
 
 def load_state(training: Training, state: Mapping[str, Any]) -> None:
@@ -89,7 +94,7 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     for callback in trainer.callbacks:
         if (kept := state["callbacks"].get(callback.state_key)) is not None:
             callback.load_state_dict(dict(kept))
-    for saver in trainer.checkpoint_callbacks:
+    for saver in _savers(trainer):
         for name, value in zip(SAVES, state["saves"][saver.state_key], strict=True):
             setattr(saver, name, value)
     trainer.strategy.keep_only(state.get("saved", ()))
