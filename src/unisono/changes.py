@@ -36,8 +36,11 @@ _CLOCKS = (time.time, time.perf_counter, time.monotonic)
 
 _NUMBERS = frozenset((bool, int, float))
 
+CLOCKS = re.compile(r"(^|_)(t|time|times|clock|elapsed|duration|seconds|timer|tic|toc)(_|$)")
+"""Names of what clocks show."""
+
 KNOWN_NAMES = re.compile(
-    r"(^|_)(time|times|clock|elapsed|duration|seconds|timer|hits|misses|cached?|logs?|logged|printed|progress|pbar|bar|tic|toc)(_|$)"
+    CLOCKS.pattern + r"|(^|_)(hits|misses|reads?|cached?|logs?|logged|printed|progress|pbar|bar)(_|$)"
 )
 """Names of attributes that decide nothing: clocks, caches, counters of log lines."""
 
@@ -59,18 +62,33 @@ class Changed:
 
     Attributes:
         kind: what the value is.
-        is_first: whether there was nothing before.
+        is_first: whether there was nothing before, or an empty list or mapping.
+        was_there: whether the place was there.
     """
 
     path: str
     place: Place
     kind: Kind
     is_first: bool = False
+    was_there: bool = True
 
     @property
     def is_known(self) -> bool:
         """Whether its name, or that of its class, is one of those that decide nothing."""
         return bool(KNOWN_NAMES.search(self._name) or KNOWN_OWNERS.search(self.place.owner))
+
+    @property
+    def is_clock(self) -> bool:
+        """Whether its name is that of what a clock shows."""
+        return bool(CLOCKS.search(self._name))
+
+    def empty(self) -> None:
+        """Have nothing at the place, as before; a list or a mapping that was empty is so again."""
+        value = self.place.value
+        if self.was_there and isinstance(value, dict | set | list | deque):
+            _clear(value)
+        else:
+            self.place.put(None if self.was_there else ABSENT)
 
     @property
     def is_of_process(self) -> bool:
@@ -116,7 +134,8 @@ class Look:
             if old == new or self._is_clock(new, later):
                 continue
             if (kind := _kind(old, new)) is not None:
-                yield Changed(path, place, kind, is_first=old[0] == "nothing" or _is_empty(old))
+                is_first = old[0] == "nothing" or _is_empty(old)
+                yield Changed(path, place, kind, is_first=is_first, was_there=path in self.places)
 
     def _is_clock(self, new: Signature, later: Look) -> bool:
         """Whether a number is what a clock showed between the looks."""
@@ -249,72 +268,113 @@ class Memento:
 
     Args:
         places: the places.
-        most_bytes: the most bytes of tensors and arrays that are copied.
+        most_bytes: the most bytes of a tensor or an array that is copied.
 
-    Raises:
-        UnkeptError: a value cannot be copied, such as an iterator, or is too large.
+    Attributes:
+        unkept: the paths of places that cannot be put back, such as those of iterators.
     """
 
     def __init__(self, places: Iterable[Place], most_bytes: int = 2**26) -> None:
-        self._left = most_bytes
+        self._most_bytes = most_bytes
         self._seen: set[int] = set()
-        self._restores: list[Callable[[], object]] = []
+        self._restores: list[tuple[str, Callable[[], object]]] = []
+        self.unkept: set[str] = set()
         for place in places:
             value = place.value
-            self._restores.append(partial(place.put, value))
-            self._keep(value)
+            self._restores.append((place.path, partial(place.put, value)))
+            try:
+                self._keep(place.path, value)
+            except Exception:  # noqa: BLE001 (tensors and containers of all kinds)
+                self.unkept.add(place.path)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all values back, with what they held."""
-        for restore in self._restores:
-            restore()
+        """Put all values back, with what they held; what fails is in :attr:`unkept` behind that."""
+        for path, restore in self._restores:
+            if path not in self.unkept:
+                try:
+                    restore()
+                except Exception:  # noqa: BLE001 (likewise)
+                    self.unkept.add(path)
 
-    def _keep(self, value: Any) -> None:
+    def _keep(self, path: str, value: Any) -> None:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
         parts: Iterable[Any] = ()
         match value:
-            case torch.Tensor() | np.ndarray():
-                self._left -= value.nbytes
-                if self._left < 0:
+            case torch.Tensor():
+                if value.layout != torch.strided or value.nbytes > self._most_bytes:
                     raise UnkeptError
-                copy = value.detach().clone() if isinstance(value, torch.Tensor) else value.copy()
-                self._restores.append(partial(_set, value, copy))
+                self._note(
+                    path, _set_tensor, value, value.detach().clone(), 0 if value.is_inference() else value._version
+                )
+            case np.ndarray():
+                if value.nbytes > self._most_bytes:
+                    raise UnkeptError
+                if value.flags.writeable:
+                    self._note(path, np.copyto, value, value.copy())
             case np.random.Generator():
-                self._restores.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+                self._note(path, setattr, value.bit_generator, "state", value.bit_generator.state)
             case np.random.RandomState() | torch.Generator():
-                self._restores.append(partial(value.set_state, value.get_state()))  # type: ignore[arg-type]
+                self._note(path, value.set_state, value.get_state())
             case random.Random():
-                self._restores.append(partial(value.setstate, value.getstate()))
-            case dict() | set():
-                kept = dict(value) if isinstance(value, dict) else set(value)
-                self._restores.append(partial(_refill, value, value.update, kept))
-                parts = list(value.values()) if isinstance(value, dict) else ()
-            case list() | deque():
-                self._restores.append(partial(_refill, value, value.extend, parts := list(value)))
+                self._note(path, value.setstate, value.getstate())
+            case dict():
+                self._note(path, _refill_dict, value, dict(value))
+                parts = list(value.values())
+            case set():
+                self._note(path, _refill_set, value, set(value))
+            case list():
+                self._note(path, _refill_list, value, parts := list(value))
+            case deque():
+                self._note(path, _refill_deque, value, parts := list(value))
             case tuple() | frozenset():
                 parts = value
             case _ if _position(value) is not None:
                 raise UnkeptError
         for part in parts:
-            self._keep(part)
+            self._keep(path, part)
+
+    def _note(self, path: str, restore: Callable[..., object], *values: Any) -> None:
+        self._restores.append((path, partial(restore, *values)))
 
 
-def _set(target: Any, value: Any) -> None:
-    """Give a tensor or an array the values that it had, and the shape."""
-    if isinstance(target, np.ndarray):
-        np.copyto(target, value)
-    elif target.shape == value.shape:
+def _set_tensor(target: torch.Tensor, value: torch.Tensor, version: int) -> None:
+    """Give a tensor the values that it had, if anything was written to it, and the shape."""
+    if not target.is_inference() and target._version == version:
+        return
+    if target.shape == value.shape:
         target.detach().copy_(value)
     else:
         target.data = value.clone()
 
 
-def _refill(target: Any, fill: Callable[[Any], None], items: Any) -> None:
-    target.clear()
-    fill(items)
+# By the methods of the classes themselves: those that inherit from them may refuse.
+
+
+def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
+    dict.clear(target)
+    dict.update(target, items)
+
+
+def _refill_set(target: set[Any], items: set[Any]) -> None:
+    set.clear(target)
+    set.update(target, items)
+
+
+def _refill_list(target: list[Any], items: list[Any]) -> None:
+    list.__setitem__(target, slice(None), items)
+
+
+def _refill_deque(target: deque[Any], items: list[Any]) -> None:
+    deque.clear(target)
+    deque.extend(target, items)
+
+
+def _clear(target: Any) -> None:
+    kind = next(kind for kind in (dict, set, list, deque) if isinstance(target, kind))
+    kind.clear(target)
 
 
 class UnkeptError(Exception):

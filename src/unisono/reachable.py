@@ -128,8 +128,10 @@ class Place:
         elif value is ABSENT:
             if _slot(self.holder, self.key) is not ABSENT:
                 delattr(self.holder, self.key)
-        else:
+        elif isinstance(self.holder, type):
             setattr(self.holder, self.key, value)
+        else:
+            object.__setattr__(self.holder, self.key, value)  # also where the class is frozen
 
 
 def _slot(holder: Any, key: str) -> Any:
@@ -172,7 +174,10 @@ def places_in(roots: Mapping[str, Any], is_known: Callable[[Any], bool] = lambda
 def items_of(value: Any) -> Iterable[tuple[str, Any]]:
     """The items of a list, tuple, set or mapping that are looked at, each with its part of the path."""
     if isinstance(value, dict):
-        return [(f"[{_name(key)}]", item) for key, item in islice(list(value.items()), 2 * MOST_ITEMS)]
+        try:
+            return [(f"[{_name(key)}]", item) for key, item in islice(value.items(), 2 * MOST_ITEMS)]
+        except RuntimeError:  # another thread changes it
+            return []
     count = len(value)
     if isinstance(value, set | frozenset):
         return [("", item) for item in islice(value, 2 * MOST_ITEMS)]
@@ -254,19 +259,35 @@ def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
             yield path, thing.__self__
             yield path, thing.__func__
         case FunctionType():
-            for name in _globals_of(thing.__code__):
-                value = thing.__globals__.get(name)
-                if isinstance(value, FunctionType) and is_of_script(value.__code__.co_filename):
-                    yield path, value
+            yield from _functions_of(path, thing)
         case nn.Module():
             yield from ((f"{path}.{name}", child) for name, child in thing._modules.items() if child is not None)
             for hooks in (thing._forward_hooks, thing._forward_pre_hooks, thing._backward_hooks):
                 yield from ((f"{path}.hook", hook) for hook in hooks.values())
+    for base in type(thing).__mro__:
+        if _is_script(base):
+            for method in vars(base).values():
+                function = getattr(method, "fget", None) or getattr(method, "__func__", method)
+                if isinstance(function, FunctionType):
+                    yield from _functions_of(path, function)
+
+
+def _functions_of(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The script's functions that a function names."""
+    for name in _globals_of(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType) and is_of_script(value.__code__.co_filename):
+            yield path, value
 
 
 def _places(path: str, thing: Any) -> Iterator[Place]:
     """The places of one object or function."""
-    if isinstance(thing, partial | MethodType):
+    if isinstance(thing, MethodType):
+        return
+    if isinstance(thing, partial):
+        yield from (Place(f"{path}.{key}", thing.keywords, key, "", is_script=True) for key in thing.keywords)
+        arguments = {str(number): argument for number, argument in enumerate(thing.args)}
+        yield from (Place(f"{path}.{key}", arguments, key, "", is_script=True) for key in arguments)
         return
     if isinstance(thing, FunctionType):
         yield from _variables(thing)
@@ -279,6 +300,10 @@ def _places(path: str, thing: Any) -> Iterator[Place]:
         for name in list(attributes):
             if name not in skipped and not name.startswith("__"):
                 yield Place(f"{path}.{name}", attributes, name, owner, is_script)
+    if isinstance(thing, nn.Module):
+        yield from (Place(f"{path}.{name}", thing._buffers, name, owner, is_script) for name in list(thing._buffers))
+    for name in getattr(thing, "_defaults", ()) if kind.__module__.startswith("torchmetrics.") else ():
+        yield Place(f"{path}.{name}", attributes, name, owner, is_script)
     for name in _slots_of(kind):
         yield Place(f"{path}.{name}", thing, name, owner, is_script)
     for base in kind.__mro__:
@@ -318,7 +343,18 @@ def _global_places(function: FunctionType) -> Iterator[Place]:
     module = values.get("__name__")
     prefix = "" if module == "__main__" else f"{module}."
     for name in _globals_of(function.__code__):
-        if name in values and not isinstance(values[name], FunctionType | ModuleType | type):
+        value = values.get(name, ABSENT)
+        if isinstance(value, ModuleType):
+            if isinstance(file := getattr(value, "__file__", None), str) and is_of_script(file):
+                for key, part in list(vars(value).items()):
+                    if isinstance(part, (bool, int, float, *CONTAINERS)) and not key.startswith("__"):
+                        yield Place(f"{name}.{key}", vars(value), key, "", is_script=True)
+        elif isinstance(value, type):
+            if _is_script(value):
+                for key, part in list(vars(value).items()):
+                    if not (key.startswith("__") or hasattr(part, "__get__") or isinstance(part, type)):
+                        yield Place(f"{name}.{key}", value, key, name, is_script=True)
+        elif value is not ABSENT and not isinstance(value, FunctionType):
             yield Place(f"{prefix}{name}", values, name, "", is_script=True)
 
 

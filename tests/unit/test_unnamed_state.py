@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,51 @@ def hooked() -> Net:
     return model
 
 
+class Normed(Net):
+    """Takes its shift from the first batch that it sees."""
+
+    shift: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.shift is None:
+            self.shift = x.mean(0).detach()
+        return super().forward(x - self.shift)
+
+
+class Held:
+    """A name for values of the whole script."""
+
+    calls = 0
+
+
+def drawn(generator: torch.Generator) -> float:
+    Held.calls += 1
+    return float(torch.rand((), generator=generator)) / Held.calls
+
+
+OWN = torch.Generator().manual_seed(1)
+
+
+class ByHelper(Net):
+    """Calls a function that goes by global state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * drawn(OWN)
+
+
+class Metered(Net):
+    """Goes by what looks like a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x) / (1 + abs(self.losses[-1]))
+        self.losses.append(float(y.detach().mean()))
+        return y
+
+
 DECIDES: dict[str, tuple[Callable[[], Any], str]] = {
     "a tensor": (Last, "model.last"),
     "a number": (Counts, "model.calls"),
@@ -191,6 +237,8 @@ DECIDES: dict[str, tuple[Callable[[], Any], str]] = {
     "a number in a layer": (Deep, "model.layers.0.calls"),
     "a number in an object of a list": (Boxed, "model.boxes[0].count"),
     "a number in a compiled model": (lambda: torch.compile(Counts(), backend="eager"), "model._orig_mod.calls"),
+    "the first batch": (Normed, "model.shift"),
+    "a list of numbers": (Metered, "model.losses"),
     "a list that a hook keeps": (hooked, "hook.kept"),
 }
 
@@ -199,6 +247,20 @@ DECIDES: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_shards_change_and_nothing_keeps_is_told_once(start: Start, build: Any, path: str) -> None:
     run = start()
     assert told(run, build(), loss_of) == [path]
+
+
+def test_so_is_what_functions_name_that_a_model_calls(start: Start) -> None:
+    OWN.manual_seed(1)
+    assert set(told(start(), ByHelper(), loss_of)) >= {"Held.calls"}
+
+
+def scaled(model: nn.Module, batch: list[Tensor], kept: dict[str, float]) -> Tensor:
+    kept["calls"] += 1
+    return loss_of(model, batch) / kept["calls"]
+
+
+def test_so_is_what_a_partial_function_holds(start: Start) -> None:
+    assert told(start(), Net(), partial(scaled, kept={"calls": 0.0})) == ["loss_fn.kept"]
 
 
 CALLS = [0]
@@ -289,6 +351,54 @@ def test_what_decides_nothing_is_passed_over(start: Start) -> None:
     assert told(start(), model, loss_fn) == []
 
 
+class Overwrites(Net):
+    """Writes numbers before it reads them, counts, and keeps what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length, self.total, self.generator = 0, 0, torch.Generator()
+        self.token = nn.Parameter(torch.zeros(1, 3))
+        self.outputs: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length, self.total = len(x), self.total + len(x)
+        self.generator.manual_seed(3)
+        noise = torch.rand(3, generator=self.generator)
+        self.tokens = self.token.expand(len(x), -1)
+        self.fixed = np.broadcast_to(np.zeros(3), (self.length, 3))
+        self.sparse = torch.eye(3).to_sparse()
+        self.outputs = Sealed(out=x)
+        return super().forward(x) + noise + self.tokens.sum() * self.length
+
+
+class Sealed(dict[str, Any]):
+    """Refuses to be changed."""
+
+    def clear(self) -> None:
+        raise TypeError("sealed")
+
+    update = clear  # type: ignore[assignment]
+
+
+def test_what_is_written_before_it_is_read_is_passed_over_and_may_be_of_any_kind(start: Start) -> None:
+    assert told(start(), Overwrites(), loss_of) == []
+
+
+def test_meters_and_records_know_nothing_of_shards_that_were_computed_again(start: Start) -> None:
+    meter, history, shown = AverageMeter(), list[float](), dict[str, Tensor]()
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        shown["last"] = outputs.detach()
+        loss: Tensor = F.cross_entropy(outputs, batch[1])
+        meter.update(loss.item())
+        history.append(loss.item())
+        return loss
+
+    assert told(start(), Net(), loss_fn) == []
+    assert meter.count == len(history) == 2 * 2 * 2  # epochs, steps, shards
+
+
 def test_what_is_kept_is_passed_over(start: Start) -> None:
     class Seen(Net):
         def __init__(self) -> None:
@@ -374,6 +484,36 @@ class Tired(OwnGenerator):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.given += 1
         return INPUTS[index] * (1 if self.given < 10**6 else 2), LABELS[index]
+
+
+class Reseeded(OwnGenerator):
+    """Seeds a generator of its own for each sample, and counts what it gives."""
+
+    given = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.random = np.random.default_rng(index)
+        self.given += 1
+        return INPUTS[index] + float(self.random.random()), LABELS[index]
+
+
+class Mix:
+    """Collates, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(3)
+
+    def __call__(self, samples: list[Any]) -> list[Tensor]:
+        return [
+            torch.stack([row[0] for row in samples]) * self.random.random(),
+            torch.stack([row[1] for row in samples]),
+        ]
+
+
+def test_a_generator_that_each_sample_seeds_is_passed_over_and_one_of_collating_is_told(start: Start) -> None:
+    assert told(start(), Net(), loss_of, Reseeded()) == []
+    loader = DataLoader(DATA, 32, collate_fn=Mix())
+    assert told(start(run_dir=None), Net(), loss_of, loader) == ["collate_fn.random"]
 
 
 class Changing(OwnGenerator):

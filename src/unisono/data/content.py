@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from unisono.changes import Look
+from unisono.changes import Look, Memento
 from unisono.data.generators import generators_in, generators_kept, own_generators_kept
 from unisono.data.loading import LoaderProcesses, Processes
 from unisono.data.shards import ShardSource, is_plain, one_thread
@@ -231,12 +231,8 @@ def content_of_samples(source: ShardSource, processes: Processes, look: Glance) 
 
     def held() -> list[str]:
         with one_thread(), own_generators_kept(generators_in(source.dataset)):
-            begun = Look({"dataset": source.dataset})
             digests = [_held_at(source, look.epoch, place) for place in places]
-            if look.is_again or not places:
-                return digests
-            is_same = _held_at(source, look.epoch, places[0]) == digests[0]
-            return [*digests, *_own_state(begun, Look({"dataset": source.dataset}), is_same=is_same)]
+            return digests if look.is_again or not places else [*digests, *_own_state(source, look.epoch, places[0])]
 
     results = _apart(held, processes if not is_in_memory else replace(processes, count=0))
     if (tell := look.tell) is not None:
@@ -246,15 +242,41 @@ def content_of_samples(source: ShardSource, processes: Processes, look: Glance) 
     return _joined(results[: len(places)])
 
 
-def _own_state(begun: Look, ended: Look, *, is_same: bool) -> list[str]:
-    """What a data set has changed in itself while samples were loaded: paths, each with a sentence behind a zero."""
-    changes = [changed for changed in begun.changed_until(ended) if not changed.is_known]
-    draws = [changed for changed in changes if changed.kind in ("generator", "position")]
-    counts = [changed for changed in changes if changed.kind in ("number", "text") and changed.place.is_script]
-    told = [f"{changed.path}\0{DRAWS.format(path=changed.path)}" for changed in draws]
-    told += [f"{changed.path}\0{COUNTS.format(path=changed.path)}" for changed in counts if not changed.is_first]
-    return told or ([] if is_same else [f"dataset\0{TWO_ANSWERS}"])
+def _own_state(source: ShardSource, epoch: int, place: int) -> list[str]:
+    """What loading a sample changes, and a sample goes by: paths, each with a sentence behind a zero.
 
+    The sample is loaded three times: a generator that each time seeds anew is the same then, and numbers that are made
+    far larger change nothing in a sample that does not go by them.
+    """
+    roots = {"dataset": source.dataset} | ({} if source.collate is None else {"collate_fn": source.collate})
+
+    def load() -> str:
+        digest = _held_at(source, epoch, place)
+        if source.collate is not None:
+            with suppress(Exception):  # one sample may be too few
+                source.collate([source.sample(epoch, place)])
+        return digest
+
+    looks, digests = [Look(roots)], list[str]()
+    for _ in range(2):
+        digests.append(load())
+        looks.append(Look(roots))
+    changes = [changed for changed in looks[1].changed_until(looks[2]) if not changed.is_known]
+    draws = [changed for changed in changes if changed.kind in ("generator", "position")]
+    told = [f"{changed.path}\0{DRAWS.format(path=changed.path)}" for changed in draws]
+    counts = [changed for changed in changes if changed.kind == "number" and not isinstance(changed.place.value, bool)]
+    if counts and digests[0] == digests[1]:
+        memento = Memento(changed.place for changed in counts)
+        for changed in counts:
+            changed.place.put(changed.place.value + FAR)
+        is_same = load() == digests[0]
+        memento.restore()
+        told += [] if is_same else [f"{changed.path}\0{COUNTS.format(path=changed.path)}" for changed in counts]
+    return told or ([] if digests[0] == digests[1] else [f"dataset\0{TWO_ANSWERS}"])
+
+
+FAR = 1_000_003
+"""A number beyond what data sets wait for."""
 
 DRAWS = (
     "{path} is a random generator, or an iterator, of the data set's own, which loading a sample moves on: each "

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from unisono.changes import Memento, UnkeptError
+from unisono.changes import Memento
 from unisono.checkpoint.codec import can_keep, flatten
 from unisono.errors import CheckpointError
 from unisono.host.tracebacks import warn
@@ -66,44 +66,53 @@ MOST_BYTES = 2**24
 class BatchTrace:
     """Puts back what evaluating a batch has changed of objects, since workers evaluate different batches.
 
-    Of modules, everything that can be reached counts, but for weights and what the run keeps.
+    Of modules, everything that can be reached counts, but for weights, what the run keeps, and what clocks show.
+
+    Args:
+        run: the run.
+        modules: the modules whose buffers count.
+        known: objects that are put back by somebody else.
 
     Attributes:
         paths: the paths of what has changed, once that is known.
     """
 
-    def __init__(self, run: Run, modules: Iterable[nn.Module]) -> None:
-        self._states, self.paths = run.inside.states, list[str]()
+    def __init__(self, run: Run, modules: Iterable[nn.Module], known: Iterable[Any] = ()) -> None:
+        self._states, self._known, self.paths = run.inside.states, tuple(known), list[str]()
         layers = [layer for module in modules for layer in module.modules()]
         self._buffers = [
             (layer._buffers, name, tensor, _version(tensor), None if tensor is None else tensor.detach().clone())
             for layer in layers
             for name, tensor in layer._buffers.items()
         ]
-        self._look = self._states.look(has_data=False)
-        try:
-            self._memento: Memento | None = Memento((place for place, _ in self._look.places.values()), MOST_BYTES)
-        except UnkeptError:
-            self._memento = None
+        self._look = self._states.look(self._known, has_data=False)
+        self._memento = Memento((place for place, _ in self._look.places.values()), MOST_BYTES)
 
     def is_clean(self) -> bool:
-        """Whether nothing has changed; else all is put back, as far as it can be copied."""
+        """Whether nothing has changed; else all is put back, and what cannot be is named."""
         written = [row for row in self._buffers if row[0].get(row[1]) is not row[2] or _version(row[2]) != row[3]]
         for buffers, name, tensor, _, value in written:
             buffers[name] = tensor
             if tensor is not None and value is not None:
                 tensor.detach().copy_(value)
-        changes = [
-            change for change in self._look.changed_until(self._states.look(has_data=False)) if not change.is_known
-        ]
+        later = self._states.look(self._known, has_data=False)
+        changes = [change for change in self._look.changed_until(later) if not change.is_clock]
         self.paths = [change.path for change in changes]
         for change in changes:
             before = self._look.places.get(change.path)
             if before is None or before[0].holder is not change.place.holder:  # an attribute that has come since
                 change.place.put(ABSENT)
-        if changes and self._memento is not None:
+        if changes:
             self._memento.restore()
+        for path in self._memento.unkept.intersection(self.paths):
+            self._states.tell(path, LOST.format(path=path), breaks=False)
         return not changes and not written
+
+
+LOST = (
+    "{path} changes when a batch is evaluated, and cannot be put back. Each worker evaluates all batches from now on, "
+    "behind one batch that counts twice"
+)
 
 
 def _version(tensor: Tensor | None) -> int:

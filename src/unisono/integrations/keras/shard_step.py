@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unisono.data.generators import generators_kept
 from unisono.errors import LossError, ModelError
+from unisono.host.tracebacks import warn
 from unisono.integrations.kept import BatchTrace, put
 from unisono.integrations.keras.variables import (
     flat_metrics,
@@ -103,6 +104,10 @@ def _weight(sample_weight: Any, mask: Any, reduction: str) -> Tensor | None:
     return None if mask is None else torch.as_tensor(mask).double().sum()
 
 
+TOLERANCE = 0.05
+"""By which the ratio of a loss with each sample twice may differ from 1 or 2."""
+
+
 class AddedLosses:
     """The losses that layers add (``add_loss``, regularizers): which of them are sums over a batch's samples.
 
@@ -139,14 +144,17 @@ class AddedLosses:
             twice = self._values(keras.tree.map_structure(lambda part: torch.cat([part, part]), inputs))
         except Exception:  # noqa: BLE001 (a train_step may call the model otherwise: then nobody knows)
             return []
-        pairs = zip(once, twice, strict=True) if len(once) == len(twice) else ()
+        pairs = list(zip(once, twice, strict=True)) if len(once) == len(twice) else []
+        for first, second in pairs:
+            if first and not any(abs(second / first - ratio) < TOLERANCE for ratio in (1, 2)):
+                warn(refused("keras.added-loss", once=first, twice=second))
         return [abs(second - 2 * first) < abs(second - first) for first, second in pairs]
 
     @torch.no_grad()
     def _values(self, inputs: Any) -> list[float]:
         with generators_kept(), left_alone(self._model):
             self._model(inputs, training=False)
-        return [float(loss) for loss in self._model.losses]
+        return [float(torch.as_tensor(loss).sum()) for loss in self._model.losses]
 
 
 class LossTracker:

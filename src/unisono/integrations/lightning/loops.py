@@ -199,7 +199,8 @@ class Evaluating:
         values = loop._build_kwargs(batch, number, loader if is_one_of_several else None)
         step = getattr(super(type(strategy), strategy), hook)
         fx, module._current_fx_name = module._current_fx_name, hook
-        trace, metrics = BatchTrace(self._run, [module]), Metrics(module)
+        metrics = Metrics(module)
+        trace = BatchTrace(self._run, [module], metrics.by_name.values())
         with metrics.of_batch() as made, recording(module.trainer, loop, of_shards=False) as recorded:
             step(*loop._build_step_args_from_hook_kwargs(values, hook))
         module._current_fx_name = fx

@@ -51,15 +51,22 @@ class Metrics:
         for child in module.modules():
             if isinstance(child, MetricCollection):
                 _part(child)
-        self.by_name = {name: child for name, child in module.named_modules() if isinstance(child, Metric)}
+        self.by_name = {
+            name: child
+            for name, child in module.named_modules()
+            if isinstance(child, Metric) and vars(child).keys() >= child._defaults.keys()  # wrappers show another's
+        }
         self.trained: set[str] = set()
 
     def shared_state(self) -> dict[str, Any]:
         """The state that shards change, as ``run.prepare(state=…)`` takes it."""
+        shared = {name: metric for name, metric in self.by_name.items() if metric._defaults and _is_shared(metric)}
+        for metric in shared.values():
+            for key, state in _states(metric).items():  # some wrappers begin with one tensor in several places
+                setattr(metric, key, state)
         return {
             f"metric {name}": (metric, {key: RULES[metric._reductions[key]] for key in metric._defaults})
-            for name, metric in self.by_name.items()
-            if metric._defaults and _is_shared(metric)
+            for name, metric in shared.items()
         }
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,6 +22,9 @@ from unisono.train.state.trained import RunProgress
 from unisono.train.step.current import CurrentSteps
 from unisono.train.step.run_base import RunBase
 
+MOST_RETURNS = 5
+"""Times that a run goes back from the same step."""
+
 
 class Verification:
     """Verifies the state of a run between its steps."""
@@ -38,6 +42,7 @@ class Verification:
         self._membership, self._trained, self._listeners = run.membership, run.trained, run.listeners
         self._collectives, self._steps, self._integrity = collectives, steps, integrity
         self._copies, self._audits, self._snapshots = copies, audits, snapshots
+        self._returns: Counter[int] = Counter()  # by the step that was reached
 
     def verify(self) -> Digests | None:
         """Compare the whole state, and keep a copy of it if it is right.
@@ -84,6 +89,12 @@ class Verification:
         """Go back from a doubted state to the newest one that was right."""
         doubt, reached = self._trained.doubt, self._trained.progress.position.step
         assert doubt is not None, "there is a reason"
+        self._returns[reached] += 1
+        if self._returns[reached] > MOST_RETURNS:
+            raise JobMismatch(
+                f"{doubt.why}; the run has gone back from there {MOST_RETURNS} times, and they differ each time in "
+                f"another way. What the script keeps in these objects goes by the worker: {START_AGAIN}"
+            )
         if not self._trained.registry.objects:
             self._integrity.require_steady(doubt, settings_digest(self._trained.require_prepared().optimizers))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -72,12 +72,12 @@ class UnnamedStates:
         """Note the models: weights, buffers and optimizers are kept."""
         self._prepared = prepared
 
-    def look(self, *, has_data: bool = True, **further: Any) -> Look:
+    def look(self, others: Sequence[Any] = (), *, has_data: bool = True, **further: Any) -> Look:
         """Look at all state that can be reached and is kept nowhere; from further objects, too.
 
-        ``has_data`` says whether to look at what loops read as well.
+        ``others`` are objects that are kept by somebody else; ``has_data`` says whether to look at what loops read.
         """
-        known: list[Any] = [getattr(thing, "owner", thing) for thing in self._registry.objects.values()]
+        known = [*others, *(getattr(thing, "owner", thing) for thing in self._registry.objects.values())]
         places: frozenset[tuple[int, str]] = frozenset()
         models: Mapping[str, Any] = {}
         if self._prepared is not None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from unisono.changes import Changed, Look, Memento, UnkeptError
+from unisono.changes import Changed, Look, Memento
 from unisono.job import SAMPLES_PER_SHARD
+from unisono.reachable import Place
 from unisono.train.model.places import BufferPlace
 from unisono.train.state.unnamed import UnnamedStates
 from unisono.train.step.part import Attempt, EngineBase, Part
+
+FAR = 1_000_003
+"""A number beyond what scripts wait for, and no multiple of what they count by."""
 
 FIRST, EVERY = 3, 64
 """Shards are watched in the first three calls, and in every 64th after them."""
@@ -26,20 +32,44 @@ NORMALISED = re.compile(r"running_(mean|var)|num_batches_tracked|moving_(mean|va
 """Names of buffers and of modules whose statistics are averaged."""
 
 
+class Effect(Enum):
+    """What is known of places that shards have changed."""
+
+    DECIDES = "a gradient goes by them"
+    NOTHING = "no gradient goes by them"
+    UNKNOWN = "they cannot be put back, or a shard is not the same twice"
+    LATER = "they are put back in the next call that is watched"
+
+
+def _is_quiet(changed: Changed) -> bool:
+    """Whether a place looks as if it decides nothing."""
+    return changed.kind == "record" or changed.is_known
+
+
+def _enlarge(changes: Sequence[Changed]) -> None:
+    """Make numbers far larger: what waits for a count begins."""
+    for changed in changes:
+        value = changed.place.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            changed.place.put(value + FAR)
+
+
 class ShardWatch(Part):
     """Compares what can be reached from models, loss function and data before and after a call's shards.
 
-    What has changed is put back and a shard is computed again, in the next call that is watched: if its gradient is
-    another one then, the state decides bits. Tensors that decide nothing (a map of attention that is kept to be shown)
-    are passed over; numbers are not: a counter may decide later.
+    What has changed is put back, and a shard is computed again: if its gradient is another one then, the state decides
+    bits. So is it with numbers that are far larger, since a counter may decide later. What decides nothing (a map of
+    attention that is kept to be shown, a counter of log lines) is passed over.
     """
 
     def __init__(self, states: UnnamedStates) -> None:
         self._states, self._calls = states, 0
         self._before: Look | None = None
-        self._suspected: dict[str, Changed] = {}
+        self._suspected: frozenset[str] = frozenset()
+        self._places: list[Place] = []
         self._memento: Memento | None = None
         self._buffers_told = False
+        self._unkept: set[str] = set()
 
     def join(self, base: EngineBase) -> None:
         """Begin a generation."""
@@ -51,11 +81,8 @@ class ShardWatch(Part):
         self._before = self._memento = None
         if self._calls < FIRST or self._calls % EVERY == 0:
             self._before = self._states.look()
-            if self._suspected and self._can_repeat:
-                try:
-                    self._memento = Memento(changed.place for changed in self._suspected.values())
-                except UnkeptError:
-                    self._memento = None
+            if self._places and self._is_tested():
+                self._memento = Memento(self._places)
 
     def computed(self, attempt: Attempt) -> None:
         """Look at the state after the shards, and tell what has changed.
@@ -67,17 +94,13 @@ class ShardWatch(Part):
         if self._before is None or not any(shard.samples for shard in attempt.shards):
             return
         before, self._before = self._before, None
-        changes = [
-            changed
-            for changed in before.changed_until(self._states.look())
-            if changed.kind != "record" and not changed.is_known
-        ]
-        is_tested = self._memento is not None and {changed.path for changed in changes} <= set(self._suspected)
-        decides = is_tested and self._decides(attempt)
-        for changed in changes:
-            self._tell(changed, decides if is_tested else None)
+        changes = list(before.changed_until(self._states.look()))
+        if changes:
+            effect = self._tested(attempt, changes)
+            for changed in changes:
+                self._tell(changed, effect, is_only=all(map(_is_quiet, changes)))
         self._memento = None
-        self._suspected = {changed.path: changed for changed in changes}
+        self._places, self._suspected = [changed.place for changed in changes], frozenset(c.path for c in changes)
         self._states.by_shards.update(self._suspected)
         if not self._buffers_told and attempt.call.batch.shards > 1:
             self._tell_of_buffers(attempt)
@@ -93,30 +116,58 @@ class ShardWatch(Part):
         if not any(gradient is not None and bool(torch.count_nonzero(gradient)) for gradient in gradients):
             self._states.tell("gradient", NO_GRADIENT.format(shards=shards, samples=samples), SHARDS, breaks=False)
 
-    def _tell(self, changed: Changed, decides: bool | None) -> None:
-        """Tell of a place; ``decides`` says whether a gradient goes by it, as far as that is known."""
-        if changed.kind in ("generator", "position"):
-            kind = "random generator" if changed.kind == "generator" else "iterator"
-            self._states.tell(changed.path, DEPENDS.format(path=changed.path, how=f"it is a {kind} of its own"), DRAW)
-        elif decides:
-            self._states.tell(changed.path, DEPENDS.format(path=changed.path, how="the gradient goes by it"))
-        elif changed.kind in ("number", "text") and not changed.is_first and changed.place.is_script:
-            self._states.tell(changed.path, DEPENDS.format(path=changed.path, how="what they compute may go by it"))
+    def _tell(self, changed: Changed, effect: Effect, *, is_only: bool) -> None:
+        """Tell of a place that decides bits, or may."""
+        path = changed.path
+        if effect is Effect.DECIDES and (is_only or not _is_quiet(changed)):
+            self._states.tell(path, DEPENDS.format(path=path, how="the gradient goes by it"))
+        elif (
+            (effect is Effect.UNKNOWN or path in self._unkept)
+            and not _is_quiet(changed)
+            and changed.kind in ("generator", "position")
+        ):
+            kind = "a random generator" if changed.kind == "generator" else "an iterator"
+            self._states.tell(path, DEPENDS.format(path=path, how=f"it is {kind} of its own"), DRAW)
+        elif effect is Effect.UNKNOWN and not _is_quiet(changed) and changed.kind in ("number", "text"):
+            if not changed.is_first and changed.place.is_script:
+                self._states.tell(path, DEPENDS.format(path=path, how="what they compute may go by it"))
+        elif path.startswith("trainer.") and changed.kind == "number" and not changed.is_first:
+            self._states.tell(path, OF_SHARDS.format(path=path), breaks=False)
 
-    def _decides(self, attempt: Attempt) -> bool:
-        """Whether a shard has another gradient when the suspected state is as it was before the call."""
-        own = next(shard.number for shard in attempt.shards if shard.samples)
-        assert self._memento is not None, "there is something to put back"
-        try:
-            after = Memento(changed.place for changed in self._suspected.values())
-        except UnkeptError:
-            return False
-        digests = []
-        for state in (after, self._memento, after):
-            state.restore()
-            digests.append(attempt.again(own))
+    def _is_tested(self) -> bool:
+        """Whether a call that is watched repeats a shard: the first ones, and ever fewer behind them."""
+        rounds = self._calls // EVERY
+        return self._can_repeat and rounds & (rounds - 1) == 0
+
+    def _tested(self, attempt: Attempt, changes: Sequence[Changed]) -> Effect:
+        """Whether a shard has another gradient when what has changed is as it was, or when numbers are far larger."""
+        new = [changed for changed in changes if changed.path not in self._suspected]
+        if not self._can_repeat:
+            return Effect.UNKNOWN
+        if not self._is_tested() or not all(changed.is_first for changed in new):
+            return Effect.LATER
+        after = Memento(changed.place for changed in changes)
+        own = [shard.number for shard in attempt.shards if shard.samples][-1]  # the first one may have set something up
+        digests: list[str | None] = []
+        for prepare in (after.restore, partial(self._put_back, new), partial(_enlarge, changes), after.restore):
+            after.restore()
+            try:
+                prepare()
+                digests.append(attempt.again(own))
+            except Exception:  # noqa: BLE001 (the script's own code, with values that it did not expect)
+                digests.append(None)
         after.restore()
-        return digests[0] == digests[2] != digests[1]
+        self._unkept = after.unkept
+        if digests[0] is None or digests[0] != digests[3]:  # it is not the same twice in any case
+            return Effect.UNKNOWN
+        return Effect.DECIDES if len(set(digests)) > 1 else Effect.NOTHING
+
+    def _put_back(self, new: Sequence[Changed]) -> None:
+        """Put back what was there before the call."""
+        if self._memento is not None:
+            self._memento.restore()
+        for changed in new:
+            changed.empty()
 
     def _tell_of_buffers(self, attempt: Attempt) -> None:
         """Tell of buffers that shards write differently, and that are averaged though they are no statistics."""
@@ -148,6 +199,11 @@ NO_GRADIENT = (
 )
 
 SHARDS = "With shards=1 one worker computes the loss over the whole batch"
+
+OF_SHARDS = (
+    "{path} changes while shards are computed, and no gradient goes by it: it is of this worker's shards alone, and so "
+    "is what is logged of it"
+)
 
 DRAW = (
     "Draw from the global generators of torch, NumPy or Python, which are seeded for each shard and each sample; or "
