@@ -64,6 +64,7 @@ class Changed:
         kind: what the value is.
         is_first: whether there was nothing before, or an empty list or mapping.
         was_there: whether the place was there.
+        old: the number or text that was there; :data:`~unisono.reachable.ABSENT` if it was something else.
     """
 
     path: str
@@ -71,6 +72,7 @@ class Changed:
     kind: Kind
     is_first: bool = False
     was_there: bool = True
+    old: Any = ABSENT
 
     @property
     def is_known(self) -> bool:
@@ -82,10 +84,17 @@ class Changed:
         """Whether its name is that of what a clock shows."""
         return bool(CLOCKS.search(self._name))
 
-    def empty(self) -> None:
-        """Have nothing at the place, as before; a list or a mapping that was empty is so again."""
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether it is known what was there: nothing, an empty list or mapping, a number or a text."""
+        return self.is_first or self.old is not ABSENT
+
+    def undo(self) -> None:
+        """Put back what was there."""
         value = self.place.value
-        if self.was_there and isinstance(value, dict | set | list | deque):
+        if self.old is not ABSENT:
+            self.place.put(self.old)
+        elif self.was_there and isinstance(value, dict | set | list | deque):
             _clear(value)
         else:
             self.place.put(None if self.was_there else ABSENT)
@@ -135,7 +144,8 @@ class Look:
                 continue
             if (kind := _kind(old, new)) is not None:
                 is_first = old[0] == "nothing" or _is_empty(old)
-                yield Changed(path, place, kind, is_first=is_first, was_there=path in self.places)
+                value = old[-1] if old[0] in ("number", "text") else ABSENT
+                yield Changed(path, place, kind, is_first=is_first, was_there=path in self.places, old=value)
 
     def _is_clock(self, new: Signature, later: Look) -> bool:
         """Whether a number is what a clock showed between the looks."""

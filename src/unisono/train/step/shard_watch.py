@@ -37,7 +37,8 @@ class Effect(Enum):
 
     DECIDES = "a gradient goes by them"
     NOTHING = "no gradient goes by them"
-    UNKNOWN = "they cannot be put back, or a shard is not the same twice"
+    UNKNOWN = "they cannot be put back"
+    TWO_ANSWERS = "they are put back, and the gradient of a shard is another one all the same"
     LATER = "they are put back in the next call that is watched"
 
 
@@ -121,11 +122,11 @@ class ShardWatch(Part):
         path = changed.path
         if effect is Effect.DECIDES and (is_only or not _is_quiet(changed)):
             self._states.tell(path, DEPENDS.format(path=path, how="the gradient goes by it"))
-        elif (
-            (effect is Effect.UNKNOWN or path in self._unkept)
-            and not _is_quiet(changed)
-            and changed.kind in ("generator", "position")
-        ):
+        elif effect is Effect.TWO_ANSWERS and (is_only or not _is_quiet(changed)):
+            self._states.tell(
+                path, DEPENDS.format(path=path, how="a shard that is computed again has another gradient")
+            )
+        elif not _is_quiet(changed) and self._is_lost(changed, effect):
             kind = "a random generator" if changed.kind == "generator" else "an iterator"
             self._states.tell(path, DEPENDS.format(path=path, how=f"it is {kind} of its own"), DRAW)
         elif effect is Effect.UNKNOWN and not _is_quiet(changed) and changed.kind in ("number", "text"):
@@ -133,6 +134,11 @@ class ShardWatch(Part):
                 self._states.tell(path, DEPENDS.format(path=path, how="what they compute may go by it"))
         elif path.startswith("trainer.") and changed.kind == "number" and not changed.is_first:
             self._states.tell(path, OF_SHARDS.format(path=path), breaks=False)
+
+    def _is_lost(self, changed: Changed, effect: Effect) -> bool:
+        """Whether a place cannot be put back, and what it gives is drawn from."""
+        is_unkept = effect is Effect.UNKNOWN or changed.path in self._unkept
+        return changed.kind == "position" or (changed.kind == "generator" and is_unkept)
 
     def _is_tested(self) -> bool:
         """Whether a call that is watched repeats a shard: the first ones, and ever fewer behind them."""
@@ -144,7 +150,7 @@ class ShardWatch(Part):
         new = [changed for changed in changes if changed.path not in self._suspected]
         if not self._can_repeat:
             return Effect.UNKNOWN
-        if not self._is_tested() or not all(changed.is_first for changed in new):
+        if not self._is_tested() or not all(changed.can_be_undone for changed in new):
             return Effect.LATER
         after = Memento(changed.place for changed in changes)
         own = [shard.number for shard in attempt.shards if shard.samples][-1]  # the first one may have set something up
@@ -158,8 +164,10 @@ class ShardWatch(Part):
                 digests.append(None)
         after.restore()
         self._unkept = after.unkept
-        if digests[0] is None or digests[0] != digests[3]:  # it is not the same twice in any case
+        if digests[0] is None:
             return Effect.UNKNOWN
+        if digests[0] != digests[3]:
+            return Effect.TWO_ANSWERS
         return Effect.DECIDES if len(set(digests)) > 1 else Effect.NOTHING
 
     def _put_back(self, new: Sequence[Changed]) -> None:
@@ -167,7 +175,7 @@ class ShardWatch(Part):
         if self._memento is not None:
             self._memento.restore()
         for changed in new:
-            changed.empty()
+            changed.undo()
 
     def _tell_of_buffers(self, attempt: Attempt) -> None:
         """Tell of buffers that shards write differently, and that are averaged though they are no statistics."""
