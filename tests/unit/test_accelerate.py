@@ -106,3 +106,8 @@ def test_functions_that_processes_call_together_and_uneven_streams_are_as_on_one
 def test_they_are_refused_in_the_body_of_a_training_loop(cluster: Cluster) -> None:
     done = cluster(CALLS, 2, shards=6, REFUSED="yes")
     assert "refused gather or reduce in the body of a training loop, which runs once for each shard" in done.printed
+
+
+def test_the_body_of_a_loop_runs_once_for_each_shard_whatever_a_model_keeps(cluster: Cluster) -> None:
+    done = cluster(CALLS.with_name("accelerate_shown.py"), 1, shards=4)
+    assert done.said == [f"after {6 * 4} turns"]

@@ -390,6 +390,8 @@ class Bodies:
     def _ask_loss(self, _: Any, batch: Any) -> Any:
         return self._turns.ask(_Shard(batch, Generators.capture()))
 
+    _ask_loss.runs_body = True  # type: ignore[attr-defined]  # what repeats shards asks for it
+
     def _ask_update(self) -> None:
         self._turns.ask(_Update())
 

@@ -75,11 +75,13 @@ class ShardWatch(Part):
     def join(self, base: EngineBase) -> None:
         """Begin a generation."""
         self._base = base
-        self._can_repeat = base.workers.devices.count == 1
+        self._has_one_device = self._can_repeat = base.workers.devices.count == 1
 
     def attempt(self, attempt: Attempt) -> None:
         """Look at the state before the shards, if this call is watched."""
         self._before = self._memento = None
+        # Where a shard is a turn of the script's own loop, its body would run more often than the script has asked.
+        self._can_repeat = self._has_one_device and not getattr(attempt.call.loss_fn, "runs_body", False)
         if self._calls < FIRST or self._calls % EVERY == 0:
             self._before = self._states.look()
             if self._places and self._is_tested():
