@@ -309,3 +309,28 @@ def test_the_loss_is_the_mean_over_the_whole_global_batch(
     for parameter, old in zip(model.parameters(), before.parameters(), strict=True):
         assert old.grad is not None
         assert torch.allclose(parameter, old - old.grad, atol=1e-5)
+
+
+class Summed:
+    """A loss of the script's own: a sum over the samples."""
+
+    seen = 0
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self.seen += len(inputs["input_ids"])
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = (outputs.logits.logsumexp(-1) * inputs["attention_mask"]).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.filterwarnings("ignore:trainer.seen changes")
+def test_a_loss_that_sums_over_the_batch_stays_the_sum_over_the_global_batch(start: Start, tmp_path: Path) -> None:
+    plain = trainer(type("Plain", (Summed, Trainer), {}), tmp_path)
+    plain.train()
+    on_run = trainer(type("OurOwn", (Summed, OnRun), {}), tmp_path, given={"run": start(shards=3, batch_size=None)})
+    on_run.train()
+    ours, theirs = ([line["loss"] for line in each.state.log_history if "loss" in line] for each in (on_run, plain))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert on_run.seen == plain.seen == 2 * len(ROWS)

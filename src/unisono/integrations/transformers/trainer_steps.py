@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
+from unisono.data.generators import generators_kept
 from unisono.errors import LossError
-from unisono.integrations.kept import KeptAttributes, KeptCallbacks, put
+from unisono.integrations.kept import BatchTrace, KeptAttributes, KeptCallbacks, put
 from unisono.plan.batches import Batch
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
@@ -82,6 +83,7 @@ class KeptState:
     Attributes:
         has_evaluated: whether the model was evaluated before the first step.
         keeps_of_batches: whether predicting a batch changes what the trainer keeps, so that each worker predicts all.
+        is_sum: whether a loss of the script's own is a sum over samples; None before the first step.
         has_schedulers: whether schedulers are part of it.
     """
 
@@ -93,6 +95,7 @@ class KeptState:
         self._awaited: Mapping[str, Any] | None = None
         self._is_under_way = False
         self.has_evaluated = self.keeps_of_batches = False
+        self.is_sum: bool | None = None
 
     def begin(self) -> None:
         """Begin a training, with everything as it was made."""
@@ -122,6 +125,7 @@ class KeptState:
             "scheduler": None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict(),
             "has evaluated": self.has_evaluated,
             "keeps of batches": self.keeps_of_batches,
+            "is sum": self.is_sum,
             "callbacks": self._callbacks.state(),
         }
 
@@ -149,6 +153,7 @@ class KeptState:
         if trainer.lr_scheduler is not None and state["scheduler"] is not None:
             trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
         self.has_evaluated, self.keeps_of_batches = state["has evaluated"], state.get("keeps of batches", False)
+        self.is_sum = state.get("is sum")
         self._callbacks.load(state["callbacks"])
 
 
@@ -202,6 +207,7 @@ class ShardLoss:
         items: the number of labels that count in the global batch, as ``training_step`` gets it; or None.
         sizes: the number of samples in each shard of the global batch; 0 for an empty one.
         are_batches: whether the shards are the trainer's batches.
+        is_sum: whether the trainer's own loss is a sum over samples.
     """
 
     trainer: Any
@@ -209,13 +215,14 @@ class ShardLoss:
     items: Any
     sizes: Sequence[int]
     are_batches: bool
+    is_sum: bool
 
     @classmethod
-    def of(cls, trainer: Any, model: Any, counts: Counts, batch: Batch) -> ShardLoss:
+    def of(cls, trainer: Any, model: Any, counts: Counts, batch: Batch, *, is_sum: bool) -> ShardLoss:
         """The loss of a global batch's shards."""
         items = None if counts.items is None else torch.tensor(counts.items, device=trainer.args.device) / 1
         sizes = [len(batch.shard(number)) for number in range(batch.shards)]
-        return cls(trainer, model, items, sizes, batch.shards == trainer.args.gradient_accumulation_steps)
+        return cls(trainer, model, items, sizes, batch.shards == trainer.args.gradient_accumulation_steps, is_sum)
 
     def __call__(self, _: Any, inputs: Any) -> Any:
         """Compute the shard's loss; the run goes backward from it, unless ``training_step`` has.
@@ -229,26 +236,27 @@ class ShardLoss:
             weight = 1.0 if self._is_share_of_items else rows / max(self.sizes)
             return self._computed(inputs, self.items, shards, weight)
         _, items = self.trainer.get_batch_samples(iter([inputs]), 1, self.trainer.args.device)
-        return self._computed(
-            inputs, items if items is None else items.clamp(min=1), 1, rows if items is None else items
-        )
+        counted = items if items is None else items.clamp(min=1)
+        if self.is_sum:
+            return self._computed(inputs, counted, 1, rows, sum(self.sizes) / rows)
+        return self._computed(inputs, counted, 1, rows if items is None else items)
 
-    def _computed(self, inputs: Any, items: Any, shards: int, weight: Any) -> Any:
+    def _computed(self, inputs: Any, items: Any, shards: int, weight: Any, factor: float = 1.0) -> Any:
         trainer, held = self.trainer, list[Tensor]()
         trainer.current_gradient_accumulation_steps = shards
         with put(trainer.accelerator, "backward", lambda loss, **_: held.append(loss)):
             returned = trainer.training_step(self.model, inputs, items)
         if held:
             loss = held[0] if len(held) == 1 else torch.stack(held).sum()
-            return Weighted(loss * shards, weight)
+            return Weighted(loss * (shards * factor), weight)
         if not isinstance(returned, Tensor):
             raise LossError(
                 f"training_step returned a {type(returned).__name__}: return the loss, as Trainer's own does"
             )
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(shards)
-        return BackwardDone(returned * shards, weight)
+                parameter.grad.mul_(shards * factor)
+        return BackwardDone(returned * (shards * factor), weight)
 
     @property
     def _is_share_of_items(self) -> bool:
@@ -258,6 +266,36 @@ class ShardLoss:
             return bool(is_scaled)
         counts = self.trainer.model_accepts_loss_kwargs and self.items is not None
         return counts or self.trainer.compute_loss_func is not None
+
+
+def is_sum(trainer: Any, run: Run, model: Any, shards: Sequence[Any]) -> bool | None:
+    """Whether a loss of the script's own is a sum over samples: it doubles if each of them comes twice.
+
+    Return None without a shard to try it on.
+    """
+    inputs = next((shard for shard in shards if shard is not None), None)
+    is_own = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
+    if not is_own:
+        return False
+    if inputs is None:
+        return None
+    rows, modes = find_batch_size(inputs), [(module, module.training) for module in model.modules()]
+    trace = BatchTrace(run, [model])
+    model.eval()
+    try:
+        with torch.no_grad(), generators_kept():
+            twice = {
+                name: torch.cat([part, part]) if isinstance(part, Tensor) and part.dim() and len(part) == rows else part
+                for name, part in inputs.items()
+            }
+            first, second = (float(trainer.compute_loss(model, dict(batch))) for batch in (inputs, twice))
+    except Exception:  # noqa: BLE001 (the loss may want other inputs: then nobody knows)
+        return False
+    finally:
+        trace.is_clean()
+        for module, is_training in modes:
+            module.training = is_training
+    return abs(second - 2 * first) < abs(second - first)
 
 
 Updated = tuple[Any, float]
@@ -284,9 +322,13 @@ class TrainerSteps:
         """Compute a step, and update the weights. Return the figures of the update; None if the step was skipped."""
         trainer = self.trainer
         counts = Counts.of(trainer, step, self.run)
-        loss = step.run(
-            ShardLoss.of(trainer, self.model, counts, step.batch), update=partial(self._update, step, counts)
-        )
+        kept = trainer._kept
+        if kept.is_sum is None:
+            own = is_sum(trainer, self.run, self.model, step.shards)
+            known = self.run.together(lambda workers: workers.gather_json(own))
+            kept.is_sum = next((answer for answer in known if answer is not None), False)
+        shard_loss = ShardLoss.of(trainer, self.model, counts, step.batch, is_sum=kept.is_sum)
+        loss = step.run(shard_loss, update=partial(self._update, step, counts))
         updated: Updated | None = step.returned
         if step.is_skipped:  # it counts all the same, and the scheduler waits
             self._count(step, counts)
