@@ -31,7 +31,14 @@ def last(printed: str) -> dict[str, float]:
     return values
 
 
-@pytest.mark.parametrize("kind", ["buffer", "number", "deque", "dict", "seldom", "small"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "buffer",
+        "small",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("number", "deque", "dict", "seldom")),
+    ],
+)
 def test_any_number_of_workers_knows_what_lightning_alone_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
