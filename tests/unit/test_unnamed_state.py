@@ -371,6 +371,33 @@ class Overwrites(Net):
         return super().forward(x) + noise + self.tokens.sum() * self.length
 
 
+class Indexes(Net):
+    """Counts by what it looks up, and fails far beyond."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.factors = 0, [1.0, 0.5] * 64
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at += 1
+        return super().forward(x) * self.factors[self.at]
+
+
+def test_a_script_that_fails_with_other_values_goes_by_them_and_trains_on_as_before(start: Start) -> None:
+    def trained(model: nn.Module, *ignored: str) -> list[Tensor]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.1)
+        run = start(run_dir=None)
+        if ignored:
+            run.ignore(*ignored)
+        assert told(run, model, loss_of) == ([] if ignored else ["model.at"])
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    pairs = zip(trained(Indexes()), trained(Indexes(), "model"), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 class Sealed(dict[str, Any]):
     """Refuses to be changed."""
 

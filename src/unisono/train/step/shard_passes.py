@@ -119,16 +119,18 @@ class ShardPasses:
         shard = Shard.of(call, number, is_audited=True)
         holders = self._prepared.gradient_holders()
         gradients_before = [parameter.grad for parameter in holders]
-        with generators_kept(), self._buffers.aside() as results:
-            self._prepared.clear_gradients()
-            self._forward.compute(call, shard, batch)
-            if shard.report.weight:
-                shard.backward(gradients.parameters)
-            else:
+        try:
+            with generators_kept(), self._buffers.aside() as results:
                 self._prepared.clear_gradients()
-            yield shard, results
-        for parameter, gradient in zip(holders, gradients_before, strict=True):
-            parameter.grad = gradient
+                self._forward.compute(call, shard, batch)
+                if shard.report.weight:
+                    shard.backward(gradients.parameters)
+                else:
+                    self._prepared.clear_gradients()
+                yield shard, results
+        finally:
+            for parameter, gradient in zip(holders, gradients_before, strict=True):
+                parameter.grad = gradient
         self._workers.tick()
 
     def figures(
