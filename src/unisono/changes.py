@@ -109,6 +109,18 @@ class Changed:
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.path.rpartition(".")[2]).lower()
 
 
+FAR = 1_000_003
+"""A number beyond what scripts wait for, and no multiple of what they count by."""
+
+
+def enlarge(changes: Iterable[Changed]) -> None:
+    """Make numbers far larger: what waits for a count begins."""
+    for changed in changes:
+        value = changed.place.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            changed.place.put(value + FAR)
+
+
 class Look:
     """A look at the plain state that can be reached from some objects.
 
@@ -144,8 +156,8 @@ class Look:
                 continue
             if (kind := _kind(old, new)) is not None:
                 is_first = old[0] == "nothing" or _is_empty(old)
-                value = old[-1] if old[0] in ("number", "text") else ABSENT
-                yield Changed(path, place, kind, is_first=is_first, was_there=path in self.places, old=value)
+                is_there = path in self.places
+                yield Changed(path, place, kind, is_first=is_first, was_there=is_there, old=_value_of(old))
 
     def _is_clock(self, new: Signature, later: Look) -> bool:
         """Whether a number is what a clock showed between the looks."""
@@ -221,6 +233,13 @@ def _is_record(old: Signature, new: Signature) -> bool:
         and new[2][:same] == before[:same]
         and all(map(_is_plain, new[2][same:]))
     )
+
+
+def _value_of(short: Signature) -> Any:
+    """The number or the whole text that a signature stands for; :data:`~unisono.reachable.ABSENT` of all else."""
+    if short[0] == "number" and not isinstance(short[1], str):  # NaN is a text there
+        return short[1]
+    return short[2] if short[0] == "text" and isinstance(short[2], str) and len(short[2]) == short[1] else ABSENT
 
 
 def _is_plain(short: Signature) -> bool:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from unisono.changes import Look, Memento
+from unisono.changes import Look, Memento, enlarge
 from unisono.data.generators import generators_in, generators_kept, own_generators_kept
 from unisono.data.loading import LoaderProcesses, Processes
 from unisono.data.shards import ShardSource, is_plain, one_thread
@@ -267,16 +267,12 @@ def _own_state(source: ShardSource, epoch: int, place: int) -> list[str]:
     counts = [changed for changed in changes if changed.kind == "number" and not isinstance(changed.place.value, bool)]
     if counts and digests[0] == digests[1]:
         memento = Memento(changed.place for changed in counts)
-        for changed in counts:
-            changed.place.put(changed.place.value + FAR)
+        enlarge(counts)
         is_same = load() == digests[0]
         memento.restore()
         told += [] if is_same else [f"{changed.path}\0{COUNTS.format(path=changed.path)}" for changed in counts]
     return told or ([] if digests[0] == digests[1] else [f"dataset\0{TWO_ANSWERS}"])
 
-
-FAR = 1_000_003
-"""A number beyond what data sets wait for."""
 
 DRAWS = (
     "{path} is a random generator, or an iterator, of the data set's own, which loading a sample moves on: each "

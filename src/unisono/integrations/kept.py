@@ -66,7 +66,8 @@ MOST_BYTES = 2**24
 class BatchTrace:
     """Puts back what evaluating a batch has changed of objects, since workers evaluate different batches.
 
-    Of modules, everything that can be reached counts, but for weights, what the run keeps, and what clocks show.
+    Everything that can be reached counts, but for weights, what the run keeps, and what clocks show. Buffers that were
+    written count as well; :func:`~unisono.train.loop.evaluation.evaluating` puts them back.
 
     Args:
         run: the run.
@@ -81,7 +82,7 @@ class BatchTrace:
         self._states, self._known, self.paths = run.inside.states, tuple(known), list[str]()
         layers = [layer for module in modules for layer in module.modules()]
         self._buffers = [
-            (layer._buffers, name, tensor, _version(tensor), None if tensor is None else tensor.detach().clone())
+            (layer._buffers, name, tensor, _version(tensor))
             for layer in layers
             for name, tensor in layer._buffers.items()
         ]
@@ -90,11 +91,10 @@ class BatchTrace:
 
     def is_clean(self) -> bool:
         """Whether nothing has changed; else all is put back, and what cannot be is named."""
-        written = [row for row in self._buffers if row[0].get(row[1]) is not row[2] or _version(row[2]) != row[3]]
-        for buffers, name, tensor, _, value in written:
-            buffers[name] = tensor
-            if tensor is not None and value is not None:
-                tensor.detach().copy_(value)
+        is_written = any(
+            buffers.get(name) is not tensor or _version(tensor) != version
+            for buffers, name, tensor, version in self._buffers
+        )
         later = self._states.look(self._known, has_data=False)
         changes = [change for change in self._look.changed_until(later) if not change.is_clock]
         self.paths = [change.path for change in changes]
@@ -106,7 +106,7 @@ class BatchTrace:
             self._memento.restore()
         for path in self._memento.unkept.intersection(self.paths):
             self._states.tell(path, LOST.format(path=path), breaks=False)
-        return not changes and not written
+        return not changes and not is_written
 
 
 LOST = (

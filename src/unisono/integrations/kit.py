@@ -14,7 +14,10 @@ from operator import eq, ge, gt, index, le, lt, ne
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.amp import GradScaler
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Sampler
 
 from unisono.data.generators import generators_kept
@@ -29,6 +32,19 @@ from unisono.train.state.trained import GROWTH_STEPS, LossScale
 
 refused = Refusals(Path(__file__).with_name("refusals.toml"))
 """The messages about parts of a guest that cannot be kept, with what to do instead."""
+
+# Losses of a script's own.
+
+
+def each_twice(batch: Any) -> Any:
+    """A batch in which every sample comes twice; its tensors have one row for each sample."""
+    return tree_map_only(Tensor, lambda rows: torch.cat([rows, rows]) if rows.dim() else rows, batch)
+
+
+def is_sum(once: float, twice: float) -> bool:
+    """Whether a loss is a sum over samples, and not a mean: its values for a batch, and with each sample twice."""
+    return abs(twice - 2 * once) < abs(twice - once)
+
 
 # Packages of other frameworks.
 

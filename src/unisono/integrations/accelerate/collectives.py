@@ -42,28 +42,30 @@ def call(name: str, values: Sequence[Any], named: Mapping[str, Any]) -> Any:
 unisono_call = call
 
 
+_own_code: dict[FunctionType, CodeType] = {}
+_users: list[Any] = []
+"""Accelerators whose runs are open: the functions have their own code again behind the last one."""
+
+
 def routed(accelerator: Any) -> Callable[[], None]:
     """Have the functions go by an accelerator. Returns a function that undoes it.
 
     Scripts hold these functions under names of their own, so each stays the object that it is, and has other code.
     """
     IN_USE.set(accelerator)
-    functions: list[FunctionType] = [inspect.unwrap(getattr(operations, name)) for name in NAMES]
-    if any(_is_routed(function.__code__) for function in functions):  # by an earlier accelerator
-        return lambda: None
-    before = [function.__code__ for function in functions]
+    _users.append(accelerator)
     vars(operations)["unisono_call"] = call
-    for function in functions:
+    for function in [inspect.unwrap(getattr(operations, name)) for name in NAMES]:
+        _own_code.setdefault(function, function.__code__)
         constants = (function.__name__ if value == "NAME" else value for value in _route.__code__.co_consts)
         function.__code__ = _route.__code__.replace(co_consts=tuple(constants))
 
     def undo() -> None:
-        for function, code in zip(functions, before, strict=True):
-            function.__code__ = code
-        del vars(operations)["unisono_call"]
+        _users.remove(accelerator)
+        if not _users:
+            for function, code in _own_code.items():
+                function.__code__ = code
+            _own_code.clear()
+            del vars(operations)["unisono_call"]
 
     return undo
-
-
-def _is_routed(code: CodeType) -> bool:
-    return code.co_filename == __file__

@@ -27,7 +27,7 @@ from unisono.integrations.keras.variables import (
     scales_loss,
     seeds_drawn,
 )
-from unisono.integrations.kit import refused, scale_of
+from unisono.integrations.kit import each_twice, is_sum, refused, scale_of
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 
@@ -141,14 +141,14 @@ class AddedLosses:
             once = self._values(inputs)
             if not once:
                 return []
-            twice = self._values(keras.tree.map_structure(lambda part: torch.cat([part, part]), inputs))
+            twice = self._values(each_twice(inputs))
         except Exception:  # noqa: BLE001 (a train_step may call the model otherwise: then nobody knows)
             return []
         pairs = list(zip(once, twice, strict=True)) if len(once) == len(twice) else []
         for first, second in pairs:
             if first and not any(abs(second / first - ratio) < TOLERANCE for ratio in (1, 2)):
                 warn(refused("keras.added-loss", once=first, twice=second))
-        return [abs(second - 2 * first) < abs(second - first) for first, second in pairs]
+        return [is_sum(first, second) for first, second in pairs]
 
     @torch.no_grad()
     def _values(self, inputs: Any) -> list[float]:

@@ -16,8 +16,10 @@ from transformers.trainer_pt_utils import find_batch_size
 from unisono.data.generators import generators_kept
 from unisono.errors import LossError
 from unisono.integrations.kept import BatchTrace, KeptAttributes, KeptCallbacks, put
+from unisono.integrations.kit import each_twice, is_sum
 from unisono.plan.batches import Batch
 from unisono.train.group.workers import Workers
+from unisono.train.loop.evaluation import evaluating
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone, Weighted
 from unisono.train.step.step import Step
@@ -268,34 +270,22 @@ class ShardLoss:
         return counts or self.trainer.compute_loss_func is not None
 
 
-def is_sum(trainer: Any, run: Run, model: Any, shards: Sequence[Any]) -> bool | None:
-    """Whether a loss of the script's own is a sum over samples: it doubles if each of them comes twice.
-
-    Return None without a shard to try it on.
-    """
-    inputs = next((shard for shard in shards if shard is not None), None)
-    is_own = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
-    if not is_own:
+def sums_over_samples(trainer: Any, run: Run, model: Any, shards: Sequence[Any]) -> bool | None:
+    """Whether a loss of the script's own is a sum over samples. Return None without a shard to try it on."""
+    if type(trainer).compute_loss is Trainer.compute_loss and trainer.compute_loss_func is None:
         return False
+    inputs = next((shard for shard in shards if shard is not None), None)
     if inputs is None:
         return None
-    rows, modes = find_batch_size(inputs), [(module, module.training) for module in model.modules()]
-    trace = BatchTrace(run, [model])
-    model.eval()
+    trace = BatchTrace(run, [])
     try:
-        with torch.no_grad(), generators_kept():
-            twice = {
-                name: torch.cat([part, part]) if isinstance(part, Tensor) and part.dim() and len(part) == rows else part
-                for name, part in inputs.items()
-            }
-            first, second = (float(trainer.compute_loss(model, dict(batch))) for batch in (inputs, twice))
+        with evaluating([model]), torch.no_grad(), generators_kept():
+            losses = [float(trainer.compute_loss(model, dict(batch))) for batch in (inputs, each_twice(dict(inputs)))]
     except Exception:  # noqa: BLE001 (the loss may want other inputs: then nobody knows)
         return False
     finally:
         trace.is_clean()
-        for module, is_training in modes:
-            module.training = is_training
-    return abs(second - 2 * first) < abs(second - first)
+    return is_sum(*losses)
 
 
 Updated = tuple[Any, float]
@@ -324,7 +314,7 @@ class TrainerSteps:
         counts = Counts.of(trainer, step, self.run)
         kept = trainer._kept
         if kept.is_sum is None:
-            own = is_sum(trainer, self.run, self.model, step.shards)
+            own = sums_over_samples(trainer, self.run, self.model, step.shards)
             known = self.run.together(lambda workers: workers.gather_json(own))
             kept.is_sum = next((answer for answer in known if answer is not None), False)
         shard_loss = ShardLoss.of(trainer, self.model, counts, step.batch, is_sum=kept.is_sum)

@@ -150,7 +150,7 @@ class Evaluation:
 
     def _evaluated_blocks(self, most: int | None) -> Generator[EvaluatedBlock, None, None]:
         with (
-            _evaluating(self.prepared.modules) as put_back,
+            evaluating(self.prepared.modules) as put_back,
             torch.no_grad(),
             generators_kept(),
             closing(self.blocks.read(self.workers, most)) as blocks,
@@ -242,7 +242,7 @@ class Evaluator:
 
 
 @contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
     """Have modules evaluate. It yields a function that restores their buffers.
 
     Evaluation must not train: neither modes nor buffers stay changed.

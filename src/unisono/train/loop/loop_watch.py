@@ -127,13 +127,11 @@ class LoopWatch(Listener):
             self._awaited = {}
         for path in [path for path in self._awaited if path.partition(".")[0] in self._states.data]:
             self._tell_if_stale(path, self._awaited.pop(path), self._begun)
-        variables = script_variables() if self._awaited else {}
-        heads = {path.partition(".")[0] for path in self._awaited}
-        at_line = self._states.look(**{name: variables[name] for name in heads if name in variables})
         self._begun.let_go()
-        self._words_begun = {
-            path: said(at_line.places[path][0].value) for path in self._awaited if path in at_line.places
-        }
+        if self._awaited:
+            variables, heads = script_variables(), {path.partition(".")[0] for path in self._awaited}
+            places = self._states.look(**{name: variables[name] for name in heads if name in variables}).places
+            self._words_begun = {path: said(places[path][0].value) for path in self._awaited if path in places}
 
     def call_begins(self, call: Call, shards: Sequence[int], generation: int) -> None:
         """Note the loss function, and compare the rest with what it was, but for what the body has set before."""

@@ -92,8 +92,8 @@ class Verification:
         self._returns[reached] += 1
         if self._returns[reached] > MOST_RETURNS:
             raise JobMismatch(
-                f"{doubt.why}; the run has gone back from there {MOST_RETURNS} times, and they differ each time in "
-                f"another way. What the script keeps in these objects goes by the worker: {START_AGAIN}"
+                f"{doubt.why}; the run has gone back from there {MOST_RETURNS} times, and it was no better any time. "
+                f"What differs may be what the script does on each worker: {START_AGAIN}"
             )
         if not self._trained.registry.objects:
             self._integrity.require_steady(doubt, settings_digest(self._trained.require_prepared().optimizers))

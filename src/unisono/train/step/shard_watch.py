@@ -10,15 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from unisono.changes import Changed, Look, Memento
+from unisono.changes import Changed, Look, Memento, enlarge
 from unisono.job import SAMPLES_PER_SHARD
 from unisono.reachable import Place
 from unisono.train.model.places import BufferPlace
 from unisono.train.state.unnamed import UnnamedStates
 from unisono.train.step.part import Attempt, EngineBase, Part
-
-FAR = 1_000_003
-"""A number beyond what scripts wait for, and no multiple of what they count by."""
 
 FIRST, EVERY = 3, 64
 """Shards are watched in the first three calls, and in every 64th after them."""
@@ -45,14 +42,6 @@ class Effect(Enum):
 def _is_quiet(changed: Changed) -> bool:
     """Whether a place looks as if it decides nothing."""
     return changed.kind == "record" or changed.is_known
-
-
-def _enlarge(changes: Sequence[Changed]) -> None:
-    """Make numbers far larger: what waits for a count begins."""
-    for changed in changes:
-        value = changed.place.value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            changed.place.put(value + FAR)
 
 
 class ShardWatch(Part):
@@ -157,7 +146,7 @@ class ShardWatch(Part):
         after = Memento(changed.place for changed in changes)
         own = [shard.number for shard in attempt.shards if shard.samples][-1]  # the first one may have set something up
         digests: list[str | None] = []
-        for prepare in (after.restore, partial(self._put_back, new), partial(_enlarge, changes), after.restore):
+        for prepare in (after.restore, partial(self._put_back, new), partial(enlarge, changes), after.restore):
             after.restore()
             try:
                 prepare()
