@@ -265,7 +265,7 @@ def _held(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
             for hooks in (thing._forward_hooks, thing._forward_pre_hooks, thing._backward_hooks):
                 yield from ((f"{path}.hook", hook) for hook in hooks.values())
     for base in type(thing).__mro__:
-        if _is_script(base):
+        if is_script_class(base):
             for method in vars(base).values():
                 function = getattr(method, "fget", None) or getattr(method, "__func__", method)
                 if isinstance(function, FunctionType):
@@ -293,9 +293,9 @@ def _places(path: str, thing: Any) -> Iterator[Place]:
         yield from _variables(thing)
         return
     kind = _class_of(thing)
-    owner, is_script = kind.__name__, _is_script(kind)
+    owner, is_script = kind.__name__, is_script_class(kind)
     attributes = getattr(thing, "__dict__", None)
-    skipped = _stored_by_frameworks(kind)
+    skipped = stored_by_frameworks(kind)
     if isinstance(attributes, dict):
         for name in list(attributes):
             if name not in skipped and not name.startswith("__"):
@@ -307,7 +307,7 @@ def _places(path: str, thing: Any) -> Iterator[Place]:
     for name in _slots_of(kind):
         yield Place(f"{path}.{name}", thing, name, owner, is_script)
     for base in kind.__mro__:
-        if not _is_script(base):
+        if not is_script_class(base):
             continue
         for name, value in list(vars(base).items()):
             if not name.startswith("__") and (not isinstance(attributes, dict) or name not in attributes):
@@ -350,7 +350,7 @@ def _global_places(function: FunctionType) -> Iterator[Place]:
                     if isinstance(part, (bool, int, float, *CONTAINERS)) and not key.startswith("__"):
                         yield Place(f"{name}.{key}", vars(value), key, "", is_script=True)
         elif isinstance(value, type):
-            if _is_script(value):
+            if is_script_class(value):
                 for key, part in list(vars(value).items()):
                     if not (key.startswith("__") or hasattr(part, "__get__") or isinstance(part, type)):
                         yield Place(f"{name}.{key}", value, key, name, is_script=True)
@@ -374,14 +374,14 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 
 
 @cache
-def _is_script(kind: type) -> bool:
+def is_script_class(kind: type) -> bool:
     """Whether the script's own code defines a class."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (isinstance(file, str) and is_of_script(file))
 
 
 @cache
-def _stored_by_frameworks(kind: type) -> frozenset[str]:
+def stored_by_frameworks(kind: type) -> frozenset[str]:
     """The attributes of a class's objects that frameworks below it store, which are theirs."""
     names = set(_MODULE) if issubclass(kind, nn.Module) else set[str]()
     for base in kind.__mro__:

@@ -35,8 +35,8 @@ def last(printed: str) -> dict[str, float]:
     "kind",
     [
         "buffer",
-        "small",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("number", "deque", "dict", "seldom")),
+        "trained",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("small", "number", "deque", "dict", "seldom")),
     ],
 )
 def test_any_number_of_workers_knows_what_lightning_alone_does(

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 import unisono
-from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
+from unisono.errors import DataError, JobError, LossError, ModelError
 
 Start = Callable[..., unisono.Run]
 
@@ -303,11 +303,10 @@ class Appending(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("default")
-def test_who_keeps_something_of_shards_is_warned_once(start: Start) -> None:
-    with pytest.warns(UnisonoWarning, match=r"training_step adds to self\.hooks") as warned:
-        fitted(Appending(), **on(start(shards=4)))
-    assert sum("training_step adds" in str(one.message) for one in warned) == 1
+def test_a_module_has_what_each_shard_has_added_to_a_list(start: Start) -> None:
+    module = Appending()
+    fitted(module, **on(start(shards=4)))
+    assert module.hooks == ["shard"] * 3 * 5 * 4
 
 
 class Keeping(Net):
@@ -425,13 +424,6 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
-class Greatest(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, _ = self.loss(batch)
-        self.log("greatest", loss, reduce_fx="max")
-        return loss
-
-
 class Nothing(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -480,7 +472,6 @@ class Twice(Net):
     ("what", "error", "words"),
     [
         ({"module": Manual()}, ModelError, "automatic_optimization = False"),
-        ({"module": Greatest()}, LossError, "torchmetrics.MaxMetric"),
         ({"module": Nothing()}, LossError, "each shard of a step needs a loss"),
         ({"module": Skipping()}, JobError, "limit_train_batches"),
         ({"module": Looking()}, ModelError, "change samples in on_after_batch_transfer"),

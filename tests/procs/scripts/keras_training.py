@@ -17,7 +17,21 @@ digits = np.random.RandomState(0)
 labels = digits.randint(0, 3, 130)
 images = (digits.rand(130, 6, 6, 1) + labels[:, None, None, None] / 4).astype("float32")
 
-model = keras.Sequential(
+
+class Seeing(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    """Keeps how many samples it was trained with, and the labels."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers)
+        self.seen, self.labels = 0, list[int]()
+
+    def train_step(self, data: Any) -> Any:
+        self.seen += len(data[0])
+        self.labels.append(int(data[1].argmax(-1).sum()))
+        return super().train_step(data)
+
+
+seeing = Seeing(
     [
         keras.Input((6, 6, 1)),
         layers.RandomFlip(),
@@ -28,7 +42,7 @@ model = keras.Sequential(
         layers.Dense(3, activation="softmax"),
     ]
 )
-model = unisono.keras.Model(model, run)
+model = unisono.keras.Model(seeing, run)
 optimizer = keras.optimizers.AdamW(0.01, clipnorm=0.5, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2)
 model.compile(optimizer, "categorical_crossentropy", metrics=["accuracy", "auc"])
 
@@ -64,7 +78,7 @@ history = model.fit(
         counting,
     ],
 )
-run.print("after fit:", json.dumps(history.history), history.epoch, counting.batches)
+run.print("after fit:", json.dumps(history.history), history.epoch, counting.batches, seeing.seen, list(seeing.labels))
 values = model.evaluate(images, keras.utils.to_categorical(labels), verbose=0)
 warm = unisono.keras.LearningRateWarmup(6)
 again = model.fit(

@@ -1,4 +1,4 @@
-"""A module keeps what it evaluates in the way that KIND names; PLAIN leaves Lightning alone."""
+"""A module keeps what it evaluates, or trains with, in the way that KIND names; PLAIN leaves Lightning alone."""
 
 import os
 from collections import deque
@@ -26,10 +26,16 @@ class Keeps(lightning.LightningModule):  # type: ignore[misc]  # Lightning is no
         self.net, self.seldom = nn.Linear(6, 2), torchmetrics.SumMetric()
         self.right, self.rows, self.by_batch = 0, deque[int](), dict[int, Tensor]()
         self.register_buffer("counts", torch.zeros(2))
+        self.losses, self.outputs, self.seen = list[float](), list[Tensor](), 0
 
     def training_step(self, batch: Any, number: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
+        if KIND == "trained":
+            self.log("largest", batch[0].max(), reduce_fx="max", on_step=False, on_epoch=True)
+            self.outputs.append(self.net(batch[0]).detach())
+            self.losses += [loss.item()] * len(batch[0])
+            self.seen += len(batch[0])
         if KIND == "seldom" and batch[2].any():
             self.seldom.update(batch[2].sum())
         return loss
@@ -37,6 +43,12 @@ class Keeps(lightning.LightningModule):  # type: ignore[misc]  # Lightning is no
     def on_train_epoch_end(self) -> None:
         if KIND == "seldom":
             self.log("seldom", self.seldom.compute())
+        if KIND == "trained":
+            self.log("size", torch.cat(self.outputs).abs().mean())
+            self.log("loss of all", sum(self.losses) / len(self.losses))
+            self.log("seen", float(self.seen))
+            self.outputs.clear()
+            self.losses = []
 
     def on_validation_epoch_start(self) -> None:
         self.right = 0

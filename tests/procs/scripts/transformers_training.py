@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import defaultdict
 from json import decoder
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,29 @@ TIMES = ("_runtime", "_per_second", "_time")
 
 
 class MyTrainer(unisono.transformers.TrainerMixin, Trainer):  # type: ignore[misc]  # Transformers is optional
-    """The one line that changes."""
+    """Logs what it keeps of its batches, as trainers of other packages do."""
+
+    tokens = 0
+
+    def __init__(self, *values: Any, **options: Any) -> None:
+        self.kept: dict[str, list[float]] = defaultdict(list)
+        super().__init__(*values, **options)
+
+    def compute_loss(self, model: Any, inputs: Any, *values: Any, **options: Any) -> Any:
+        """Keep the number of tokens so far, and the size of the logits."""
+        if not model.training:
+            return super().compute_loss(model, inputs, *values, **options)
+        self.tokens += int(self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).item())
+        self.kept["tokens"] = [self.tokens]
+        loss, outputs = super().compute_loss(model, inputs, True, **options)
+        self.kept["size"].append(float(outputs.logits.detach().abs().mean()))
+        return loss
+
+    def log(self, logs: dict[str, float], *values: Any) -> None:
+        """Log the means of what was kept."""
+        logs |= {name: sum(kept) / len(kept) for name, kept in self.kept.items()}
+        self.kept.clear()
+        super().log(logs, *values)
 
 
 class Counting(TrainerCallback):  # type: ignore[misc]

@@ -183,10 +183,12 @@ class Model:
         update = self._on_run.update
         assert update is not None, "the model is ready"
         results, added = frozenset(results_of(self.keras_model)), AddedLosses(self.keras_model)
+        kept = self._on_run.kept
         for step in steps:
             fit.step_begins(step)
-            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size, added)
+            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size, added, kept)
             step.run(train_step, update=update.step)
+            kept.settle()
             if fit.step_ends(step):
                 self.run.inside.loop.end_here()
 

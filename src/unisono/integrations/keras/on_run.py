@@ -23,6 +23,7 @@ from unisono.integrations.keras.variables import (
     shared_state,
 )
 from unisono.integrations.kit import refused, require_scaling
+from unisono.integrations.shard_state import ShardState
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.run import Run
@@ -105,6 +106,7 @@ class OnRun:
         update: the model's update; None as long as it is not prepared.
         evaluated: what metrics came to in each evaluation of the script so far, in their order.
         predicted: the outputs of each prediction of the script outside of trainings.
+        kept: what ``train_step`` keeps in the model's attributes.
     """
 
     def __init__(self, model: Any, run: Run) -> None:
@@ -118,6 +120,7 @@ class OnRun:
         self.evaluated: list[Tensor] = []
         self.predicted: list[Any] = []
         self._written = 0
+        self.kept = ShardState(run, model, "model")
 
     @property
     def count(self) -> int:
@@ -141,7 +144,7 @@ class OnRun:
         require_sums(model)
         self._fits.register("keras", self)
         self.update = KerasUpdate(model)
-        run.prepare(model, self.update, state=shared_state(model))
+        run.prepare(model, self.update, state=shared_state(model) | self.kept.shared_state())
         self._prepared_for, self._prepared = self._present(), run.inside.trained.prepared
 
     @property
@@ -199,6 +202,7 @@ class OnRun:
             "evaluated": list(self.evaluated),
             "predicted": list(self.predicted),
             "written": self._written,
+            "kept": self.kept.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,6 +216,7 @@ class OnRun:
         self._optimizer.load_state_dict(state["optimizer"])
         self.evaluated, self._written = list(state["evaluated"]), state["written"]
         self.predicted = list(state["predicted"])
+        self.kept.load(state.get("kept", {}))
         self._fits.load(state["fits"])
 
     def write(self, act: Callable[[], None]) -> None:

@@ -28,6 +28,7 @@ from unisono.integrations.keras.variables import (
     seeds_drawn,
 )
 from unisono.integrations.kit import each_twice, is_sum, refused, scale_of
+from unisono.integrations.shard_state import ShardState
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
 
@@ -192,7 +193,7 @@ class TrainStep:
     """A loss function that runs the model's ``train_step`` on a shard, and has the optimizer wait.
 
     ``unpack`` makes ``train_step``'s argument of a batch; ``batch`` is the number of the global batch's samples;
-    ``added`` are the losses that layers add.
+    ``added`` are the losses that layers add; ``kept`` is what ``train_step`` keeps in the model's attributes.
     """
 
     model: Any
@@ -201,6 +202,7 @@ class TrainStep:
     run: Run
     batch: int
     added: AddedLosses
+    kept: ShardState
 
     def __call__(self, _: Any, batch: Any) -> BackwardDone:
         """Compute a shard's loss and gradients.
@@ -217,6 +219,7 @@ class TrainStep:
             weighed(samples_in(data), self.batch) as weight,
             own_casts(self.model),
             self.added.scaled(data, self.batch / samples_in(data)),
+            self.kept.of_shard(),
         ):
             logs = self.model.train_step(data)
         self._take(applied)

@@ -16,6 +16,7 @@ from unisono.integrations.lightning.framework import Leaves, call, is_overridden
 from unisono.integrations.lightning.logged import FLAGS, LogKind, add
 from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited
 from unisono.integrations.lightning.training import Metrics, Training
+from unisono.integrations.shard_state import ShardState
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -54,6 +55,7 @@ def state_of(training: Training) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "data": {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict() or {}),
         "module": own,
+        "kept": training.kept.state(),
         "kinds": [asdict(kind) for kind in training.kinds.values()],
         "agreed": None if training.agreed is None else sorted(training.agreed),
         "trained": sorted(metrics.trained),
@@ -86,6 +88,7 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     for name, count in state["updates"].items():
         training.metrics.by_name[name]._update_count = count
         training.metrics.by_name[name]._computed = None
+    training.kept.load(state.get("kept", {}))
     trainer.strategy.evaluating.is_whole = state["whole"]
     training.accumulated, training.is_spoiled = list(state["accumulated"]), state.get("spoiled", False)
     _load_results(trainer, state)
@@ -211,7 +214,9 @@ class LightningFit:
     """
 
     def __init__(self, run: Run, trainer: Any) -> None:
-        self.training = Training(run, trainer, Metrics(trainer.lightning_module))
+        module = trainer.lightning_module
+        kept = ShardState(run, module, "model")
+        self.training = Training(run, trainer, Metrics(module), kept)
         self.is_over = False
         self._run, self._trainer = run, trainer
         self._steps: Generator[Step, None, None] | None = None
@@ -226,7 +231,8 @@ class LightningFit:
         self._let_go = let_pass(module)
         # One way out: the run leaves at the end of a step, with a checkpoint.
         trainer._signal_connector.teardown()
-        self._run.prepare(module, trainer.optimizers, state=self.training.metrics.shared_state())
+        shared = self.training.metrics.shared_state() | self.training.kept.shared_state()
+        self._run.prepare(module, trainer.optimizers, state=shared)
 
     def enter(self, loader: TrainingLoader) -> bool:
         """Enter the loop where the others are. Return whether something is left of it."""

@@ -71,21 +71,17 @@ class LogCall:
 
 
 class RecordedLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is not looked into by mypy
-    """Records the calls of ``self.log`` in the place of a loop's results, instead of adding the values up.
+    """Records the calls of ``self.log`` in the place of a loop's results, instead of adding the values up."""
 
-    Values ``of_shards`` are combined by mean and sum.
-    """
-
-    def __init__(self, *, of_shards: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(training=True)
         self.calls: list[LogCall] = []
-        self._of_shards = of_shards
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Note a call.
 
         Raises:
-            LossError: shards cannot be combined in the way that is asked for.
+            LossError: values cannot be combined in the way that is asked for.
         """
         flags: dict[str, Any] = {flag: bool(options.get(flag, usual)) for flag, usual in FLAGS.items()}
         if not isinstance(value, Tensor):
@@ -94,7 +90,7 @@ class RecordedLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is n
             return
         reduce = options.get("reduce_fx", torch.mean)
         reduce = reduce.lower() if isinstance(reduce, str) else reduce
-        if self._of_shards and reduce not in MEANS and reduce not in SUMS:
+        if reduce not in (*MEANS, *SUMS, *EXTREMES):
             raise LossError(refused("lightning.reduce-fx", name=name, reduce_fx=options["reduce_fx"]))
         kind = LogKind(
             fx,
@@ -108,12 +104,9 @@ class RecordedLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is n
 
 
 @contextmanager
-def recording(trainer: Any, loop: Any, *, of_shards: bool = True) -> Iterator[RecordedLogs]:
-    """Record the calls of ``self.log`` in the context; Lightning's own results stay as they are.
-
-    ``of_shards`` says that values are of shards of a batch, and not of whole batches.
-    """
-    connector, kept, recorded = trainer._logger_connector, loop._results, RecordedLogs(of_shards=of_shards)
+def recording(trainer: Any, loop: Any) -> Iterator[RecordedLogs]:
+    """Record the calls of ``self.log`` in the context; Lightning's own results stay as they are."""
+    connector, kept, recorded = trainer._logger_connector, loop._results, RecordedLogs()
     fx = connector._current_fx
     loop._results = recorded
     try:

@@ -201,7 +201,7 @@ class Evaluating:
         fx, module._current_fx_name = module._current_fx_name, hook
         metrics = Metrics(module)
         trace = BatchTrace(self._run, [module], metrics.by_name.values())
-        with metrics.of_batch() as made, recording(module.trainer, loop, of_shards=False) as recorded:
+        with metrics.of_batch() as made, recording(module.trainer, loop) as recorded:
             step(*loop._build_step_args_from_hook_kwargs(values, hook))
         module._current_fx_name = fx
         samples = extract_batch_size(batch)

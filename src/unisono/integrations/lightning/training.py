@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,10 +12,10 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from unisono.errors import LossError, ModelError
-from unisono.host.tracebacks import warn
 from unisono.integrations.kit import refused, scale_of
 from unisono.integrations.lightning.framework import call, extract_batch_size, is_overridden, part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, log_result, recording
+from unisono.integrations.shard_state import ShardState
 from unisono.integrations.torchmetrics import RULES
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone
@@ -197,12 +197,15 @@ def _plain(value: Any) -> Any:
 
 # The steps.
 
+EXTREMES: Mapping[str, Callable[[float, float], float]] = {"min": min, "max": max}
+
 
 @dataclass
 class Training:
     """Computes the steps of one ``fit``.
 
     Attributes:
+        kept: what training steps keep in the module's attributes.
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
         agreed: the names whose kinds all workers know; None before the first step.
@@ -212,13 +215,13 @@ class Training:
     run: Run
     trainer: Any
     metrics: Metrics
+    kept: ShardState
     step: Step | None = None
     shard: Any = None
     kinds: dict[str, LogKind] = field(default_factory=dict)
     accumulated: list[Tensor | None] = field(default_factory=list)
     is_spoiled: bool = False
     _loss: Tensor | None = None
-    _has_warned: bool = False
     agreed: set[str] | None = None
 
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -234,12 +237,13 @@ class Training:
         step = self.step
         with self.metrics.of_step():
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
+        extremes = self.kept.settle()
         if step.is_skipped:
             self.accumulated, self.is_spoiled = [], self.trainer.fit_loop._should_accumulate()
         mean = torch.tensor(loss, device=self.run.device)
         closure._result = _ClosureResult(mean)
         self._agree_on_kinds(step)
-        self._log_means(step)
+        self._log_all(step, extremes)
         return mean
 
     def training_step(self, train: Callable[..., Any], *values: Any) -> Any:
@@ -262,35 +266,18 @@ class Training:
         return bool(is_overridden("backward", self.trainer.lightning_module))
 
     def _shard(self, closure: Callable[[], Any], batch: Any) -> Any:
-        trainer, kept = self.trainer, self._lengths()
+        trainer = self.trainer
         self.shard, self._loss = trainer.strategy.shard_to_device(batch), None
         try:
-            with recording(trainer, trainer.fit_loop.epoch_loop) as recorded:
+            with self.kept.of_shard(), recording(trainer, trainer.fit_loop.epoch_loop) as recorded:
                 loss = closure()
-            self._log(recorded.calls)
+                self._log(recorded.calls)
         finally:
             self.shard = None
-        if kept != self._lengths():
-            self._warn_of_kept(kept)
         if self._only_measures:
             return loss.detach() + 0 * next(parameter for parameter in self._trained() if parameter.requires_grad).sum()
         assert self._loss is not None, "the closure goes backward"
         return BackwardDone(self._loss.detach(), scale=scale_of(self.run)) if self._has_own_backward else self._loss
-
-    def _lengths(self) -> dict[str, int]:
-        """The lengths of lists and dicts in the module's attributes, as long as nobody was warned of them."""
-        if self._has_warned:
-            return {}
-        named = vars(self.trainer.lightning_module).items()
-        return {name: len(value) for name, value in named if type(value) in (list, dict) and not name.startswith("_")}
-
-    def _warn_of_kept(self, before: dict[str, int]) -> None:
-        changed = [f"self.{name}" for name, length in self._lengths().items() if length != before.get(name)]
-        self._has_warned = True
-        warn(
-            f"training_step adds to {', '.join(changed)}: it has one shard of the batch, so each worker keeps another "
-            f"part there. Do not decide or log anything by it; self.log and torchmetrics have the whole batch",
-        )
 
     def _log(self, calls: list[LogCall]) -> None:
         """Log the values of the shard, so that the run combines them."""
@@ -299,6 +286,9 @@ class Training:
             kind, value = log_call.kind, log_call.value
             self.kinds.setdefault(f"{kind.fx}.{kind.name}", kind)
             if value is None:
+                continue
+            if kind.reduce in EXTREMES:
+                self.kept.say([f"{kind.fx}.{kind.name}", kind.reduce, value])
                 continue
             samples = extract_batch_size(self.shard)
             if kind.reduce == "sum":
@@ -323,12 +313,16 @@ class Training:
         self.kinds, self.agreed = {f"{kind.fx}.{kind.name}": kind for kind in reversed(kinds)}, names
         self.kinds = {key: self.kinds[key] for key in dict.fromkeys(f"{kind.fx}.{kind.name}" for kind in kinds)}
 
-    def _log_means(self, step: Step) -> None:
-        """Log the means over the global batch as Lightning's results."""
-        module = self.trainer.lightning_module
-        for kind in self.kinds.values():
+    def _log_all(self, step: Step, extremes: Sequence[Any]) -> None:
+        """Log as Lightning's results what is of the global batch: means, sums, and the extremes of its shards."""
+        module, furthest = self.trainer.lightning_module, dict[str, float]()
+        for key, reduce, value in extremes:
+            furthest[key] = EXTREMES[reduce](value, furthest.get(key, value))
+        for key, kind in self.kinds.items():
             if kind.attribute:
                 log_result(self.trainer, kind, module.get_submodule(kind.attribute), step.size)
+            elif key in furthest:
+                log_result(self.trainer, kind, furthest[key], step.size)
             elif (value := step.metrics.get(f"{PREFIX}{kind.name}")) is not None:
                 size = float(step.size)
                 if kind.has_size:
@@ -339,6 +333,7 @@ class Training:
     def _update(self, update: Callable[[Callable[[], Any]], Any]) -> None:
         """Update the weights with the mean gradient; or add it to what other batches have left."""
         assert self.step is not None
+        self.kept.put_back()  # hooks around the update find it as the step began
         parameters = self._trained()
         if self._only_measures:
             for parameter in parameters:

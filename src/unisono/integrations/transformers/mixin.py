@@ -237,7 +237,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         host(args, self.run)
         super().__init__(*values, **options)
         self.callback_handler.callbacks.insert(0, MainWorker(self.run, self.callback_handler))
-        self._kept = KeptState(self)
+        self._kept = KeptState(self, self.run)
         register(self.run, "transformers", self._kept)
         self._training: TrainerSteps | None = None
         self._is_over = False  # the training, where this worker enters it
@@ -368,7 +368,7 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
         ]
         if not are_same(parts, self._prepared_for):
             self.run.inside.states.add(trainer=self)
-            self.run.prepare(self.model, optimizer)
+            self.run.prepare(self.model, optimizer, state=self._kept.of_shards.shared_state())
             self._prepared_for = parts
 
     # -- evaluation ------------------------------------------------------------------------------------------

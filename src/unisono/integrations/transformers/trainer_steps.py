@@ -17,6 +17,7 @@ from unisono.data.generators import generators_kept
 from unisono.errors import LossError
 from unisono.integrations.kept import BatchTrace, KeptAttributes, KeptCallbacks, put
 from unisono.integrations.kit import each_twice, is_sum
+from unisono.integrations.shard_state import ShardState
 from unisono.plan.batches import Batch
 from unisono.train.group.workers import Workers
 from unisono.train.loop.evaluation import evaluating
@@ -87,12 +88,14 @@ class KeptState:
         keeps_of_batches: whether predicting a batch changes what the trainer keeps, so that each worker predicts all.
         is_sum: whether a loss of the script's own is a sum over samples; None before the first step.
         has_schedulers: whether schedulers are part of it.
+        of_shards: what ``training_step`` keeps in the trainer's attributes.
     """
 
     has_schedulers = True
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, run: Run) -> None:
         self._trainer = trainer
+        self.of_shards = ShardState(run, trainer, "trainer")
         self._callbacks = KeptCallbacks("the trainer", (), "transformers")
         self._awaited: Mapping[str, Any] | None = None
         self._is_under_way = False
@@ -128,6 +131,7 @@ class KeptState:
             "has evaluated": self.has_evaluated,
             "keeps of batches": self.keeps_of_batches,
             "is sum": self.is_sum,
+            "of shards": self.of_shards.state(),
             "callbacks": self._callbacks.state(),
         }
 
@@ -156,6 +160,7 @@ class KeptState:
             trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
         self.has_evaluated, self.keeps_of_batches = state["has evaluated"], state.get("keeps of batches", False)
         self.is_sum = state.get("is sum")
+        self.of_shards.load(state.get("of shards", {}))
         self._callbacks.load(state["callbacks"])
 
 
@@ -246,7 +251,8 @@ class ShardLoss:
     def _computed(self, inputs: Any, items: Any, shards: int, weight: Any, factor: float = 1.0) -> Any:
         trainer, held = self.trainer, list[Tensor]()
         trainer.current_gradient_accumulation_steps = shards
-        with put(trainer.accelerator, "backward", lambda loss, **_: held.append(loss)):
+        going_backward = put(trainer.accelerator, "backward", lambda loss, **_: held.append(loss))
+        with trainer._kept.of_shards.of_shard(), going_backward:
             returned = trainer.training_step(self.model, inputs, items)
         if held:
             loss = held[0] if len(held) == 1 else torch.stack(held).sum()
@@ -319,6 +325,7 @@ class TrainerSteps:
             kept.is_sum = next((answer for answer in known if answer is not None), False)
         shard_loss = ShardLoss.of(trainer, self.model, counts, step.batch, is_sum=kept.is_sum)
         loss = step.run(shard_loss, update=partial(self._update, step, counts))
+        kept.of_shards.settle()
         updated: Updated | None = step.returned
         if step.is_skipped:  # it counts all the same, and the scheduler waits
             self._count(step, counts)
@@ -331,6 +338,7 @@ class TrainerSteps:
         """Clip, step the optimizer and the scheduler, and count: as the trainer does behind its last batch."""
         trainer = self.trainer
         handler, args = trainer.callback_handler, trainer.args
+        trainer._kept.of_shards.put_back()  # callbacks find the trainer as the step began
         trainer.accelerator.gradient_state._set_sync_gradients(True)
         grad_norm = trainer._clip_grad_norm(self.model) if args.max_grad_norm > 0 else None
         grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -38,6 +38,8 @@ class UnnamedStates:
         data: the data set and the function that collates in the present loop, by name.
         loss_fn: the newest loss function; None before the first call of ``step.run``.
         by_shards: the paths that shards change, which is told of where that is seen.
+        is_trying: whether a shard is computed again, to see what its gradient goes by.
+        combined: the paths whose changes by shards a guest combines, with all that lies below them.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class UnnamedStates:
         self.data: dict[str, Any] = {}
         self.loss_fn: Any = None
         self.by_shards: set[str] = set()
+        self.combined: set[str] = set()
+        self.is_trying = False
 
     def ignore(self, *paths: str) -> None:
         """Note paths that decide nothing, with all that lies below them.
@@ -127,4 +131,12 @@ class UnnamedStates:
 
     def is_ignored(self, path: str) -> bool:
         """Whether the script has said that a path decides nothing."""
-        return any(path == known or path.startswith((f"{known}.", f"{known}[")) for known in self._ignored)
+        return _is_below(path, self._ignored)
+
+    def is_combined(self, path: str) -> bool:
+        """Whether a guest combines what shards change there."""
+        return _is_below(path, self.combined)
+
+
+def _is_below(path: str, others: Iterable[str]) -> bool:
+    return any(path == other or path.startswith((f"{other}.", f"{other}[")) for other in others)

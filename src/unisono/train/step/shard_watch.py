@@ -111,7 +111,9 @@ class ShardWatch(Part):
     def _tell(self, changed: Changed, effect: Effect, *, is_only: bool) -> None:
         """Tell of a place that decides bits, or may."""
         path = changed.path
-        if effect is Effect.DECIDES and (is_only or not _is_quiet(changed)):
+        if self._states.is_combined(path):
+            self._tell_of_combined(path, effect)
+        elif effect is Effect.DECIDES and (is_only or not _is_quiet(changed)):
             self._states.tell(path, DEPENDS.format(path=path, how="the gradient goes by it"))
         elif effect is Effect.TWO_ANSWERS and (is_only or not _is_quiet(changed)):
             self._states.tell(
@@ -120,11 +122,15 @@ class ShardWatch(Part):
         elif not _is_quiet(changed) and self._is_lost(changed, effect):
             kind = "a random generator" if changed.kind == "generator" else "an iterator"
             self._states.tell(path, DEPENDS.format(path=path, how=f"it is {kind} of its own"), DRAW)
-        elif effect is Effect.UNKNOWN and not _is_quiet(changed) and changed.kind in ("number", "text"):
-            if not changed.is_first and changed.place.is_script:
-                self._states.tell(path, DEPENDS.format(path=path, how="what they compute may go by it"))
-        elif path.startswith("trainer.") and changed.kind == "number" and not changed.is_first:
-            self._states.tell(path, OF_SHARDS.format(path=path), breaks=False)
+        elif effect is Effect.UNKNOWN and not _is_quiet(changed) and self._may_decide(changed):
+            self._states.tell(path, DEPENDS.format(path=path, how="what they compute may go by it"))
+
+    def _may_decide(self, changed: Changed) -> bool:
+        return changed.kind in ("number", "text") and not changed.is_first and changed.place.is_script
+
+    def _tell_of_combined(self, path: str, effect: Effect) -> None:
+        if effect is Effect.DECIDES:
+            self._states.tell(path, AS_BEGUN.format(path=path), KNOW, breaks=False)
 
     def _is_lost(self, changed: Changed, effect: Effect) -> bool:
         """Whether a place cannot be put back, and what it gives is drawn from."""
@@ -146,6 +152,7 @@ class ShardWatch(Part):
         after = Memento(changed.place for changed in changes)
         own = [shard.number for shard in attempt.shards if shard.samples][-1]  # the first one may have set something up
         digests: list[str | None] = []
+        self._states.is_trying = True
         for prepare in (after.restore, partial(self._put_back, new), partial(enlarge, changes), after.restore):
             after.restore()
             try:
@@ -154,6 +161,7 @@ class ShardWatch(Part):
             except Exception:  # noqa: BLE001 (the script's own code, with values that it did not expect)
                 digests.append(None)
         after.restore()
+        self._states.is_trying = False
         self._unkept = after.unkept
         if digests[0] is None:
             return Effect.UNKNOWN
@@ -199,10 +207,12 @@ NO_GRADIENT = (
 
 SHARDS = "With shards=1 one worker computes the loss over the whole batch"
 
-OF_SHARDS = (
-    "{path} changes while shards are computed, and no gradient goes by it: it is of this worker's shards alone, and so "
-    "is what is logged of it"
+AS_BEGUN = (
+    "{path} changes while shards are computed, and the gradient goes by it: all shards of a step find it as it was "
+    "when the step began, and their changes are made behind it"
 )
+
+KNOW = "In the framework alone each batch finds what the one before it has left"
 
 DRAW = (
     "Draw from the global generators of torch, NumPy or Python, which are seeded for each shard and each sample; or "
