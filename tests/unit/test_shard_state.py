@@ -158,6 +158,20 @@ def test_a_worker_that_joins_gets_what_was_changed() -> None:
     assert joiner.hold() == workers[0][0].hold()
 
 
+def test_a_run_that_goes_back_to_its_beginning_has_what_there_was_at_first() -> None:
+    ((script, state),) = workers_of(1)
+    first = state.state()
+    step([(script, state)])
+    second, held = state.state(), deepcopy(script.hold())
+    step([(script, state)], begin=SHARDS)
+    state.load(second)
+    assert script.hold() == held
+    state.load(first)
+    assert script.hold() == Script().hold()
+    step([(script, state)])
+    assert script.hold() == held
+
+
 @pytest.mark.parametrize("kind", ["generator", "large"])
 def test_what_cannot_be_told_stays_of_each_worker_and_is_named_once(kind: str) -> None:
     def call(script: Script, shard: int) -> None:

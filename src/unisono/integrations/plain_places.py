@@ -87,13 +87,16 @@ def restore(holder: dict[Any, Any], values: Mapping[Any, Any]) -> None:
     """Set plain values in a dict. Dicts of other classes and meters in it stay, and have what the values say."""
     for key, value in values.items():
         held = held_at(holder, key)
+        if value is ABSENT:
+            holder.pop(key, None)
+            continue
         if isinstance(value, dict) and (isinstance(held, dict) or is_meter(held)):
             inner = inside(held)
             for gone in inner.keys() - value.keys():
                 del inner[gone]
             restore(inner, value)
         else:
-            holder[key] = value
+            holder[key] = plain(value)
 
 
 # The places of an object.

@@ -58,7 +58,6 @@ class ShardState:
 
     Attributes:
         notes: what the shards of a step have changed and said, as bytes. The run joins those of all workers.
-        changed: the names of the attributes that shards have changed.
     """
 
     def __init__(self, run: Run, thing: Any, root: str) -> None:
@@ -68,7 +67,7 @@ class ShardState:
         self._skipped = stored_by_frameworks(kind)
         self.notes: list[Tensor] = []
         self._words: list[Any] = []
-        self.changed: set[str] = set()
+        self._first: dict[str, Any] = {}
         self._unkept: set[Path] = set()
         self._before: list[PlainPlace] | None = None
         self._left: list[PlainPlace] = []
@@ -126,21 +125,24 @@ class ShardState:
         joined, self._before, self.notes = self.notes, None, []
         words = list[Any]()
         for changes, said in _decoded(joined):
+            for path, *_ in changes:
+                self._first.setdefault(path[0], plain(vars(self._thing).get(path[0], ABSENT)))
             _make(self._thing, changes, self._device)
-            self.changed.update(path[0] for path, *_ in changes)
             words += said
         return words
 
     def state(self) -> dict[str, Any]:
         """The attributes that shards have changed."""
-        named = {name: plain(vars(self._thing).get(name)) for name in sorted(self.changed)}
+        attributes = vars(self._thing)
+        named = {name: plain(attributes[name]) for name in sorted(self._first) if name in attributes}
         return {name: value for name, value in named.items() if can_keep(value)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Set these attributes."""
+        """Set these attributes; others that shards have changed become as they were at first."""
         self._before, self._left, self.notes = None, [], []
-        self.changed.update(state)
-        restore(vars(self._thing), state)
+        for name in state:
+            self._first.setdefault(name, plain(vars(self._thing).get(name, ABSENT)))
+        restore(vars(self._thing), {**self._first, **state})
 
     def _places(self) -> Iterator[PlainPlace]:
         for kind in filter(is_script_class, type(self._thing).__mro__):
@@ -156,7 +158,7 @@ class ShardState:
                 if path in self._unkept or (not above and key in self._skipped):
                     continue
                 is_nested = (isinstance(value, dict) and len(value) <= MOST_PLACES) or is_meter(value)
-                if isinstance(value, dict) and not is_nested and path[0] in self.changed:
+                if isinstance(value, dict) and not is_nested and path[0] in self._first:
                     self._leave(path, f"it has more than {MOST_PLACES} items")
                 if is_nested or value is None or isinstance(value, bool | int | float | str | list | deque):
                     count += 1

@@ -61,15 +61,10 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A chart as the bytes of files, on a white background.
-
-    Attributes:
-        shape: the width and the height, in inches.
-    """
+    """A chart as the bytes of files, on a white background."""
 
     png: bytes
     svg: bytes
-    shape: tuple[float, float]
 
 
 def canvas(across: str, up: str, width: float = WIDTH, height: float = HEIGHT) -> tuple[Any, Any]:
@@ -185,8 +180,7 @@ def drawn(chart: Chart) -> Drawing:
     with mpl.rc_context({"svg.hashsalt": chart.name, "svg.fonttype": "path"}):
         for kind, file in files.items():
             figure.savefig(file, format=kind, dpi=DPI, facecolor=PAPER, metadata=metadata[kind])
-    width, height = figure.get_size_inches()
-    return Drawing(files["png"].getvalue(), files["svg"].getvalue(), (float(width), float(height)))
+    return Drawing(files["png"].getvalue(), files["svg"].getvalue())
 
 
 def inline(name: str, drawing: Drawing) -> str:

@@ -28,9 +28,9 @@ from unisono_lab.study.results import (
     side_by_side,
 )
 
-HTML_NAME, PDF_NAME = "report.html", "report.pdf"
+HTML_NAME = "report.html"
 
-NEEDED = ("matplotlib", "jinja2", "reportlab")
+NEEDED = ("matplotlib", "jinja2")
 
 
 def require_reports() -> None:
@@ -51,7 +51,7 @@ def write_report(
     batches: Mapping[str, BatchCurve] | None = None,
     sources: Sequence[Path] = (),
 ) -> Document:
-    """Write ``report.html``, ``report.pdf``, ``results.csv``, ``results.json``, and each plot as PNG and as SVG.
+    """Write ``report.html``, ``results.csv``, ``results.json``, and each plot as PNG and as SVG.
 
     The folder is made if it is missing. The timelines of the ``sources`` are charted. The content is returned.
 
@@ -68,14 +68,12 @@ def write_report(
 
 
 def write_document(document: Document, pictures: Sequence[Chart], folder: Path) -> None:
-    """Write ``report.html``, ``report.pdf``, and each plot as PNG and as SVG, into a folder that is made if missing.
+    """Write ``report.html``, and each plot as PNG and as SVG, into a folder that is made if missing.
 
     Raises:
         JobError: a package is not installed, or a file cannot be written.
     """
     require_reports()
-    from unisono_lab.report.pdf import pdf
-
     drawings = {chart.name: drawn(chart) for chart in pictures}
     plots = folder / "plots"
     try:
@@ -84,7 +82,6 @@ def write_document(document: Document, pictures: Sequence[Chart], folder: Path) 
             (plots / f"{name}.png").write_bytes(drawing.png)
             (plots / f"{name}.svg").write_bytes(drawing.svg)
         replace_file(folder / HTML_NAME, page(document, drawings).encode())
-        replace_file(folder / PDF_NAME, pdf(document, drawings))
     except OSError as error:
         raise JobError(f"the report cannot be written into {folder}: {error}") from error
 

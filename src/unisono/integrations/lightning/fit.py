@@ -57,7 +57,6 @@ def state_of(training: Training) -> dict[str, Any]:
         "module": own,
         "kept": training.kept.state(),
         "kinds": [asdict(kind) for kind in training.kinds.values()],
-        "agreed": None if training.agreed is None else sorted(training.agreed),
         "trained": sorted(metrics.trained),
         "updates": {name: metric._update_count for name, metric in metrics.by_name.items()},
         "rows": [rows.count for rows in trainer.strategy.rows],
@@ -83,7 +82,6 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     _set_progress(trainer.fit_loop, state["loops"])
     trainer.should_stop = state["stops"]
     training.kinds = {f"{kind['fx']}.{kind['name']}": LogKind(**kind) for kind in state["kinds"]}
-    training.agreed = None if state.get("agreed") is None else set(state["agreed"])
     training.metrics.trained = set(state["trained"])
     for name, count in state["updates"].items():
         training.metrics.by_name[name]._update_count = count

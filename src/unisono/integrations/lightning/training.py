@@ -208,7 +208,6 @@ class Training:
         kept: what training steps keep in the module's attributes.
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
-        agreed: the names whose kinds all workers know; None before the first step.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
     """
 
@@ -222,7 +221,6 @@ class Training:
     accumulated: list[Tensor | None] = field(default_factory=list)
     is_spoiled: bool = False
     _loss: Tensor | None = None
-    agreed: set[str] | None = None
 
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
         """Compute the step that is under way, and update the weights when it is time.
@@ -237,12 +235,11 @@ class Training:
         step = self.step
         with self.metrics.of_step():
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
-        extremes = self.kept.settle()
+        extremes = self._take(self.kept.settle())
         if step.is_skipped:
             self.accumulated, self.is_spoiled = [], self.trainer.fit_loop._should_accumulate()
         mean = torch.tensor(loss, device=self.run.device)
         closure._result = _ClosureResult(mean)
-        self._agree_on_kinds(step)
         self._log_all(step, extremes)
         return mean
 
@@ -284,11 +281,10 @@ class Training:
         assert self.step is not None
         for log_call in calls:
             kind, value = log_call.kind, log_call.value
-            self.kinds.setdefault(f"{kind.fx}.{kind.name}", kind)
-            if value is None:
-                continue
-            if kind.reduce in EXTREMES:
-                self.kept.say([f"{kind.fx}.{kind.name}", kind.reduce, value])
+            key = f"{kind.fx}.{kind.name}"
+            if kind.reduce in EXTREMES or key not in self.kinds:  # others may have no samples, and log all the same
+                self.kept.say([key, asdict(kind), value if kind.reduce in EXTREMES else None])
+            if value is None or kind.reduce in EXTREMES:
                 continue
             samples = extract_batch_size(self.shard)
             if kind.reduce == "sum":
@@ -299,30 +295,23 @@ class Training:
                 value *= size
             self.run.log(f"{PREFIX}{kind.name}", value)
 
-    def _agree_on_kinds(self, step: Step) -> None:
-        """Have each worker know what the others' shards log: it may have no samples itself. Collective.
+    def _take(self, said: Sequence[Any]) -> dict[str, float]:
+        """Note the kinds of values that shards have said, of any worker; return the extremes of this step by kind."""
+        extremes = dict[str, float]()
+        for key, kind, value in said:
+            known = self.kinds.setdefault(key, LogKind(**kind))
+            if value is not None:
+                extremes[key] = EXTREMES[known.reduce](value, extremes.get(key, value))
+        return extremes
 
-        They do so in the first step, and where a name is new.
-        """
-        names = {name for name in step.metrics if name.startswith(PREFIX)}
-        if self.agreed is not None and names <= self.agreed:
-            return
-        own = [asdict(kind) for kind in self.kinds.values()]
-        rows = self.run.together(lambda workers: workers.gather_json(own))
-        kinds = [LogKind(**kind) for row in rows for kind in row]
-        self.kinds, self.agreed = {f"{kind.fx}.{kind.name}": kind for kind in reversed(kinds)}, names
-        self.kinds = {key: self.kinds[key] for key in dict.fromkeys(f"{kind.fx}.{kind.name}" for kind in kinds)}
-
-    def _log_all(self, step: Step, extremes: Sequence[Any]) -> None:
+    def _log_all(self, step: Step, extremes: Mapping[str, float]) -> None:
         """Log as Lightning's results what is of the global batch: means, sums, and the extremes of its shards."""
-        module, furthest = self.trainer.lightning_module, dict[str, float]()
-        for key, reduce, value in extremes:
-            furthest[key] = EXTREMES[reduce](value, furthest.get(key, value))
+        module = self.trainer.lightning_module
         for key, kind in self.kinds.items():
             if kind.attribute:
                 log_result(self.trainer, kind, module.get_submodule(kind.attribute), step.size)
-            elif key in furthest:
-                log_result(self.trainer, kind, furthest[key], step.size)
+            elif key in extremes:
+                log_result(self.trainer, kind, extremes[key], step.size)
             elif (value := step.metrics.get(f"{PREFIX}{kind.name}")) is not None:
                 size = float(step.size)
                 if kind.has_size:
