@@ -226,6 +226,37 @@ def test_what_a_train_step_returns_besides_metrics_is_the_mean_over_the_batch(st
     assert found == pytest.approx(X.mean(), rel=1e-5)
 
 
+class Vectors(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    """Returns a vector, and counts its calls."""
+
+    calls = 0
+
+    def train_step(self, data: Any) -> Any:
+        self.calls += 1
+        return super().train_step(data) | {"inputs": keras.ops.mean(data[0], axis=0)}
+
+
+def test_a_vector_that_a_train_step_returns_is_the_mean_over_the_batch(start: Start) -> None:
+    def trained(model: Any) -> Any:
+        return compiled(model).fit(X, Y, batch_size=40, shuffle=False, verbose=0).history["inputs"]
+
+    net, run = network(kind=Vectors), start(batch_size=40, shards=4)
+    np.testing.assert_allclose(trained(unisono.keras.Model(net, run)), trained(network(kind=Vectors)), rtol=1e-5)
+    assert net.calls == 3 * 4
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_model_predicts_without_anything_to_train_with(start: Start, is_frozen: bool) -> None:
+    alone, net = network(), network()
+    net.trainable = not is_frozen
+    ours = unisono.keras.Model(net, start())
+    np.testing.assert_allclose(ours.predict(X), alone.predict(X, verbose=0), rtol=1e-6)
+    if is_frozen:
+        ours.compile(loss="sparse_categorical_crossentropy")
+        alone.compile(loss="sparse_categorical_crossentropy")
+        assert ours.evaluate(X, Y) == pytest.approx(alone.evaluate(X, Y, verbose=0))
+
+
 class OfAll(keras.Sequential):  # type: ignore[misc]  # Keras has no types
     """The train_step of Keras' guide, which returns what each metric comes to, and all compiled ones as one."""
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 import unisono
-from unisono.errors import DataError, JobError, LossError, ModelError
+from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
 
 Start = Callable[..., unisono.Run]
 
@@ -242,6 +242,26 @@ def test_evaluations_combine_batches_by_their_extremes(start: Start) -> None:
     assert not ours.strategy.evaluating.is_whole
 
 
+class Seeing(Net):
+    """Has a hook of evaluated batches, which gets the batch and what came of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"loss": self.loss(batch)[0]}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append((len(batch[0]), float(outputs["loss"])))
+
+
+def test_hooks_of_evaluated_batches_get_them(start: Start) -> None:
+    strategy = on(start(shards=1))
+    alone, ours = fitted(Seeing()), fitted(Seeing(), **strategy)
+    assert ours.lightning_module.seen == alone.lightning_module.seen
+
+
 class Paired(Net):
     """Evaluates batches with parts of two loaders."""
 
@@ -415,6 +435,24 @@ def test_sigterm_and_ctrl_c_have_one_way_out(start: Start, number: int) -> None:
     assert (run.dir / "checkpoints").is_dir()
 
 
+class Asking(Net):
+    """Asks for results, and for what others have, in a training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, outputs = self.loss(batch)
+        self.accuracy.update(outputs, batch[1])
+        self.log("accuracy", self.accuracy.compute())
+        self.log("gathered", self.all_gather(loss).mean())
+        return loss
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_has_one_shard_alone_is_told_with_what_to_do(start: Start) -> None:
+    words = r"accuracy\.compute\(\) in training_step is that of one shard[^~]*Log the metric itself: self\.log"
+    with pytest.warns(UnisonoWarning, match=words), pytest.warns(UnisonoWarning, match="all_gather in training_step"):
+        fitted(Asking(), **on(start(shards=4)))
+
+
 # What is refused.
 
 
@@ -458,6 +496,19 @@ class Thawing(callbacks.BaseFinetuning):  # type: ignore[misc]  # Lightning is n
             self.unfreeze_and_add_param_group(pl_module.layers[0], optimizer)
 
 
+class Windowed(Net):
+    """Has a metric of the newest batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newest = torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), window=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)[0]
+        self.newest(loss.detach())
+        return loss
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([])
@@ -476,6 +527,7 @@ class Twice(Net):
         ({"module": Skipping()}, JobError, "limit_train_batches"),
         ({"module": Looking()}, ModelError, "change samples in on_after_batch_transfer"),
         ({"module": Correlating()}, ModelError, "keep sums in it"),
+        ({"module": Windowed()}, ModelError, r"the metric newest \(Running\)"),
         ({"module": Twice()}, ModelError, "LBFGS"),
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
         ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),

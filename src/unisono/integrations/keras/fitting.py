@@ -258,7 +258,7 @@ class Fitting:
     steps: int | None
     validate: Validate
     data: tuple[DataEpochs | None, DataEpochs | None] = (None, None)
-    logs: dict[str, float] = field(default_factory=dict)
+    logs: dict[str, Any] = field(default_factory=dict)
     is_here: bool = field(default=False, init=False)
     has_state: bool = field(default=False, init=False)
     _epoch: int = -1
@@ -298,11 +298,14 @@ class Fitting:
         self._tracker.step_begins()
         self.callbacks.on_train_batch_begin(self._batch)
 
-    def step_ends(self, step: Step) -> bool:
-        """End the step, which is computed. Return whether the training is to end here."""
+    def step_ends(self, step: Step, vectors: Mapping[str, Any]) -> bool:
+        """End the step, which is computed. Return whether the training is to end here.
+
+        ``vectors`` are what ``train_step`` logs beside numbers.
+        """
         self._tracker.step_ends(step.loss, step.size)
         values = {name.removeprefix(PREFIX): value for name, value in step.metrics.items() if name.startswith(PREFIX)}
-        self.logs = {**results_of(self.model), **values}
+        self.logs = {**results_of(self.model), **values, **vectors}
         self.callbacks.on_train_batch_end(self._batch, self.logs)
         self._batch, self._done = self._batch + 1, self._done + 1
         is_last = self._done % self.steps == 0 if self.steps else step.is_last_in_epoch

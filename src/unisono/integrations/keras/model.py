@@ -17,7 +17,7 @@ from unisono.integrations.keras.batch_rows import DrawKey
 from unisono.integrations.keras.data import KerasData, split
 from unisono.integrations.keras.fitting import Fitting, listed
 from unisono.integrations.keras.on_run import OnRun
-from unisono.integrations.keras.shard_step import AddedLosses, TrainStep, evaluate_block, predict_block
+from unisono.integrations.keras.shard_step import AddedLosses, TrainStep, evaluate_block, means_of, predict_block
 from unisono.integrations.keras.variables import require_kept, require_number, results_of, scales_loss, set_metrics
 from unisono.integrations.kit import refused, run_for
 from unisono.train.run import Run
@@ -188,8 +188,7 @@ class Model:
             fit.step_begins(step)
             train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size, added, kept)
             step.run(train_step, update=update.step)
-            kept.settle()
-            if fit.step_ends(step):
+            if fit.step_ends(step, means_of(kept.settle())):
                 self.run.inside.loop.end_here()
 
     def evaluate(

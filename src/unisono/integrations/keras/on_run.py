@@ -39,7 +39,8 @@ class KerasUpdate(torch.optim.Optimizer):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__([variable.value for variable in model.trainable_variables], {"lr": 1.0})
+        trained = [variable.value for variable in model.trainable_variables]
+        super().__init__(trained or [torch.zeros((), requires_grad=True)], {"lr": 1.0})  # a frozen model has none
         self._model = model
 
     @torch.no_grad()
@@ -111,6 +112,9 @@ class OnRun:
 
     def __init__(self, model: Any, run: Run) -> None:
         self._model, self._run = model, run
+        for part in ("optimizer", "_compile_loss", "_compile_metrics"):
+            if not hasattr(model, part):  # it is not compiled, which prediction does not need
+                setattr(model, part, None)
         self._optimizer = VariablesState("optimizer", lambda: model.optimizer.variables if model.optimizer else ())
         self._weights = VariablesState("model", lambda: model.variables)
         self._prepared_for: list[Any] = []

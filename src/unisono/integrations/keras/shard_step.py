@@ -211,7 +211,10 @@ class TrainStep:
             ModelError: ``train_step`` makes no update, or more than one; or its losses have no common weight.
             LossError: it returned no loss.
         """
-        data = self.unpack(batch)
+        with self.kept.of_shard():
+            return self._computed(self.unpack(batch))
+
+    def _computed(self, data: tuple[Any, ...]) -> BackwardDone:
         with (
             seeds_drawn(self.model),
             held(self.model) as applied,
@@ -219,7 +222,6 @@ class TrainStep:
             weighed(samples_in(data), self.batch) as weight,
             own_casts(self.model),
             self.added.scaled(data, self.batch / samples_in(data)),
-            self.kept.of_shard(),
         ):
             logs = self.model.train_step(data)
         self._take(applied)
@@ -227,7 +229,9 @@ class TrainStep:
             raise LossError(f"train_step returned a {type(logs).__name__}: return a dict of values by name")
         values = dict(_flat(logs))
         for name, value in values.items():
-            if name not in self.results:
+            if name not in self.results and keras.ops.size(value) != 1:
+                self.kept.say([name, samples_in(data), keras.ops.convert_to_numpy(value)])
+            elif name not in self.results:
                 self.run.log(f"{PREFIX}{name}", _number(value))
         if not values:
             raise LossError("train_step returned no values: have it return {'loss': …}")
@@ -340,6 +344,15 @@ def _flat(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Values by name, also those of a metric that stands for several."""
     for name, value in logs.items():
         yield from _flat(value) if isinstance(value, Mapping) else [(name, value)]
+
+
+def means_of(said: Sequence[Any]) -> dict[str, Any]:
+    """The means of vectors that shards have logged, weighted by samples, as lists by name."""
+    means = dict[str, Any]()
+    for name in dict.fromkeys(name for name, *_ in said):
+        rows = [(samples, vector) for other, samples, vector in said if other == name]
+        means[name] = (sum(samples * vector for samples, vector in rows) / sum(samples for samples, _ in rows)).tolist()
+    return means
 
 
 def _number(value: Any) -> float:

@@ -15,9 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from unisono.errors import DataError, ModelError
 from unisono.integrations.kept import BatchTrace, evaluate
 from unisono.integrations.kit import Cut, like, refused
-from unisono.integrations.lightning.framework import extract_batch_size
+from unisono.integrations.lightning.framework import extract_batch_size, is_overridden
 from unisono.integrations.lightning.logged import LogKind, log_result, recording
 from unisono.integrations.lightning.training import Metrics
+from unisono.reachable import is_script_class
 from unisono.train.run import Run
 
 
@@ -135,6 +136,16 @@ class EvaluationLoader:
         return getattr(self._loader, name)
 
 
+def _sees_batches(trainer: Any) -> bool:
+    """Whether a hook around evaluated batches is the script's own: it gets the batch and what came of it."""
+    kind = "test" if trainer.testing else "validation"
+    seeing = [trainer.lightning_module]
+    for callback in trainer.callbacks:
+        own: type = type(callback)
+        seeing += [callback] if is_script_class(own) else []
+    return any(is_overridden(f"on_{kind}_batch_{time}", other) for time in ("start", "end") for other in seeing)
+
+
 class Evaluating:
     """Shares the batches of an evaluation out among the workers of a run.
 
@@ -171,7 +182,7 @@ class Evaluating:
         can = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         can = can and trainer._evaluation_loop._is_sequential  # else a batch has parts of several loaders
         is_ready = not inside.ending.is_closed and inside.trained.prepared is not None
-        return can and is_ready and not self.is_whole and not trainer.sanity_checking
+        return can and is_ready and not self.is_whole and not trainer.sanity_checking and not _sees_batches(trainer)
 
     def _rows(self, place: EvaluationLoader, loader: Any) -> list[dict[str, Any]] | None:
         loop = self._strategy.lightning_module.trainer._evaluation_loop

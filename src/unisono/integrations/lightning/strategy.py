@@ -213,7 +213,10 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensor as it is: results are those of the global batch already."""
+        """Return the tensor as it is: that of a batch, and in a training step, of which that is told, of a shard."""
+        if self._fitting is not None and self._fitting.training.shard is not None and self.run.job.shards > 1:
+            words, cure = refused("lightning.gather"), "A loss over the whole batch needs Strategy(shards=1)"
+            self.run.inside.states.tell("all_gather", words, cure, breaks=False)
         return tensor
 
     # -- Lightning's checkpoints -----------------------------------------------------------------------------

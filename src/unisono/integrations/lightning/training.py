@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from unisono.errors import LossError, ModelError
+from unisono.integrations.kept import put
 from unisono.integrations.kit import refused, scale_of
 from unisono.integrations.lightning.framework import call, extract_batch_size, is_overridden, part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, log_result, recording
@@ -70,16 +72,27 @@ class Metrics:
         }
 
     @contextmanager
-    def of_step(self) -> Iterator[None]:
-        """Compute shards in the context, and combine their states; metrics then hold these beside their old states."""
+    def of_step(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Compute shards in the context, and combine their states; metrics then hold these beside their old states.
+
+        ``tell`` gets the name of a metric that a shard asks for its result.
+        """
         before = {
             name: (_states(metric), metric._update_count) for name, metric in self.by_name.items() if _is_shared(metric)
         }
         for name in before:
             _clear(self.by_name[name])
         counts = {name: metric._update_count for name, metric in self.by_name.items()}
-        yield
+        others = {name: _others(metric) for name, metric in self.by_name.items()}
+        with ExitStack() as stack:
+            for name in before:
+                stack.enter_context(
+                    put(self.by_name[name], "compute", _telling(self.by_name[name], partial(tell, name)))
+                )
+            yield
         for name, metric in self.by_name.items():
+            if _others(metric) != others[name]:
+                raise ModelError(_unshared(name, metric))
             if metric._update_count != counts[name] or (name in before and _is_touched(metric)):
                 self.trained.add(name)  # by a shard of this worker, or of another one
             if name in self.trained and name not in before:
@@ -152,6 +165,26 @@ def _is_shared(metric: Metric) -> bool:
         if rule is None or is_list != (rule == "cat") or (rule == "sum" and bool(torch.count_nonzero(default))):
             return False
     return True
+
+
+def _telling(metric: Metric, tell: Callable[[], None]) -> Callable[[], Any]:
+    """The metric's ``compute``, which tells that it is called by itself, and not for the value of a batch."""
+    usual = metric.compute
+
+    def compute() -> Any:
+        if metric._should_unsync:
+            tell()
+        return usual()
+
+    return compute
+
+
+_OF_ALL = frozenset(vars(MeanMetric()))
+
+
+def _others(metric: Metric) -> dict[str, Any]:
+    """The numbers of a metric that are no states, and that other metrics have not: what a window goes by, say."""
+    return {name: value for name, value in vars(metric).items() if type(value) in (int, float) and name not in _OF_ALL}
 
 
 def _unshared(name: str, metric: Metric) -> str:
@@ -233,7 +266,7 @@ class Training:
             zero_grad()  # once for each step, and not for each shard
             closure._zero_grad_fn = None
         step = self.step
-        with self.metrics.of_step():
+        with self.metrics.of_step(self._tell_of_result):
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
         extremes = self._take(self.kept.settle())
         if step.is_skipped:
@@ -242,6 +275,10 @@ class Training:
         closure._result = _ClosureResult(mean)
         self._log_all(step, extremes)
         return mean
+
+    def _tell_of_result(self, metric: str) -> None:
+        words, cure = refused("lightning.computed", name=metric), f"Log the metric itself: self.log(…, self.{metric})"
+        self.run.inside.states.tell(f"{metric}.compute", words, cure, breaks=False)
 
     def training_step(self, train: Callable[..., Any], *values: Any) -> Any:
         """Run the module's training step on the shard, in place of the global batch."""
