@@ -251,7 +251,6 @@ BODIES: dict[str, tuple[type[Exception], str, Body]] = {
         r"changed lr of an optimizer in two turns.* give the scheduler to accelerator",
         lambda a, loss, m, o: (a.backward(loss), o.step(), o.param_groups[0].update(lr=loss.item())),
     ),
-    "trigger": (JobError, "mean_loss", lambda a, loss, m, o: a.set_trigger()),
 }
 
 
@@ -284,6 +283,35 @@ def test_an_evaluation_that_is_shared_out_is_not_left_early(made: Made) -> None:
             break
     with pytest.raises(JobError, match=r"left before its end.*Subset"):
         accelerator.print("found")
+
+
+def test_a_trigger_is_seen_in_the_last_turn_of_a_step_and_once(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    model.train()
+    seen = list[tuple[int, bool]]()
+    for inputs, labels in loader:
+        accelerator.backward(nn.functional.mse_loss(model(inputs), labels))
+        optimizer.step()
+        if len(seen) == 1:  # the second of four turns
+            accelerator.set_trigger()
+        seen.append((accelerator.steps_done, accelerator.check_trigger()))
+    assert [number for number, (_, is_set) in enumerate(seen) if is_set] == [3]
+    assert seen[3] == (1, True)
+    assert not accelerator.check_trigger()
+
+
+class Read(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(TensorDataset(INPUTS, LABELS))
+
+
+def test_an_evaluation_of_a_stream_has_all_of_it(made: Made) -> None:
+    accelerator, model, *_ = made()
+    model.eval()
+    rows = list[Any]()
+    for inputs, _ in accelerator.prepare(DataLoader(Read(), batch_size=3)):
+        rows += accelerator.gather_for_metrics(inputs).tolist()
+    assert rows == INPUTS.tolist()
 
 
 def test_an_evaluation_that_gathers_nothing_may_be_left(made: Made) -> None:

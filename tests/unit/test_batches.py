@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,14 @@ def test_a_last_smaller_batch_is_kept_unless_dropped() -> None:
 def test_a_batch_smaller_than_the_number_of_shards_leaves_the_last_shards_empty() -> None:
     ((_, batch),) = Batches.even(3, 8, 8).remaining(Position(), 1)
     assert [len(batch.shard(shard)) for shard in range(8)] == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("filled", "sizes"), [(1, [5, 0, 0, 0]), (2, [3, 0, 2, 0]), (4, [2, 1, 1, 1])])
+def test_shards_that_have_samples_lie_evenly_between_the_empty_ones(filled: int, sizes: list[int]) -> None:
+    batches = replace(Batches.even(11, 6, 4), filled=filled)
+    _, last = [batch for _, batch in batches.remaining(Position(), 1)]
+    assert [len(last.shard(number)) for number in range(4)] == sizes
+    assert [sample for number in range(4) for sample in last.shard(number)] == [*range(6, 11)]
 
 
 def test_positions_count_steps_and_samples_over_epochs() -> None:

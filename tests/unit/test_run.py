@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import unisono
 from unisono.errors import (
@@ -1329,3 +1329,27 @@ def test_an_optimizer_with_its_parameters_in_another_order_is_not_resumed(start:
         pytest.raises(CheckpointError, match=r"0\.weight is where .* 1\.weight.*no set"),
     ):
         work(run, turned=True)
+
+
+def test_a_job_that_does_not_know_its_batch_has_shards_of_sixteen_samples_or_more(start: Start) -> None:
+    data = TensorDataset(torch.randn(80, 4, generator=torch.Generator().manual_seed(0)), torch.ones(80, 1))
+
+    def trained(**settings: Any) -> tuple[list[int], list[Tensor]]:
+        run, sizes = start(batch_size=None, run_dir=None, **settings), list[int]()
+        model = nn.Linear(4, 1)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.zeros_(model.bias)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            sizes.append(len(batch[0]))
+            return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+        for step in run.steps(DataLoader(data, batch_size=40)):
+            step.run(loss_fn)
+        run.finish()
+        return sizes, [parameter.detach() for parameter in model.parameters()]
+
+    (sizes, weights), (same_sizes, same_weights) = trained(shards=None), trained(shards=2)
+    assert sizes == same_sizes == [20] * 4
+    assert all(map(torch.equal, weights, same_weights))

@@ -153,11 +153,14 @@ class Batches:
     Attributes:
         cut: a function of an epoch and a batch size; returns how that epoch is cut into batches.
         batch_size: the number of samples in a batch, where nothing else decides it.
+        filled: the number of shards among which samples are distributed, a divisor of ``shards``; the others, which lie
+            evenly between them, are empty. None for all.
     """
 
     cut: Callable[[int, int], EpochCut]
     batch_size: int
     shards: int
+    filled: int | None = None
 
     @classmethod
     def even(cls, samples: int, batch_size: int, shards: int, drop_last: bool = False) -> "Batches":
@@ -176,7 +179,9 @@ class Batches:
         cut, start = self.of(position.epoch), position.offset
         stop = cut.stop(start)
         assert stop is not None, f"no batch starts at {position}"
-        bounds = tuple(even_bounds(stop - start, self.shards))
+        filled = self.filled or self.shards
+        parts, distance = even_bounds(stop - start, filled), self.shards // filled
+        bounds = tuple(parts[-(-shard // distance)] for shard in range(self.shards + 1))
         return Batch(position.epoch, start, stop, bounds, cut.stop(stop) is None)
 
     def after(self, position: Position, batch: Batch) -> Position:

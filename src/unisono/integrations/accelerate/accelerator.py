@@ -114,7 +114,8 @@ def require_kept(arguments: Mapping[str, Any]) -> None:
     loaders, plugin = arguments.get("dataloader_config"), arguments.get("gradient_accumulation_plugin")
     is_so = {
         "accelerate.fp8": precision_of(arguments) == "fp8",
-        "accelerate.compiled": any(arguments.get(name) is not None for name in ("dynamo_backend", "dynamo_plugin")),
+        "accelerate.compiled": any(arguments.get(name) is not None for name in ("dynamo_backend", "dynamo_plugin"))
+        or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "accelerate.scheduler-steps": arguments.get("step_scheduler_with_optimizer") is False,
         "accelerate.dispatch-batches": loaders is not None and loaders.dispatch_batches,
         "accelerate.stateful-loader": loaders is not None and loaders.use_stateful_dataloader,
@@ -427,11 +428,13 @@ class Accelerator(RecordingAccelerator):
     local_main_process_first = main_process_first
 
     def set_trigger(self) -> None:
-        """Refused: workers decide alike by themselves.
+        """Have :meth:`check_trigger` return true on all workers. In a training loop's body call it in each turn."""
+        self._bodies.has_trigger = True
 
-        Raises:
-            JobError: always.
-        """
-        raise JobError("accelerator.set_trigger: decide by what all workers have, such as accelerator.mean_loss")
-
-    check_trigger = set_trigger
+    def check_trigger(self) -> bool:
+        """Whether a worker has set the trigger since the last time. In other turns of a step than the last, false."""
+        if not self._bodies.is_last:
+            return False
+        self._bodies.settle("accelerator.check_trigger")
+        own, self._bodies.has_trigger = self._bodies.has_trigger, False
+        return any(self.run.together(lambda workers: workers.gather_json(own)))

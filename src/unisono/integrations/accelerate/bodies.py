@@ -201,11 +201,13 @@ class Bodies:
     Attributes:
         loss: the mean loss of the newest step over its global batch; NaN before the first one.
         steps: the number of steps of the whole job that are over, as far as this worker knows.
+        has_trigger: whether the script has set accelerate's trigger.
     """
 
     def __init__(self, run: Run) -> None:
         self.loss = math.nan
         self.steps = 0
+        self.has_trigger = False
         self._run, self._turns = run, Turns()
         self._phase, self._has_stepped, self._is_broken = Phase.OUTSIDE, False, False
         self._news: Any = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.feed import Feed, Options
 from unisono.data.generators import Generators, seed_generators
@@ -42,7 +42,8 @@ class Evaluations:
 
     def read(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of a pass over a loader."""
-        loop = EvaluationLoop(self._run, loader)
+        kind = StreamEvaluation if isinstance(loader.dataset, IterableDataset) else EvaluationLoop
+        loop = kind(self._run, loader)
         self._open.append(loop)
         try:
             for batch in loop.batches():
@@ -177,6 +178,29 @@ class EvaluationLoop:
         (batch,) = self._feed.source.load(ShardsRequest(EVALUATION_EPOCH, (self._cut.batch(number),)))
         seed_generators(stream_seed(run.job.seed, Stream.EVALUATION, run.inside.trained.progress.position.step, number))
         return to_device(batch, run.device)
+
+
+class StreamEvaluation(EvaluationLoop):
+    """A pass over a stream: every worker reads and evaluates all of it."""
+
+    is_cut_short = False
+
+    def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
+        self._run, self._loader, self._is_shared = run, loader, False
+
+    def batches(self) -> Iterator[Any]:
+        """All batches."""
+        self._run.inside.synchronisation.before_call()
+        position = self._run.inside.trained.progress.position
+        before = Generators.capture()
+        seed_generators(stream_seed(self._run.job.seed, Stream.EVALUATION, position.step, 0))
+        for batch in self._loader:
+            yield to_device(batch, self._run.device)
+        before.restore()
+
+    def gather(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the results, which all workers have."""
+        return self._shared(leaves)
 
 
 def leaves_of(data: Any) -> list[Any]:

@@ -392,7 +392,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
     ) -> Any:
         """Run the trainer's own loop over the predictions of all workers: each predicts a part of the batches.
 
-        Where predicting one changes anything that can be reached from the trainer, each worker predicts all of them.
+        Where predicting one changes anything that can be reached from the trainer, and where they come from a stream,
+        each worker predicts all of them.
         """
         args, accelerator = self.args, self.accelerator
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -409,11 +410,12 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
             return trace.is_clean(), outcome
 
         outcomes: list[Outcome] = []
-        if not self._kept.keeps_of_batches:
+        is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+        if not (self._kept.keeps_of_batches or is_stream):
             results = evaluate(self.run, lambda evaluation: evaluation.values(traced), read_by_run(dataloader))
             self._kept.keeps_of_batches = not all(is_clean for is_clean, _ in results)
             outcomes = [outcome for _, outcome in results]
-        if self._kept.keeps_of_batches:
+        if self._kept.keeps_of_batches or is_stream:
             self.gather_function = accelerator.gather_for_metrics
             with generators_kept():
                 return super().evaluation_loop(dataloader, description, loss_only, ignore_keys, metric_key_prefix)

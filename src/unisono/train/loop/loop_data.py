@@ -12,6 +12,7 @@ from unisono.data.feed import Feed, Options
 from unisono.data.feeds import LoopFeeds, StreamFeed
 from unisono.data.shards import Source
 from unisono.errors import DataError, JobError, PolicyError
+from unisono.job import default_shards
 from unisono.plan.batches import Batches, EpochCut
 from unisono.received import short
 from unisono.settings.table import MOST
@@ -91,15 +92,22 @@ class LoopDataSets:
         """
         shards, (samples, is_own) = self._config.job.shards, self._batch_of(feed, batch_size)
         content = self._contents.of(dataset, feed, Glance(shards, samples, tell=self.watch.tell))
-        same = {**feed.same(), "batch size": samples, "begin": begin, CONTENT: content}
+        filled = None if isinstance(feed, StreamFeed) else self._filled(samples)
+        same = {**feed.same(), "batch size": samples, "begin": begin, "filled shards": filled, CONTENT: content}
         self._collectives.agree("data set", same, feed.cure)
         self.watch.compare(dataset, self._collectives)
-        batches = Batches(feed.order.cut, samples, shards)
+        batches = Batches(feed.order.cut, samples, shards, filled)
         first = batches.of(0)
         require_steps(feed, first, samples)
         noted = "" if self._config.settings.checkpoints.allow_job_change else content
-        reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest, noted)
+        reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest, noted, filled)
         return LoopData(feed, batches, reading, epochs, is_own)
+
+    def _filled(self, samples: int) -> int | None:
+        """The number of shards that have samples, where neither it nor the batch was known when the run began."""
+        settings, job = self._config.settings, self._config.job
+        is_open = settings.shards is None and job.batch_size is None
+        return min(default_shards(samples), job.shards) if is_open else None
 
     def _batch_of(self, feed: Feed | StreamFeed, batch_size: int | None) -> tuple[int, bool]:
         """The samples in a loop's global batches: the loop's own number, unless another one is set from outside.

@@ -50,11 +50,17 @@ class Notices(Listener):
             self._warn(words)
 
     def loop_begins(self, number: int, batches: Batches, order: Order) -> None:
-        """Warn once of BatchNorm over shards so small that its statistics are noisy."""
+        """Report workers that have nothing to do, and warn once of BatchNorm over so few samples that it is noisy."""
+        if batches.filled is not None and batches.filled < (workers := self._membership.workers.world_size):
+            self._print(
+                f"a batch of {batches.batch_size} samples has {batches.filled} shards of at least {SAMPLES_PER_SHARD}, "
+                f"so {workers - batches.filled} of {workers} workers compute nothing: shards={workers} has all compute "
+                f"(unisono.init, or unisono run --shards), with other bits"
+            )
         prepared, self._prepared = self._prepared, None
         if prepared is None or not _batch_norm_in(prepared.modules):
             return
-        if (per_shard := batches.batch_size // batches.shards) < SAMPLES_PER_SHARD:
+        if (per_shard := batches.batch_size // (batches.filled or batches.shards)) < SAMPLES_PER_SHARD:
             self._warn(
                 f"BatchNorm with {per_shard} samples per shard: its statistics are taken over each shard, and "
                 f"get noisy below {SAMPLES_PER_SHARD}, which costs accuracy. Use a larger batch_size, fewer shards "

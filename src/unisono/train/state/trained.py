@@ -31,6 +31,7 @@ class Reading:
     Attributes:
         order: a digest of what a loader's sampler gives for the first epoch; empty without a sampler.
         content: a digest of what a few of the samples hold; empty where that was not noted.
+        filled: the number of shards that have samples, where the size of the batches decides it; else None.
     """
 
     samples: int
@@ -38,6 +39,7 @@ class Reading:
     drop_last: bool
     order: str = ""
     content: str = ""
+    filled: int | None = None
 
     def can_continue(self, before: Reading) -> bool:
         """Whether a loop that was begun with other settings can go on with these."""

@@ -101,7 +101,8 @@ class ShardWatch(Part):
         """Warn of a gradient that is zero everywhere, which shards of few samples may explain."""
         if self._calls > FIRST:
             return
-        shards, samples = attempt.call.batch.shards, len(attempt.call.batch.shard(0))
+        sizes = [len(attempt.call.batch.shard(number)) for number in range(attempt.call.batch.shards)]
+        shards, samples = sum(map(bool, sizes)), sizes[0]
         if shards == 1 or samples >= SAMPLES_PER_SHARD:
             return
         gradients = [parameter.grad for parameter in self._base.prepared.parameters.values()]
