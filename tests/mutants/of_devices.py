@@ -27,7 +27,7 @@ MUTANTS = (
         NETWORK,
         "        if self._is_aborted:\n",
         "        if False:\n",
-        JOBS,
+        ("tests/unit/test_transport.py",),
     ),
     Mutant(
         "a bucket is sent before the device has copied it",
