@@ -354,6 +354,21 @@ def stateful() -> Any:
     return keras.Sequential(layers)
 
 
+class Averaging(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+    """Has weights that train_step itself moves."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        self.layers[0].kernel.assign(0.9 * self.layers[0].kernel)
+        return logs
+
+
+def averaging() -> Any:
+    model = network(kind=Averaging)
+    model.layers[0].trainable = False
+    return model
+
+
 def fit(*data: Any, **how: Any) -> Callable[[Any], Any]:
     return lambda model: compiled(model).fit(*data, **how)
 
@@ -383,6 +398,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda model: compiled(unisono.keras.Model(twice(), model.run)).fit(X, Y),
         ModelError,
         "2 times",
+    ),
+    "own average": (
+        lambda model: compiled(unisono.keras.Model(averaging(), model.run)).fit(X, Y),
+        ModelError,
+        "Change weights in a callback's on_train_batch_end",
     ),
     "no model": (lambda model: unisono.keras.Model(torch.nn.Linear(1, 1), model.run), ModelError, "got Linear"),
 }

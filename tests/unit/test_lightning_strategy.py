@@ -242,6 +242,33 @@ def test_evaluations_combine_batches_by_their_extremes(start: Start) -> None:
     assert not ours.strategy.evaluating.is_whole
 
 
+class Several(Net):
+    """Trains with batches of several loaders."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch["a"])[0] + self.loss(batch["b"][0])[0]
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_training_loaders_are_read_together(start: Start, mode: str) -> None:
+    def trained(**options: Any) -> Any:
+        short = TensorDataset(X[:50], Y[:50])
+        loaders = {"a": loader_of(drop_last=True), "b": [loader_of(data=short, drop_last=True)]}
+        trainer = trainer_of(max_epochs=2, limit_train_batches=3, **options)
+        trainer.fit(Several(), CombinedLoader(loaders, mode))
+        return trainer
+
+    strategy = on(start(shards=1))
+    alone, ours = trained(), trained(**strategy)
+    assert ours.global_step == alone.global_step == (6 if mode == "max_size_cycle" else 4)
+    assert same_weights(alone, ours)
+
+
+def test_loaders_of_which_one_may_end_first_are_refused(start: Start) -> None:
+    with pytest.raises(DataError, match="use 'max_size_cycle'"):
+        fitted(loader=CombinedLoader([loader_of(), loader_of(30)], "max_size"), **on(start()))
+
+
 class Seeing(Net):
     """Has a hook of evaluated batches, which gets the batch and what came of it."""
 
@@ -509,6 +536,18 @@ class Windowed(Net):
         return loss
 
 
+class Averaging(Net):
+    """Has weights that training_step itself moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.teacher.weight.data.mul_(0.9)
+        return self.loss(batch)[0]
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([])
@@ -529,13 +568,15 @@ class Twice(Net):
         ({"module": Correlating()}, ModelError, "keep sums in it"),
         ({"module": Windowed()}, ModelError, r"the metric newest \(Running\)"),
         ({"module": Twice()}, ModelError, "LBFGS"),
+        ({"module": Averaging()}, ModelError, "Change weights in on_train_batch_end"),
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
         ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),
         ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
         ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
         ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "a finite stream becomes one with list"),
         ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
-        ({"loader": {"a": loader_of(), "b": loader_of()}}, JobError, "StackDataset"),
+        ({"loader": {"a": loader_of(), "b": loader_of(30)}}, DataError, "batches of 20 and 30 samples"),
+        ({"loader": {"a": loader_of(), "b": DataLoader(Endless(), 20)}}, DataError, "a finite stream"),
         ({"loader": loader_of(sampler=DistributedSampler(DATA, 2, 0))}, DataError, "leave the sampler out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

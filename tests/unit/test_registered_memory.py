@@ -56,6 +56,7 @@ def test_the_run_goes_back_and_the_average_is_that_of_the_serial_run(workers: in
     assert train(trade("struck", workers), partial(script, workers - 1)) == [expected] * workers
     result = json.loads((tmp_path / "struck" / "result.json").read_text())
     assert [(one["step"], one["to"]) for one in result["rolled_back"]] == [(6, 4)]
+    assert result["rolled_back"][0]["why"].endswith("different registered objects (average): average.module.weight")
 
 
 def restless(visits: Iterator[int], run: Run) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from unisono.data.generators import generators_kept
 from unisono.data.refusals import Refusals
-from unisono.errors import JobError
+from unisono.errors import JobError, UnisonoError
 from unisono.received import value_of
 from unisono.settings.reading import require_current_names, with_defaults
 from unisono.train.run import Run
@@ -32,6 +33,28 @@ from unisono.train.state.trained import GROWTH_STEPS, LossScale
 
 refused = Refusals(Path(__file__).with_name("refusals.toml"))
 """The messages about parts of a guest that cannot be kept, with what to do instead."""
+
+_BEHIND = {
+    "accelerate": "behind optimizer.step(), where accelerator.sync_gradients is true",
+    "keras": "in a callback's on_train_batch_end",
+    "lightning": "in on_train_batch_end",
+    "transformers": "in a callback's on_step_end",
+}
+
+
+@contextmanager
+def in_words_of(guest: str) -> Iterator[None]:
+    """Have errors of the core that come out of the context say what to do in a guest's words."""
+    try:
+        yield
+    except UnisonoError as error:
+        text = str(error).replace("in the loop's body, after step.run", _BEHIND[guest])
+        text = text.replace("changed after run.prepare", "changed after the training began")
+        text = re.sub(r"or call run\.prepare again( after it)?", "or train again behind it", text)
+        if text != str(error):
+            error.args = (text,)
+        raise
+
 
 # Losses of a script's own.
 
@@ -254,6 +277,7 @@ class Cut(Sampler[Any]):
 
     def __init__(self, sampler: Any, first: int = 0, stop: int | None = None) -> None:
         self.sampler, self._part = sampler, slice(first, stop)
+        self.batch_size = getattr(sampler, "batch_size", None)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self._part.start, self._part.stop)

@@ -22,7 +22,7 @@ from unisono.integrations.accelerate.collectives import routed
 from unisono.integrations.accelerate.evaluation_loop import Evaluations, from_main, leaves_of, rebuilt
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept import are_same, register
-from unisono.integrations.kit import Cut, Grouped, follow_rank, like, refused, run_for, take_scaling
+from unisono.integrations.kit import Cut, Grouped, follow_rank, in_words_of, like, refused, run_for, take_scaling
 from unisono.train.run import Run
 
 # What a script iterates over in place of its loader.
@@ -68,9 +68,7 @@ class Loader:
 
 def size_of(loader: DataLoader[Any]) -> int | None:
     """The number of samples in a loader's batch; None if nothing says it."""
-    batches: Any = loader.batch_sampler
-    batches = batches.sampler if isinstance(batches, Cut) else batches
-    size: int | None = loader.batch_size or getattr(batches, "batch_size", None)
+    size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return size
 
 
@@ -307,7 +305,8 @@ class Accelerator(RecordingAccelerator):
         weight = kwargs.pop("weight", None)
         if kwargs:
             raise ModelError(f"accelerator.backward({', '.join(kwargs)}=…): the run goes backward once for each shard")
-        self._bodies.backward(loss, weight)
+        with in_words_of("accelerate"):
+            self._bodies.backward(loss, weight)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:

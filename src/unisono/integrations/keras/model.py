@@ -19,7 +19,7 @@ from unisono.integrations.keras.fitting import Fitting, listed
 from unisono.integrations.keras.on_run import OnRun
 from unisono.integrations.keras.shard_step import AddedLosses, TrainStep, evaluate_block, means_of, predict_block
 from unisono.integrations.keras.variables import require_kept, require_number, results_of, scales_loss, set_metrics
-from unisono.integrations.kit import refused, run_for
+from unisono.integrations.kit import in_words_of, refused, run_for
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -175,7 +175,10 @@ class Model:
         if fit.epochs:
             loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=samples.size(size))
             run.enter()  # data sets that change hear what they have missed, before anything is read
-            with closing(loop):  # also where training stops early: what follows is behind the loop
+            with (
+                closing(loop),
+                in_words_of("keras"),
+            ):  # also where training stops early: what follows is behind the loop
                 self._train(fit, samples, loop)
         return self._on_run.end()
 

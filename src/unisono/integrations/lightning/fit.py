@@ -13,6 +13,7 @@ from unisono.errors import CheckpointError, JobError
 from unisono.integrations.kept import Trainings
 from unisono.integrations.kit import refused
 from unisono.integrations.lightning.framework import Leaves, call, is_overridden, part
+from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
 from unisono.integrations.lightning.logged import FLAGS, LogKind, add
 from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited
 from unisono.integrations.lightning.training import Metrics, Training
@@ -355,6 +356,10 @@ def _loader_of(trainer: Any) -> TrainingLoader | None:
         return None
     combined = loop._combined_loader
     if len(combined.flattened) != 1 or combined.iterables is not combined.flattened[0]:
-        raise JobError(refused("lightning.several-loaders", count=len(combined.flattened)))
+        step = combined.flattened[0].next_step
+        combined = loop._combined_loader = CombinedLoader(TrainingLoader(joined(combined), step), "min_size")
+        iter(combined)  # before it has a length
+        loop._data_fetcher.setup(combined)
+        iter(loop._data_fetcher)
     loader: TrainingLoader = combined.flattened[0]
     return loader

@@ -68,8 +68,7 @@ class TrainingLoader:
     """Gives a batch for each step of the run's loop, which goes on from epoch to epoch."""
 
     def __init__(self, loader: Any, next_step: Callable[[], GlobalBatch]) -> None:
-        self.loader = loader
-        self._next = next_step
+        self.loader, self.next_step = loader, next_step
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -79,7 +78,7 @@ class TrainingLoader:
         return self
 
     def __next__(self) -> GlobalBatch:
-        return self._next()
+        return self.next_step()
 
 
 def require_length(loader: Any) -> None:

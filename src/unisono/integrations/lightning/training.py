@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from unisono.errors import LossError, ModelError
 from unisono.integrations.kept import put
-from unisono.integrations.kit import refused, scale_of
+from unisono.integrations.kit import in_words_of, refused, scale_of
 from unisono.integrations.lightning.framework import call, extract_batch_size, is_overridden, part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, log_result, recording
 from unisono.integrations.shard_state import ShardState
@@ -266,7 +266,7 @@ class Training:
             zero_grad()  # once for each step, and not for each shard
             closure._zero_grad_fn = None
         step = self.step
-        with self.metrics.of_step(self._tell_of_result):
+        with in_words_of("lightning"), self.metrics.of_step(self._tell_of_result):
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
         extremes = self._take(self.kept.settle())
         if step.is_skipped:

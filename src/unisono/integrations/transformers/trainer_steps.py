@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from unisono.data.generators import generators_kept
 from unisono.errors import LossError
 from unisono.integrations.kept import BatchTrace, KeptAttributes, KeptCallbacks, put
-from unisono.integrations.kit import each_twice, is_sum
+from unisono.integrations.kit import each_twice, in_words_of, is_sum
 from unisono.integrations.shard_state import ShardState
 from unisono.plan.batches import Batch
 from unisono.train.group.workers import Workers
@@ -324,7 +324,8 @@ class TrainerSteps:
             known = self.run.together(lambda workers: workers.gather_json(own))
             kept.is_sum = next((answer for answer in known if answer is not None), False)
         shard_loss = ShardLoss.of(trainer, self.model, counts, step.batch, is_sum=kept.is_sum)
-        loss = step.run(shard_loss, update=partial(self._update, step, counts))
+        with in_words_of("transformers"):
+            loss = step.run(shard_loss, update=partial(self._update, step, counts))
         kept.of_shards.settle()
         updated: Updated | None = step.returned
         if step.is_skipped:  # it counts all the same, and the scheduler waits

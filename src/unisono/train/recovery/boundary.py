@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from unisono.checkpoint.snapshot import Digests, Snapshot
@@ -138,7 +138,16 @@ class Verification:
             return Change(self._differ(step, held))
         self._integrity.require_held(step, held[0])
         differ = differing(step, [(own_objects, before) for _, own_objects, before, _ in reports])
-        return Change(self._agree(step, digests, differ, weights_only=weights_only))
+        places = self._differing_places(workers, snapshot, differ.names) if differ.names else ""
+        return Change(self._agree(step, digests, differ, places, weights_only=weights_only))
+
+    def _differing_places(self, workers: Workers, snapshot: Snapshot, names: Collection[str]) -> str:
+        """Return where objects differ between workers, for people. Collective."""
+        own = workers.devices.first(self._trained.registry.places(snapshot, names))
+        held = workers.gather_json(own)
+        places = [place for place in held[0] if any(other.get(place) != held[0][place] for other in held)]
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        return f"{places[0]}{more}" if places else "their tensors are not the same ones"
 
     def _differ(self, step: int, held: Sequence[Sequence[int]]) -> Note:
         """Doubt the state: no majority of workers holds the same. ``held`` are its digests, by rank."""
@@ -150,17 +159,17 @@ class Verification:
         return self._integrity.go_back_from((step, 0), why, (step, BOUNDARY), digests)
 
     def _agree(
-        self, step: int, digests: Digests, objects: Differing, *, weights_only: bool
+        self, step: int, digests: Digests, objects: Differing, places: str, *, weights_only: bool
     ) -> Callable[[], Digests | None]:
         """Know a state that all workers hold, but for registered objects that may differ.
 
         If the script makes these different on purpose, they differ in the same way in a replay.
         """
         for name in objects.again:
-            warn(f"the registered object {name!r} differs between workers: checkpoints keep that of rank 0")
+            warn(f"the registered object {name!r} differs between workers ({places}): checkpoints keep that of rank 0")
         integrity, names = self._integrity, ", ".join(place.partition(" ")[2] for place in objects.new)
         doubt = integrity.doubting(
-            (step, 0), f"after {step} steps the workers hold different registered objects ({names})"
+            (step, 0), f"after {step} steps the workers hold different registered objects ({names}): {places}"
         )
 
         def make() -> Digests | None:

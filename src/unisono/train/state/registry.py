@@ -319,6 +319,12 @@ class Registry:
                     digests[entry.name] = combined(sums_of_words([tensors[name] for name in sorted(tensors)]))
         return digests
 
+    def places(self, snapshot: Snapshot, names: Collection[str]) -> dict[str, int]:
+        """Return digests of single tensors of some objects, by where they are in their states."""
+        entries = [entry for entry in self._entries.values() if entry.name in names]
+        trees = [flatten(kept(snapshot, *entry.place), name=entry.name)[1] for entry in entries]
+        return {path: combined(sums_of_words([tensor])) for tree in trees for path, tensor in tree.items()}
+
     def _at(self, moment: Moment) -> list[Entry]:
         return [entry for entry in self._entries.values() if moment in entry.when]
 
@@ -350,6 +356,11 @@ class Differing:
 
     new: dict[str, list[int]]
     again: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all of them."""
+        return [*(place.partition(" ")[2] for place in self.new), *self.again]
 
 
 def differing(step: int, reports: Sequence[tuple[dict[str, int], dict[str, list[int]]]]) -> Differing:
