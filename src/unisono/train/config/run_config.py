@@ -208,6 +208,7 @@ class RunConfig:
     """The configuration of a run. Nothing in it is open, and nothing of it changes.
 
     ``batch_set_by`` is the variable of the environment that sets the batch, whatever the script and its loops ask for.
+    ``has_open_shards`` says that the size of a loop's batches decides how many shards have samples.
     """
 
     job: Job
@@ -218,6 +219,7 @@ class RunConfig:
     recording: Recording = field(default_factory=Recording)
     adaptation: Adaptation = field(default_factory=Adaptation)
     batch_set_by: str | None = None
+    has_open_shards: bool = False
 
     @property
     def script_batch_size(self) -> int | None:
@@ -271,7 +273,8 @@ def configure(arguments: Mapping[str, Any], environ: Mapping[str, str], number: 
     execution = _execution(settings, adaptation, recording)
     is_scaled = "batch_scale" in settings.special.specified
     by = "UNISONO_BATCH_SIZE" if settings.special.batch_size else "UNISONO_BATCH_SCALE" if is_scaled else None
-    return RunConfig(job, device, settings, connection, execution, recording, adaptation, by)
+    is_open = settings.shards is None and job.batch_size is None
+    return RunConfig(job, device, settings, connection, execution, recording, adaptation, by, is_open)
 
 
 def _job(settings: Settings, bucket_mb: float) -> Job:

@@ -92,7 +92,8 @@ class LoopDataSets:
         """
         shards, (samples, is_own) = self._config.job.shards, self._batch_of(feed, batch_size)
         content = self._contents.of(dataset, feed, Glance(shards, samples, tell=self.watch.tell))
-        filled = None if isinstance(feed, StreamFeed) else self._filled(samples)
+        is_open = self._config.has_open_shards and not isinstance(feed, StreamFeed)
+        filled = min(default_shards(samples), shards) if is_open else None
         same = {**feed.same(), "batch size": samples, "begin": begin, "filled shards": filled, CONTENT: content}
         self._collectives.agree("data set", same, feed.cure)
         self.watch.compare(dataset, self._collectives)
@@ -102,12 +103,6 @@ class LoopDataSets:
         noted = "" if self._config.settings.checkpoints.allow_job_change else content
         reading = Reading(first.samples, feed.shuffle, feed.drop_last, feed.order.digest, noted, filled)
         return LoopData(feed, batches, reading, epochs, is_own)
-
-    def _filled(self, samples: int) -> int | None:
-        """The number of shards that have samples, where neither it nor the batch was known when the run began."""
-        settings, job = self._config.settings, self._config.job
-        is_open = settings.shards is None and job.batch_size is None
-        return min(default_shards(samples), job.shards) if is_open else None
 
     def _batch_of(self, feed: Feed | StreamFeed, batch_size: int | None) -> tuple[int, bool]:
         """The samples in a loop's global batches: the loop's own number, unless another one is set from outside.
