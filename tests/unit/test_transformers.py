@@ -82,3 +82,14 @@ def test_what_a_trainer_keeps_of_predicted_batches_is_that_of_all_on_each_worker
     serial, two, three = (cluster(script, count, shards=6, OUTPUT=str(tmp_path)) for count in (1, 2, 3))
     assert serial.said[0].startswith(f"after {3 * 13} ")
     assert serial.said == two.said == three.said
+
+
+def test_a_stream_is_trained_on_and_evaluated(cluster: Cluster, tmp_path: Path) -> None:
+    script = SCRIPT.with_name("transformers_stream.py")
+    serial, three = (cluster(script, count, shards=6) for count in (1, 3))
+    assert said(serial)[0].startswith("after training:")
+    cluster(script, 3, shards=6, folder=tmp_path, UNISONO_STOP_AFTER="5")
+    resumed = cluster(script, 2, shards=6, folder=tmp_path)
+    killed = cluster(script, 3, shards=6, kills=[Kill(3, 1, 5), Kill(6, 0, 5)])
+    for done in (three, resumed, killed):
+        assert (said(done), done.digest) == (said(serial), serial.digest)

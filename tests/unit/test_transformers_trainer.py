@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -145,11 +144,6 @@ def test_a_run_that_a_trainer_begins_has_its_precision(tmp_path: Path, monkeypat
     made.run.close()
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(ROWS)
-
-
 class Impatient(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_epoch_stop = True
@@ -174,7 +168,6 @@ class Impatient(TrainerCallback):  # type: ignore[misc]
         ({"batch_eval_metrics": True}, {}, "batch_eval_metrics=True: .* leave it out"),
         ({"train_sampling_strategy": "batch_rebalance"}, {}, "'batch_rebalance': .* use 'group_by_length'"),
         ({"optim": "lomo"}, {}, "optim='lomo': it updates weights in the middle of the backward pass"),
-        ({"max_steps": 4}, {"train_dataset": Endless()}, "the training data set is a Endless, .* list\\(stream\\)"),
         ({}, {"callbacks": [Impatient()]}, "should_epoch_stop, and the epochs of a run are whole: .*training_stop"),
     ],
 )

@@ -137,16 +137,6 @@ def require_arguments(args: Any) -> None:
         raise JobError(f"{setting}: {cure}")
 
 
-def require_map_style(dataset: Any) -> None:
-    """Refuse a training data set that is a stream.
-
-    Raises:
-        DataError: it is one; says what to do.
-    """
-    if isinstance(dataset, IterableDataset):
-        raise DataError(refused("transformers.training-stream", kind=type(dataset).__name__))
-
-
 _SHARES = "Unisono distributes the work itself, and every worker has the whole model: leave it out"
 _ROUNDS = "it rounds the weights for good; use bf16=True or fp16=True instead"
 _REFUSED = {
@@ -184,23 +174,23 @@ def read_by_run(loader: Any, accumulated: int = 1) -> DataLoader[Any]:
     batches are one of the result's.
 
     Raises:
-        DataError: it reads a stream, or makes no batches.
+        DataError: it makes no batches.
     """
-    dataset: Any = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise DataError(refused("transformers.stream", kind=type(dataset).__name__))
-    batches = getattr(loader, "batch_sampler", None)
-    if batches is None:
+    batches, size = getattr(loader, "batch_sampler", None), loader.batch_size
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if size is None if is_stream else batches is None:
         raise DataError("the loader makes no batches (batch_size=None): give it per_device_train_batch_size")
     first = loader.worker_init_fn
     # Transformers' own would seed by the worker's rank; the run seeds each sample.
     is_theirs = isinstance(first, partial) and first.func is seed_worker
-    return like(
-        loader,
-        batch_sampler=batches if accumulated == 1 else Grouped(batches, accumulated),
-        worker_init_fn=None if is_theirs else first,
-    )
+    seeded = {"worker_init_fn": None if is_theirs else first}
+    if is_stream:
+        return like(loader, batch_size=size * accumulated, drop_last=loader.drop_last, **seeded)
+    return like(loader, batch_sampler=batches if accumulated == 1 else Grouped(batches, accumulated), **seeded)
 
+
+MOST_EPOCHS = 2**31 - 1
+"""Epochs of a stream, whose training ends with its steps."""
 
 WAITING = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 """Schedulers that are told a metric."""
@@ -278,25 +268,25 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
     ) -> tuple[int, int]:
         """Enter the loop where it is to go on, before the trainer's begins there."""
         require_arguments(self.args)
-        require_map_style(self.train_dataset)
         super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        accumulated, dataset = self.args.gradient_accumulation_steps, self._loader.dataset
+        batches = max_steps * accumulated if isinstance(dataset, IterableDataset) else len(self._loader)
         begin = self.state.global_step if not self.args.ignore_data_skip else 0
         self._training_parts = super()._prepare_for_training(max_steps, self._loader, resume_from_checkpoint)
         model, _ = self._training_parts
         self._kept.begin()
         self._prepare(self.optimizer.optimizer)
-        accumulated = self.args.gradient_accumulation_steps
         steps = self.run.steps(
             read_by_run(self._loader, accumulated),
-            num_train_epochs,
+            min(num_train_epochs, MOST_EPOCHS),
             batch_size=self._train_batch_size * accumulated,
             begin=begin,
         )
         place = self.run.enter()
         waits = isinstance(self.lr_scheduler, WAITING)
-        self._training = TrainerSteps(self, self.run, model, steps, len(self._loader), waits)
+        self._training = TrainerSteps(self, self.run, model, steps, batches, waits)
         self._is_over = place.is_over or self.control.should_training_stop
         if self._is_over:
             return num_train_epochs, 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 
@@ -360,7 +361,7 @@ class TrainerSteps:
         trainer.state.epoch = step.epoch + self._share_of_epoch(step)
 
     def _share_of_epoch(self, step: Step) -> float:
-        if step.is_last_in_epoch:
+        if step.is_last_in_epoch and not isinstance(self.trainer._loader.dataset, IterableDataset):
             return 1.0
         over: int = ceil(step.batch.stop / self.trainer._train_batch_size)
         return min(over, self.batches) / self.batches
