@@ -43,6 +43,8 @@ class Script:
         self.by_name: dict[str, Any] = {"train": defaultdict(list), "sum": defaultdict(float), "count": Counter()}
         self.newest, self.meter, self.histogram = deque[int](maxlen=3), Meter(), [0, 0, 0]
         self.long = list(range(2000))
+        self.same = self.losses
+        self.array_total = np.float64(1.5)
         self.loader = iter(())  # nothing that could be kept
 
     def call(self, shard: int) -> None:
@@ -63,6 +65,7 @@ class Script:
         self.long.append(shard)
         self.name, self.is_new = f"shard {shard}", False
         self.last_call = self.calls
+        self.array_total += np.float64(value)
 
     def hold(self) -> dict[str, Any]:
         held = {name: value for name, value in vars(self).items() if name != "loader"}
@@ -183,6 +186,26 @@ def test_what_cannot_be_told_stays_of_each_worker_and_is_named_once(kind: str) -
         step([(script, state)], call)
     step([(script, state)], call)  # a second warning would be an error
     assert len(script.outputs) == 2 * SHARDS
+
+
+def test_a_shard_that_fails_leaves_plain_numbers() -> None:
+    ((script, state),) = workers_of(1)
+    with pytest.raises(ZeroDivisionError), state.of_shard():
+        script.calls += 1
+        raise ZeroDivisionError
+    assert (type(script.calls), type(script.total), script.histogram) == (int, float, [0, 0, 0])
+    assert step([(script, state)]) == [[*range(SHARDS)]]
+
+
+def test_a_structure_that_holds_itself_is_looked_at_once() -> None:
+    def call(script: Script, shard: int) -> None:
+        script.by_name["self"]["sum"]["all"] += shard
+
+    (script, state), *others = workers_of(2)
+    for each, _ in [(script, state), *others]:
+        each.by_name["self"] = each.by_name
+    step([(script, state), *others], call)
+    assert script.by_name["sum"]["all"] == sum(range(SHARDS))
 
 
 def test_a_shard_that_is_computed_again_counts_once() -> None:

@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 
 
 def restore(holder: dict[Any, Any], values: Mapping[Any, Any]) -> None:
-    """Set plain values in a dict. Dicts of other classes and meters in it stay, and have what the values say."""
+    """Set plain values in a dict. Lists, dicts and meters in it stay the same objects, and have what the values say."""
     for key, value in values.items():
         held = held_at(holder, key)
         if value is ABSENT:
@@ -95,6 +95,9 @@ def restore(holder: dict[Any, Any], values: Mapping[Any, Any]) -> None:
             for gone in inner.keys() - value.keys():
                 del inner[gone]
             restore(inner, value)
+        elif isinstance(held, list | deque) and type(held) is type(value):
+            held.clear()
+            held.extend(value)
         else:
             holder[key] = plain(value)
 
@@ -134,6 +137,7 @@ class PlainPlace:
         holder: the collection that has it under the last key of the path.
         present: what lies there in place of ``value``: a counted number.
         items: the items of a list; of a long one the last one.
+        is_again: whether what lies there lies in an earlier place, too, which has its changes.
     """
 
     path: Path
@@ -142,6 +146,7 @@ class PlainPlace:
     present: Any
     items: list[Any] = field(default_factory=list)
     length: int = 0
+    is_again: bool = False
 
     @classmethod
     def of(cls, path: Path, holder: Any) -> PlainPlace:
@@ -153,14 +158,15 @@ class PlainPlace:
 
     def note_items(self) -> None:
         """Note the items that the list has now."""
-        if isinstance(self.value, list | deque):
+        if isinstance(self.value, list | deque) and not self.is_again:
             self.length = len(self.value)
             self.items = list(self.value) if self.length <= LONG else [self.value[-1]]
 
     def count(self) -> None:
         """Have a number count what is added to it."""
-        if type(self.value) in (int, float):
-            self.present = self.holder[self.path[-1]] = counted(self.value, self.path)
+        value = self.value.item() if isinstance(self.value, np.number) else self.value
+        if type(value) in (int, float):
+            self.present = self.holder[self.path[-1]] = counted(value, self.path)
 
     def end_count(self) -> None:
         """Have a plain number there again."""
@@ -173,7 +179,7 @@ class PlainPlace:
         if value is ABSENT:
             self.holder.pop(key, None)
             return
-        if isinstance(value, list | deque):
+        if isinstance(value, list | deque) and not self.is_again:
             items = self.items if self.length <= LONG else list(value)[: self.length]
             value.clear()
             value.extend(items)
@@ -218,6 +224,8 @@ def change_of(place: PlainPlace, now: Any) -> Change | None:
     path, before = place.path, place.value
     if now is ABSENT:
         return [path, "drop", None]
+    if place.is_again and now is before:
+        return None
     if isinstance(now, CountedNumber) and now.origin == path:
         return [path, "add", list(now.added)] if now.added else None
     if isinstance(before, list | deque) and type(now) is type(before):

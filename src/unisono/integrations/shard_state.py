@@ -6,11 +6,12 @@ import json
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import add
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -94,9 +95,13 @@ class ShardState:
                 place.note_items()  # of which some are counted now
         self.put_back()
         self._words = []
-        with lists_marked(self._before):
-            yield
-            changes = list(self._changes(self._before))
+        try:
+            with lists_marked(self._before):
+                yield
+                changes = list(self._changes(self._before))
+        except BaseException:  # the script may catch it, and go on
+            self._end_counts()
+            raise
         paths = {path for path, word, _ in changes if word != "refer"}
         self._states.combined.update(f"{self._root}.{path[0]}" for path in paths)
         new = paths.difference(place.path for place in self._before)
@@ -120,16 +125,20 @@ class ShardState:
             Unreadable: another worker has sent something else.
         """
         self.put_back()
-        for place in self._before or ():
-            place.end_count()
-        joined, self._before, self.notes = self.notes, None, []
+        self._end_counts()
+        joined, self.notes = self.notes, []
         words = list[Any]()
         for changes, said in _decoded(joined):
             for path, *_ in changes:
-                self._first.setdefault(path[0], plain(vars(self._thing).get(path[0], ABSENT)))
+                self._remember(path[0])
             _make(self._thing, changes, self._device)
             words += said
         return words
+
+    def _end_counts(self) -> None:
+        for place in self._before or ():
+            place.end_count()
+        self._before = None
 
     def state(self) -> dict[str, Any]:
         """The attributes that shards have changed."""
@@ -137,11 +146,16 @@ class ShardState:
         named = {name: plain(attributes[name]) for name in sorted(self._first) if name in attributes}
         return {name: value for name, value in named.items() if can_keep(value)}
 
+    def _remember(self, name: str) -> None:
+        """Remember an attribute as it was before shards changed it; one that holds itself cannot be kept."""
+        with suppress(RecursionError):
+            self._first.setdefault(name, plain(vars(self._thing).get(name, ABSENT)))
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Set these attributes; others that shards have changed become as they were at first."""
         self._before, self._left, self.notes = None, [], []
         for name in state:
-            self._first.setdefault(name, plain(vars(self._thing).get(name, ABSENT)))
+            self._remember(name)
         restore(vars(self._thing), {**self._first, **state})
 
     def _places(self) -> Iterator[PlainPlace]:
@@ -149,7 +163,7 @@ class ShardState:
             for name, value in vars(kind).items():
                 if type(value) in (int, float) and not name.startswith("__"):
                     vars(self._thing).setdefault(name, value)  # where shards would put it
-        waiting, count = deque[tuple[Path, Any]]([((), vars(self._thing))]), 0
+        waiting, count, seen = deque[tuple[Path, Any]]([((), vars(self._thing))]), 0, set[int]()
         while waiting and count < MOST_PLACES:
             above, holder = waiting.popleft()
             for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
@@ -160,9 +174,13 @@ class ShardState:
                 is_nested = (isinstance(value, dict) and len(value) <= MOST_PLACES) or is_meter(value)
                 if isinstance(value, dict) and not is_nested and path[0] in self._first:
                     self._leave(path, f"it has more than {MOST_PLACES} items")
-                if is_nested or value is None or isinstance(value, bool | int | float | str | list | deque):
+                place.is_again = (is_nested or isinstance(value, list | deque)) and id(value) in seen
+                seen.add(id(value))
+                if is_nested or value is None or isinstance(value, _PLAIN):
                     count += 1
                     yield place
+                if place.is_again:
+                    continue
                 if is_nested or (isinstance(value, list) and len(value) <= SHORT):
                     waiting.append((path, inside(value)))
 
@@ -174,7 +192,7 @@ class ShardState:
         holders: dict[Path, Any] = {(): vars(self._thing)}
         for place in before:
             path, now = place.path, held_at(place.holder, place.path[-1])
-            if isinstance(now, dict) or is_meter(now):
+            if (isinstance(now, dict) or is_meter(now)) and not place.is_again:
                 holders[path] = inside(now)
             if not _lies_in(path, replaced) and (change := self._kept(change_of(place, now))) is not None:
                 replaced += [path] if change[1] in ("set", "drop") else []
@@ -214,6 +232,9 @@ class ShardState:
 
 UNKEPT = "{path} changes while shards are computed, and is of this worker's shards alone, since {reason}"
 DECIDE_NOTHING = "Decide and log nothing by it"
+
+
+_PLAIN = (bool, int, float, str, np.number, list, deque)
 
 
 def _lies_in(path: Path, others: Sequence[Path]) -> bool:
