@@ -7,7 +7,7 @@ import random
 import re
 import time
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -249,7 +249,7 @@ def _is_plain(short: Signature) -> bool:
 
 
 def _holds_tensors(short: Signature) -> bool:
-    if short[0] in ("list", "mapping"):
+    if short[0] in ("list", "mapping") and len(short) > 2:
         items = short[2].values() if isinstance(short[2], dict) else short[2]
         return any(_holds_tensors(item) for item in items)
     return bool(short[0] == "tensor")
@@ -383,8 +383,9 @@ def _set_tensor(target: torch.Tensor, value: torch.Tensor, version: int) -> None
 
 
 def _refill_dict(target: dict[Any, Any], items: dict[Any, Any]) -> None:
-    dict.clear(target)
-    dict.update(target, items)
+    kind = OrderedDict if isinstance(target, OrderedDict) else dict  # it keeps its order beside dict's own
+    kind.clear(target)
+    kind.update(target, items)
 
 
 def _refill_set(target: set[Any], items: set[Any]) -> None:
@@ -402,7 +403,7 @@ def _refill_deque(target: deque[Any], items: list[Any]) -> None:
 
 
 def _clear(target: Any) -> None:
-    kind = next(kind for kind in (dict, set, list, deque) if isinstance(target, kind))
+    kind = next(kind for kind in (OrderedDict, dict, set, list, deque) if isinstance(target, kind))
     kind.clear(target)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from copy import deepcopy
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,11 @@ class Script:
         self.newest, self.meter, self.histogram = deque[int](maxlen=3), Meter(), [0, 0, 0]
         self.long = list(range(2000))
         self.same = self.losses
-        self.array_total = np.float64(1.5)
+        self.array_total, self.narrow_total = np.float64(1.5), np.float32(0.5)
+        self.by_number = dict[int, str]()
+        self.pair: tuple[int, ...]
+        self.pair, self.ordered, self.history = (0,), OrderedDict[int, float](), {"loss": self.losses}
+        self.large = dict.fromkeys(range(2000), 0.0)
         self.loader = iter(())  # nothing that could be kept
 
     def call(self, shard: int) -> None:
@@ -66,6 +71,10 @@ class Script:
         self.name, self.is_new = f"shard {shard}", False
         self.last_call = self.calls
         self.array_total += np.float64(value)
+        self.narrow_total += np.float32(shard)
+        self.pair = (*self.pair[:1], shard)
+        self.ordered[shard] = value
+        self.by_number[shard + self.calls - self.calls] = "by a number that counts"
 
     def hold(self) -> dict[str, Any]:
         held = {name: value for name, value in vars(self).items() if name != "loader"}
@@ -175,17 +184,24 @@ def test_a_run_that_goes_back_to_its_beginning_has_what_there_was_at_first() -> 
     assert script.hold() == held
 
 
-@pytest.mark.parametrize("kind", ["generator", "large"])
+@pytest.mark.parametrize("kind", ["generator", "large", "decimal", "dict"])
 def test_what_cannot_be_told_stays_of_each_worker_and_is_named_once(kind: str) -> None:
     def call(script: Script, shard: int) -> None:
-        value = random.Random(shard) if kind == "generator" else torch.zeros(MOST_BYTES)
-        script.outputs.append(value)  # type: ignore[arg-type]
+        match kind:
+            case "decimal":
+                script.outputs = Decimal(shard)  # type: ignore[assignment]
+            case "dict":
+                script.large[-shard - 1] = 1.0
+            case _:
+                value = random.Random(shard) if kind == "generator" else torch.zeros(MOST_BYTES)
+                script.outputs.append(value)  # type: ignore[arg-type]
 
     ((script, state),) = workers_of(1)
-    with pytest.warns(UnisonoWarning, match=r"script\.outputs changes while shards are computed"):
+    with pytest.warns(UnisonoWarning, match=r"script\.(outputs|large) changes while shards are computed"):
         step([(script, state)], call)
     step([(script, state)], call)  # a second warning would be an error
-    assert len(script.outputs) == 2 * SHARDS
+    assert len(script.large) == 2000 + SHARDS * (kind == "dict")
+    assert kind in ("decimal", "dict") or len(script.outputs) == 2 * SHARDS
 
 
 def test_a_shard_that_fails_leaves_plain_numbers() -> None:

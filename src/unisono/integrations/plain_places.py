@@ -6,7 +6,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
+from itertools import islice
+from numbers import Number
 from operator import is_
 from typing import Any
 
@@ -19,6 +22,12 @@ Path = tuple[Any, ...]
 
 Change = list[Any]
 """A change of a place: its path, a word (``add``, ``append``, ``set``, ``drop``, ``refer``), and the value for that."""
+
+PLAIN = (
+    *(Number, str, bytes, list, tuple, dict, deque, set, frozenset, np.generic, np.ndarray),
+    *(bytearray, timedelta),  # of which others cannot be told: that is said
+)
+"""Kinds of values whose changes count."""
 
 SHORT, LONG = 16, 1024
 """The items of a list that are places of their own, up to this many, and those of which only the last is compared."""
@@ -80,7 +89,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, list) or type(value) is tuple:
         return (tuple if isinstance(value, tuple) else list)(map(plain, value))
     value = vars(value) if is_meter(value) else value
-    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else number_of(value)
+    if isinstance(value, dict):
+        return {number_of(key): plain(part) for key, part in value.items()}
+    return number_of(value)
 
 
 def restore(holder: dict[Any, Any], values: Mapping[Any, Any]) -> None:
@@ -138,6 +149,7 @@ class PlainPlace:
         present: what lies there in place of ``value``: a counted number.
         items: the items of a list; of a long one the last one.
         is_again: whether what lies there lies in an earlier place, too, which has its changes.
+        is_open: whether what is inside of it has places of its own.
     """
 
     path: Path
@@ -147,6 +159,7 @@ class PlainPlace:
     items: list[Any] = field(default_factory=list)
     length: int = 0
     is_again: bool = False
+    is_open: bool = False
 
     @classmethod
     def of(cls, path: Path, holder: Any) -> PlainPlace:
@@ -158,7 +171,9 @@ class PlainPlace:
 
     def note_items(self) -> None:
         """Note the items that the list has now."""
-        if isinstance(self.value, list | deque) and not self.is_again:
+        if isinstance(self.value, dict):
+            self.length = len(self.value)
+        elif isinstance(self.value, list | deque) and not self.is_again:
             self.length = len(self.value)
             self.items = list(self.value) if self.length <= LONG else [self.value[-1]]
 
@@ -180,9 +195,12 @@ class PlainPlace:
             self.holder.pop(key, None)
             return
         if isinstance(value, list | deque) and not self.is_again:
-            items = self.items if self.length <= LONG else list(value)[: self.length]
-            value.clear()
-            value.extend(items)
+            if self.length > LONG:
+                while len(value) > self.length:
+                    value.pop()
+            else:
+                value.clear()
+                value.extend(self.items)
         if isinstance(self.holder, dict) or key < len(self.holder):
             self.holder[key] = self.present
 
@@ -190,7 +208,7 @@ class PlainPlace:
         """The items that have come behind those of that time; None if those are not there any more."""
         if self.length > LONG:
             is_longer = len(now) >= self.length and now[self.length - 1] is self.items[0]
-            return list(now)[self.length :] if is_longer else None
+            return list(islice(reversed(now), len(now) - self.length))[::-1] if is_longer else None
         others = list(now)
         for gone in range(1 + len(self.items) * isinstance(now, deque)):  # a full deque drops its first ones
             kept = self.items[gone:]
@@ -229,10 +247,13 @@ def change_of(place: PlainPlace, now: Any) -> Change | None:
     if isinstance(now, CountedNumber) and now.origin == path:
         return [path, "add", list(now.added)] if now.added else None
     if isinstance(before, list | deque) and type(now) is type(before):
-        own = [place.items[at] if _is_item(item, path, at) else item for at, item in enumerate(now)]
-        if (items := place.appended(own if isinstance(now, list) else now)) is not None:
+        is_short = isinstance(now, list) and len(now) <= 2 * SHORT
+        own = (
+            [place.items[at] if _is_item(item, path, at) else item for at, item in enumerate(now)] if is_short else now
+        )
+        if (items := place.appended(own)) is not None:
             return [path, "append", plain(items)] if items else None
-    is_equal = type(now) is type(before) and isinstance(now, bool | str) and now == before
+    is_equal = type(now) is type(before) and isinstance(now, bool | str | bytes | tuple) and now == before
     return None if now is place.present or is_equal or not _is_plain(now) else [path, "set", plain(now)]
 
 
@@ -253,7 +274,7 @@ def new_change(holder: dict[Any, Any], path: Path) -> Change | None:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | list | tuple | dict | deque)
+    return value is None or isinstance(value, PLAIN)
 
 
 def references_in(path: Path, value: Any) -> Iterator[Change]:

@@ -11,7 +11,6 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from unisono.integrations.plain_places import (
     is_meter,
     lists_marked,
     new_change,
+    number_of,
     plain,
     references_in,
     restore,
@@ -172,16 +172,12 @@ class ShardState:
                 if path in self._unkept or (not above and key in self._skipped):
                     continue
                 is_nested = (isinstance(value, dict) and len(value) <= MOST_PLACES) or is_meter(value)
-                if isinstance(value, dict) and not is_nested and path[0] in self._first:
-                    self._leave(path, f"it has more than {MOST_PLACES} items")
                 place.is_again = (is_nested or isinstance(value, list | deque)) and id(value) in seen
+                place.is_open = is_nested and not place.is_again
                 seen.add(id(value))
-                if is_nested or value is None or isinstance(value, _PLAIN):
-                    count += 1
-                    yield place
-                if place.is_again:
-                    continue
-                if is_nested or (isinstance(value, list) and len(value) <= SHORT):
+                count += 1
+                yield place
+                if place.is_open or (isinstance(value, list) and len(value) <= SHORT and not place.is_again):
                     waiting.append((path, inside(value)))
 
     # -- the changes of a shard --------------------------------------------------------------------------------
@@ -192,15 +188,17 @@ class ShardState:
         holders: dict[Path, Any] = {(): vars(self._thing)}
         for place in before:
             path, now = place.path, held_at(place.holder, place.path[-1])
-            if (isinstance(now, dict) or is_meter(now)) and not place.is_again:
+            if place.is_open and now is place.value:
                 holders[path] = inside(now)
+            elif isinstance(now, dict) and now is place.value and len(now) != place.length and not place.is_again:
+                self._leave(path, f"it has more than {MOST_PLACES} items")
             if not _lies_in(path, replaced) and (change := self._kept(change_of(place, now))) is not None:
                 replaced += [path] if change[1] in ("set", "drop") else []
                 yield change
                 references += references_in(path, now if change[1] == "set" else None)
         for above, holder in holders.items():
             for key in [key for key in holder if (*above, key) not in known]:
-                path = (*above, key)
+                path = (*above, number_of(key))
                 is_theirs = len(path) == 1 and key in self._skipped
                 if is_theirs or path in self._unkept or _lies_in(path, replaced):
                     continue
@@ -232,9 +230,6 @@ class ShardState:
 
 UNKEPT = "{path} changes while shards are computed, and is of this worker's shards alone, since {reason}"
 DECIDE_NOTHING = "Decide and log nothing by it"
-
-
-_PLAIN = (bool, int, float, str, np.number, list, deque)
 
 
 def _lies_in(path: Path, others: Sequence[Path]) -> bool:

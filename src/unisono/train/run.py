@@ -190,6 +190,8 @@ class Run(RunOnDevices):
             JobError: the name is taken, or the value is no number.
         """
         number = metric(name, value)
+        if self.inside.states.is_trying:  # a shard is computed again, with other values
+            return
         if not (self.inside.evaluator.is_under_way or self.inside.steps.computer.log(name, number)):
             self.inside.metrics.write(name, float(number))
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from math import prod
 from typing import Any
 
 import keras
@@ -228,10 +229,13 @@ class TrainStep:
         if not isinstance(logs, Mapping):
             raise LossError(f"train_step returned a {type(logs).__name__}: return a dict of values by name")
         values = dict(_flat(logs))
+        idle = {metric.name for metric in self.model.metrics if not any(map(_is_set, metric.variables))}
         for name, value in values.items():
-            if name not in self.results and keras.ops.size(value) != 1:
+            if name in self.results and name not in idle:  # what the metric comes to is logged
+                continue
+            if prod(getattr(value, "shape", ())) != 1:
                 self.kept.say([name, samples_in(data), keras.ops.convert_to_numpy(value)])
-            elif name not in self.results:
+            else:
                 self.run.log(f"{PREFIX}{name}", _number(value))
         if not values:
             raise LossError("train_step returned no values: have it return {'loss': …}")
@@ -355,7 +359,14 @@ def means_of(said: Sequence[Any]) -> dict[str, Any]:
     return means
 
 
+def _is_set(variable: Any) -> bool:
+    """Whether a variable of a metric, which begins with zeros, has something."""
+    return bool(torch.count_nonzero(variable.value))
+
+
 def _number(value: Any) -> float:
+    if isinstance(value, int | float):
+        return float(value)
     return float(keras.ops.convert_to_tensor(value).detach())
 
 

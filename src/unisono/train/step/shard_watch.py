@@ -14,6 +14,7 @@ from unisono.changes import Changed, Look, Memento, enlarge
 from unisono.job import SAMPLES_PER_SHARD
 from unisono.reachable import Place
 from unisono.train.model.places import BufferPlace
+from unisono.train.model.prepared import Prepared
 from unisono.train.state.unnamed import UnnamedStates
 from unisono.train.step.part import Attempt, EngineBase, Part
 
@@ -54,6 +55,7 @@ class ShardWatch(Part):
 
     def __init__(self, states: UnnamedStates) -> None:
         self._states, self._calls = states, 0
+        self._prepared: Prepared | None = None
         self._before: Look | None = None
         self._suspected: frozenset[str] = frozenset()
         self._places: list[Place] = []
@@ -62,7 +64,9 @@ class ShardWatch(Part):
         self._unkept: set[str] = set()
 
     def join(self, base: EngineBase) -> None:
-        """Begin a generation."""
+        """Begin a generation, or another model."""
+        if base.prepared is not self._prepared:
+            self._calls, self._prepared = 0, base.prepared
         self._base = base
         self._has_one_device = self._can_repeat = base.workers.devices.count == 1
 
