@@ -123,7 +123,7 @@ def failed(how: str, devices: int, folder: Path) -> str:
             "stage 1 (from 'second' on), shard 0: 'third' gets a value that an earlier stage has computed",
             marks=slow,
         ),
-        pytest.param("looks", 2, "asks for .shape of a value that another stage computes", marks=slow),
+        pytest.param("looks", 2, "uses .shape of a value that another device computes", marks=slow),
         pytest.param("returns", 3, "'first' belongs to stage 0 (up to 'second')", marks=slow),
         pytest.param("draws", 2, "draws random numbers before 'third', outside of the modules", marks=slow),
         pytest.param("stops", 2, "has not come to 'third'", marks=slow),

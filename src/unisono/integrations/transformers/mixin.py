@@ -21,7 +21,6 @@ from unisono.errors import DataError, JobError
 from unisono.integrations.kept import BatchTrace, are_same, evaluate, put, register
 from unisono.integrations.kit import Grouped, like, refused, run_for, take_scaling
 from unisono.integrations.transformers.trainer_steps import KeptState, MainWorker, TrainerSteps
-from unisono.job import default_shards
 from unisono.train.group.workers import Workers
 from unisono.train.run import Run
 
@@ -205,8 +204,8 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
     Args:
         run: the run, from ``unisono.init``; by default the one that is open, or a new one, which is finished when the
-            script ends well. That has the arguments' seed, and as many shards as gradients are accumulated over (8, if
-            over none).
+            script ends well. That has the arguments' seed, and as many shards as gradients are accumulated over; if
+            over none, the batch decides how many of 8 have samples.
 
     Attributes:
         run: the run.
@@ -447,6 +446,6 @@ class TrainerMixin(Extended):  # type: ignore[misc]  # optional: it may be missi
 
 def _settings(args: Any) -> dict[str, Any]:
     accumulated = args.gradient_accumulation_steps
-    shards = accumulated if accumulated > 1 else default_shards(args.per_device_train_batch_size)
+    shards = {"shards": accumulated} if accumulated > 1 else {}  # else the batch decides how many have samples
     is_half = args.fp16 or getattr(args, "mixed_precision", "no") == "fp16"
-    return {"seed": args.seed, "shards": shards, **({"arithmetic.precision": "fp16"} if is_half else {})}
+    return {"seed": args.seed, **shards, **({"arithmetic.precision": "fp16"} if is_half else {})}
