@@ -74,7 +74,8 @@ class Script:
         self.narrow_total += np.float32(shard)
         self.pair = (*self.pair[:1], shard)
         self.ordered[shard] = value
-        self.by_number[shard + self.calls - self.calls] = "by a number that counts"
+        self.by_number[self.calls] = f"call {shard}"
+        self.by_number[self.calls + 100] = f"after {shard}"
 
     def hold(self) -> dict[str, Any]:
         held = {name: value for name, value in vars(self).items() if name != "loader"}

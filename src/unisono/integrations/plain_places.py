@@ -21,7 +21,11 @@ Path = tuple[Any, ...]
 """The keys that lead to a place: an attribute, then keys of dicts, numbers of items, and attributes of meters."""
 
 Change = list[Any]
-"""A change of a place: its path, a word (``add``, ``append``, ``set``, ``drop``, ``refer``), and the value for that."""
+"""A change of a place: its path, a word, and the value for that.
+
+The words are ``add``, ``append``, ``set``, ``drop``; and ``refer`` and ``put``, where a number that was counted up
+elsewhere is the value or the key.
+"""
 
 PLAIN = (
     *(Number, str, bytes, list, tuple, dict, deque, set, frozenset, np.generic, np.ndarray),
@@ -262,9 +266,11 @@ def _is_item(value: Any, path: Path, at: int) -> bool:
     return isinstance(value, CountedNumber) and value.origin == (*path, at)
 
 
-def new_change(holder: dict[Any, Any], path: Path) -> Change | None:
-    """The change of a place that the shard has made."""
-    value = holder[path[-1]]
+def new_change(holder: dict[Any, Any], path: Path, key: Any) -> Change | None:
+    """The change of a place that the shard has made, under a key that may be a counted number."""
+    value = holder[key]
+    if isinstance(key, CountedNumber):
+        return [path, "put", [list(key.origin), list(key.added), plain(value)]] if _is_plain(value) else None
     begins = int if isinstance(holder, Counter) else getattr(holder, "default_factory", None)
     if isinstance(value, Fresh) or (isinstance(value, list) and begins is None):
         return [path, "append", plain(value)] if value else None
@@ -280,7 +286,7 @@ def _is_plain(value: Any) -> bool:
 def references_in(path: Path, value: Any) -> Iterator[Change]:
     """Numbers of what was assigned that were counted up elsewhere: other shards' additions belong to them."""
     if isinstance(value, CountedNumber):
-        yield [path, "refer", [list(value.origin), len(value.added)]]
+        yield [path, "refer", [list(value.origin), list(value.added)]]
     elif isinstance(value, list | dict):
         for key in value if isinstance(value, dict) else range(len(value)):
             yield from references_in((*path, key), value[key])

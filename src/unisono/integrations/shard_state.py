@@ -202,7 +202,7 @@ class ShardState:
                 is_theirs = len(path) == 1 and key in self._skipped
                 if is_theirs or path in self._unkept or _lies_in(path, replaced):
                     continue
-                if (change := self._kept(new_change(holder, path))) is not None:
+                if (change := self._kept(new_change(holder, path, key))) is not None:
                     yield change
                     references += references_in(path, holder[key] if change[1] == "set" else None)
         yield from references
@@ -241,7 +241,7 @@ def _lies_in(path: Path, others: Sequence[Path]) -> bool:
 
 def _make(thing: Any, changes: Sequence[Change], device: torch.device) -> None:
     """Make the changes of a shard; one whose place has gone is left out."""
-    begun = dict[Path, tuple[Any, list[Any]]]()
+    begun = dict[Path, Any]()  # what numbers were before this shard has added to them
     for path, word, value in changes:
         if (holder := holder_of(thing, path)) is None:
             continue
@@ -249,7 +249,7 @@ def _make(thing: Any, changes: Sequence[Change], device: torch.device) -> None:
         match word:
             case "add":
                 base = 0 if (held := held_at(holder, key)) is ABSENT else held
-                begun[tuple(path)], holder[key] = (base, value), reduce(add, value, base)
+                begun[tuple(path)], holder[key] = base, reduce(add, value, base)
             case "append":
                 holder[key] = [] if (held := held_at(holder, key)) is ABSENT else held
                 holder[key].extend(placed)
@@ -257,9 +257,11 @@ def _make(thing: Any, changes: Sequence[Change], device: torch.device) -> None:
                 holder[key] = placed
             case "drop":
                 holder.pop(key, None)
-            case "refer" if (origin := tuple(value[0])) in begun:
-                base, added = begun[origin]
-                holder[key] = reduce(add, added[: value[1]], base)
+            case "put" | "refer":
+                origin, added, *rest = placed
+                base = begun.get(tuple(origin), held_at(holder_of(thing, origin), origin[-1]))
+                number = reduce(add, added, base)
+                holder[number if rest else key] = rest[0] if rest else number
 
 
 _HEAD = struct.Struct("<QQ")
