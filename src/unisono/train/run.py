@@ -189,11 +189,9 @@ class Run(RunOnDevices):
         Raises:
             JobError: the name is taken, or the value is no number.
         """
-        number = metric(name, value)
-        if self.inside.states.is_trying:  # a shard is computed again, with other values
-            return
-        if not (self.inside.evaluator.is_under_way or self.inside.steps.computer.log(name, number)):
-            self.inside.metrics.write(name, float(number))
+        number, inside = metric(name, value), self.inside
+        if not (inside.evaluator.is_under_way or inside.states.is_trying or inside.steps.computer.log(name, number)):
+            inside.metrics.write(name, float(number))
 
     # -- beside training -------------------------------------------------------------------------------------
 
