@@ -576,6 +576,7 @@ class Twice(Net):
         ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "a finite stream becomes one with list"),
         ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
         ({"loader": {"a": loader_of(), "b": loader_of(30)}}, DataError, "batches of 20 and 30 samples"),
+        ({"loader": {"a": loader_of(), "b": loader_of(99, drop_last=True)}}, DataError, "or no batches"),
         ({"loader": {"a": loader_of(), "b": DataLoader(Endless(), 20)}}, DataError, "a finite stream"),
         ({"loader": loader_of(sampler=DistributedSampler(DATA, 2, 0))}, DataError, "leave the sampler out"),
     ],

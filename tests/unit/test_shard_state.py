@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
 from copy import deepcopy
 from decimal import Decimal
 from types import SimpleNamespace
@@ -203,6 +204,41 @@ def test_what_cannot_be_told_stays_of_each_worker_and_is_named_once(kind: str) -
     step([(script, state)], call)  # a second warning would be an error
     assert len(script.large) == 2000 + SHARDS * (kind == "dict")
     assert kind in ("decimal", "dict") or len(script.outputs) == 2 * SHARDS
+
+
+class Watched(list[int]):
+    """Counts how often somebody goes through it."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_a_long_list_is_gone_through_in_the_first_step_alone() -> None:
+    workers = workers_of(1)
+    script = workers[0][0]
+    script.long = watched = Watched(script.long)
+    step(workers)
+    before = watched.passes
+    step(workers, begin=SHARDS)
+    assert before
+    assert watched.passes == before
+    assert watched[-2 * SHARDS :] == [*range(2 * SHARDS)]
+
+
+def test_values_that_were_restored_are_no_part_of_what_there_was_at_first() -> None:
+    def call(script: Script, shard: int) -> None:
+        script.by_name["lists"][0].append(shard)
+
+    ((script, state),) = workers_of(1)
+    script.by_name["lists"] = [[]]
+    step([(script, state)], call)
+    for _ in range(2):
+        state.load({})
+        assert script.by_name["lists"] == [[]]
+        step([(script, state)], call)
 
 
 def test_a_shard_that_fails_leaves_plain_numbers() -> None:

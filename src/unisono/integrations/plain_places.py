@@ -112,7 +112,7 @@ def restore(holder: dict[Any, Any], values: Mapping[Any, Any]) -> None:
             restore(inner, value)
         elif isinstance(held, list | deque) and type(held) is type(value):
             held.clear()
-            held.extend(value)
+            held.extend(plain(value))
         else:
             holder[key] = plain(value)
 

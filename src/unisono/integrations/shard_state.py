@@ -107,7 +107,7 @@ class ShardState:
         new = paths.difference(place.path for place in self._before)
         self._left = [
             *(PlainPlace(path, holder_of(self._thing, path), ABSENT, ABSENT) for path in new),
-            *(place for place in self._before if any(place.path[: len(path)] == path for path in paths)),
+            *(place for place in self._before if any(place.path[: end + 1] in paths for end in range(len(place.path)))),
         ]
         if changes or self._words:
             self.notes.append(_encoded([[[list(path), *rest] for path, *rest in changes], self._words]))
@@ -148,8 +148,9 @@ class ShardState:
 
     def _remember(self, name: str) -> None:
         """Remember an attribute as it was before shards changed it; one that holds itself cannot be kept."""
-        with suppress(RecursionError):
-            self._first.setdefault(name, plain(vars(self._thing).get(name, ABSENT)))
+        if name not in self._first:  # copied once, and not in each step
+            with suppress(RecursionError):
+                self._first[name] = plain(vars(self._thing).get(name, ABSENT))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Set these attributes; others that shards have changed become as they were at first."""

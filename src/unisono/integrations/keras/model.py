@@ -175,10 +175,8 @@ class Model:
         if fit.epochs:
             loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=samples.size(size))
             run.enter()  # data sets that change hear what they have missed, before anything is read
-            with (
-                closing(loop),
-                in_words_of("keras"),
-            ):  # also where training stops early: what follows is behind the loop
+            # Closed also where training stops early: what follows is behind the loop.
+            with closing(loop), in_words_of("keras"):
                 self._train(fit, samples, loop)
         return self._on_run.end()
 

@@ -229,9 +229,11 @@ class TrainStep:
         if not isinstance(logs, Mapping):
             raise LossError(f"train_step returned a {type(logs).__name__}: return a dict of values by name")
         values = dict(_flat(logs))
-        idle = {metric.name for metric in self.model.metrics if not any(map(_is_set, metric.variables))}
+        idle = set[str]()
+        if values.keys() != self.results:  # else Keras, too, takes what its metrics come to
+            idle = {metric.name for metric in self.model.metrics if not any(map(_is_set, metric.variables))}
         for name, value in values.items():
-            if name in self.results and name not in idle:  # what the metric comes to is logged
+            if name in self.results and name not in idle:
                 continue
             if prod(getattr(value, "shape", ())) != 1:
                 self.kept.say([name, samples_in(data), keras.ops.convert_to_numpy(value)])

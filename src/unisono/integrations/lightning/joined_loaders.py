@@ -96,6 +96,8 @@ def joined(combined: Any) -> DataLoader[Any]:
         raise DataError(refused("lightning.unlike-loaders"))
     if combined._mode not in ("max_size_cycle", "min_size"):
         raise DataError(refused("lightning.combined-mode", mode=combined._mode))
+    if not all(map(len, loaders)):  # one that begins anew would have nothing for ever
+        raise DataError(refused("lightning.unlike-loaders"))
     lengths, samples = [len(loader) for loader in loaders], _Samples([loader.dataset for loader in loaders])
     steps = min(lengths) if combined._mode == "min_size" else max(lengths)
     return DataLoader(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -56,6 +57,15 @@ class UnnamedStates:
         self.by_shards: set[str] = set()
         self.combined: set[str] = set()
         self.is_trying = False
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Compute shards again within the context: nothing that they log or keep counts."""
+        self.is_trying = True
+        try:
+            yield
+        finally:
+            self.is_trying = False
 
     def ignore(self, *paths: str) -> None:
         """Note paths that decide nothing, with all that lies below them.

@@ -157,16 +157,15 @@ class ShardWatch(Part):
         after = Memento(changed.place for changed in changes)
         own = [shard.number for shard in attempt.shards if shard.samples][-1]  # the first one may have set something up
         digests: list[str | None] = []
-        self._states.is_trying = True
-        for prepare in (after.restore, partial(self._put_back, new), partial(enlarge, changes), after.restore):
-            after.restore()
-            try:
-                prepare()
-                digests.append(attempt.again(own))
-            except Exception:  # noqa: BLE001 (the script's own code, with values that it did not expect)
-                digests.append(None)
+        with self._states.trying():
+            for prepare in (after.restore, partial(self._put_back, new), partial(enlarge, changes), after.restore):
+                after.restore()
+                try:
+                    prepare()
+                    digests.append(attempt.again(own))
+                except Exception:  # noqa: BLE001 (the script's own code, with values that it did not expect)
+                    digests.append(None)
         after.restore()
-        self._states.is_trying = False
         self._unkept = after.unkept
         if digests[0] is None:
             return Effect.UNKNOWN
