@@ -340,6 +340,26 @@ def test_a_script_is_told_what_it_has_to_prepare(made: Made) -> None:
         iter(loader)
 
 
+def test_the_state_of_gradients_knows_which_loader_is_read_and_where_it_ends(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    evaluation = accelerator.prepare(DataLoader(TensorDataset(INPUTS[:20]), batch_size=8))
+    state, ends = accelerator.gradient_state, list[Any]()
+    assert (evaluation.remainder, evaluation.total_batch_size, evaluation.total_dataset_length) == (4, 8, 20)
+    assert (state.active_dataloader, state.end_of_dataloader, state.remainder) == (None, False, -1)
+    for inputs, labels in loader:
+        assert state.active_dataloader is loader
+        accelerator.backward(F.mse_loss(model(inputs), labels))
+        optimizer.step()
+        if accelerator.sync_gradients:
+            model.eval()
+            inner = [(state.active_dataloader is evaluation, state.end_of_dataloader) for _ in evaluation]
+            assert inner == [(True, False), (True, False), (True, True)]
+            model.train()
+        ends.append(state.end_of_dataloader)
+    assert ends == [False] * 16 + [True] * 4
+    assert not state.in_dataloader
+
+
 def test_layers_are_unfrozen_between_two_loops(made: Made) -> None:
     accelerator, model, *others = made()
     model.weight.requires_grad_(False)

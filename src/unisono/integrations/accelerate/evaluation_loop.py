@@ -40,10 +40,13 @@ class Evaluations:
         """The one that began last; None outside of them."""
         return self._open[-1] if self._open else None
 
-    def read(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass over a loader."""
+    def of(self, loader: DataLoader[Any]) -> EvaluationLoop:
+        """A pass over a loader, which begins with its first batch."""
         kind = StreamEvaluation if isinstance(loader.dataset, IterableDataset) else EvaluationLoop
-        loop = kind(self._run, loader)
+        return kind(self._run, loader)
+
+    def read(self, loop: EvaluationLoop) -> Iterator[Any]:
+        """Yield the batches of a pass."""
         self._open.append(loop)
         try:
             for batch in loop.batches():
@@ -89,12 +92,18 @@ class EvaluationLoop:
         self._feed = Feed.of(loader, Options(), LoopKey(seed, NO_LOOP), inside.loop.config.settings.faults.timeout_s)
         self._cut = self._feed.order.cut(EVALUATION_EPOCH, self._feed.batch_size or 1)
         self._next, self._own = 0, 0  # the first batch that nobody has gathered, and this worker's
+        self._first = 0  # that of the round
         self._gathered, self._is_shared = 0, False
 
     @property
     def is_cut_short(self) -> bool:
         """Whether batches that are distributed are left."""
         return self._is_shared and self._next < self._cut.steps
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the present batch, or round, is the last one."""
+        return self._first + (self._run.world_size if self._is_shared else 1) >= self._cut.steps
 
     def stay_beside(self) -> None:
         """Distribute no batches: another loop goes on while the script is in this one, as with ``zip``.
@@ -118,7 +127,7 @@ class EvaluationLoop:
         before = Generators.capture()
         while self._next < self._cut.steps:
             place = max(self._run.rank, 0) if self._is_shared else 0
-            self._own, self._gathered = self._next + place, 0
+            self._first, self._own, self._gathered = self._next, self._next + place, 0
             yield self._batch(min(self._own, self._cut.steps - 1))
             if self._is_shared and self._gathered != 1:
                 raise JobError(refused("accelerate.gathered-unevenly", times=self._gathered))
@@ -187,6 +196,12 @@ class StreamEvaluation(EvaluationLoop):
 
     def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
         self._run, self._loader, self._is_shared = run, loader, False
+        self._next = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the present batch is the last one, as far as the stream says its length."""
+        return hasattr(self._loader.dataset, "__len__") and self._next >= len(self._loader)
 
     def batches(self) -> Iterator[Any]:
         """All batches."""
@@ -195,6 +210,7 @@ class StreamEvaluation(EvaluationLoop):
         before = Generators.capture()
         seed_generators(stream_seed(self._run.job.seed, Stream.EVALUATION, position.step, 0))
         for batch in self._loader:
+            self._next += 1
             yield to_device(batch, self._run.device)
         before.restore()
 
