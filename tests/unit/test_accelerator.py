@@ -332,12 +332,31 @@ def test_training_loops_side_by_side_are_refused(made: Made) -> None:
         next(zip(loader, loader, strict=True))
 
 
-def test_a_script_is_told_what_it_has_to_prepare(made: Made) -> None:
+def by_hand_with(model: Any, loss: torch.Tensor) -> None:
+    """A step with an optimizer that is not prepared."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("train_with", [lambda a, m, loss: a.backward(loss), lambda a, m, loss: by_hand_with(m, loss)])
+def test_a_script_is_told_what_it_has_to_prepare(train_with: Callable[..., None], made: Made) -> None:
     accelerator, model, _, loader, _ = made()
     accelerator.free_memory()
     accelerator.prepare(model)
     with pytest.raises(ModelError, match=r"model, optimizer, loader = accelerator\.prepare"):
-        iter(loader)
+        for inputs, labels in loader:
+            train_with(accelerator, model, F.mse_loss(model(inputs), labels))
+
+
+def test_a_model_without_optimizer_is_evaluated_in_training_mode(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    accelerator.free_memory()
+    model = accelerator.prepare(model)
+    assert model.training
+    rows = [accelerator.gather_for_metrics((model(inputs), labels))[1] for inputs, labels in loader]
+    assert torch.equal(torch.cat(rows), LABELS)
 
 
 def test_the_state_of_gradients_knows_which_loader_is_read_and_where_it_ends(made: Made) -> None:

@@ -226,9 +226,11 @@ class Accelerator(RecordingAccelerator):
             kwargs: ``weight``, the number of samples or tokens that it is the mean of, if these are not its samples.
 
         Raises:
-            ModelError: other arguments.
+            ModelError: other arguments; or no optimizer is prepared.
             JobError: outside of a training loop.
         """
+        if not self._optimizers:
+            raise ModelError(refused("accelerate.no-optimizer"))
         weight = kwargs.pop("weight", None)
         if kwargs:
             raise ModelError(f"accelerator.backward({', '.join(kwargs)}=…): the run goes backward once for each shard")
@@ -271,14 +273,13 @@ class Accelerator(RecordingAccelerator):
         self._evaluations.require_whole()
         self._begin()
         base = loader.base_dataloader
-        if torch.is_grad_enabled() and any(model.training for model in self._models):
+        in_training_mode = [model for model in self._models if model.training]
+        if in_training_mode and self._optimizers and torch.is_grad_enabled():
             return self._state.follow(loader, self._train(base), lambda: self._bodies.ends_epoch)
-        evaluation = self._evaluations.of(base)
+        evaluation = self._evaluations.of(base, in_training_mode, has_optimizer=bool(self._optimizers))
         return self._state.follow(loader, self._evaluate(evaluation), lambda: evaluation.is_at_end)
 
     def _train(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
-        if not self._optimizers:
-            raise ModelError(refused("accelerate.no-optimizer"))
         self._evaluations.forget()
         count = self.gradient_accumulation_steps
         size = size_of(loader)
