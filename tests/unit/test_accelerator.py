@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
@@ -359,6 +360,31 @@ def test_a_model_without_optimizer_is_evaluated_in_training_mode(made: Made) -> 
     assert torch.equal(torch.cat(rows), LABELS)
 
 
+def read_by(seed: int | None, made: Made) -> list[list[float]]:
+    """The samples of two passes over a loader that shuffles."""
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
+    accelerator, model, optimizer, _, _ = made(shards=1, dataloader_config=config)
+    torch.manual_seed(5)
+    loader = accelerator.prepare(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=8, shuffle=True))
+    passes = []
+    for _ in range(2):
+        passes.append(list[float]())
+        for inputs, labels in loader:
+            passes[-1] += labels.flatten().tolist()
+            accelerator.backward(F.mse_loss(model(inputs), labels))
+            optimizer.step()
+    accelerator.run.close()
+    return passes
+
+
+def test_a_seedable_sampler_shuffles_as_that_of_accelerate_alone(made: Made) -> None:
+    torch.manual_seed(5)
+    alone = SeedableRandomSampler(INPUTS, data_seed=3)
+    passes = [LABELS[list(alone)].flatten().tolist() for _ in range(2)]
+    assert read_by(3, made) == passes
+    assert read_by(5, made) == read_by(None, made) != passes
+
+
 def test_the_state_of_gradients_knows_which_loader_is_read_and_where_it_ends(made: Made) -> None:
     accelerator, model, optimizer, loader, _ = made()
     evaluation = accelerator.prepare(DataLoader(TensorDataset(INPUTS[:20]), batch_size=8))
@@ -377,6 +403,13 @@ def test_the_state_of_gradients_knows_which_loader_is_read_and_where_it_ends(mad
         ends.append(state.end_of_dataloader)
     assert ends == [False] * 16 + [True] * 4
     assert not state.in_dataloader
+
+
+def test_a_stateful_loader_that_is_asked_for_later_is_refused(made: Made) -> None:
+    accelerator, *_ = made()
+    accelerator.dataloader_config = STATEFUL
+    with pytest.raises(JobError, match="use_stateful_dataloader"):
+        accelerator.prepare(DataLoader(TensorDataset(INPUTS)))
 
 
 def test_layers_are_unfrozen_between_two_loops(made: Made) -> None:

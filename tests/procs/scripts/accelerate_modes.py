@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from accelerate import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -10,7 +11,8 @@ import unisono
 INPUTS = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 LABELS = INPUTS[:, :3].argmax(1)
 
-accelerator = unisono.accelerate.Accelerator(shards=6)
+by_seed = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+accelerator = unisono.accelerate.Accelerator(shards=6, dataloader_config=by_seed)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
 loader = DataLoader(TensorDataset(INPUTS[:48], LABELS[:48]), 12, shuffle=True)

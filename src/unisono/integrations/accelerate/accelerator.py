@@ -21,7 +21,7 @@ from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.collectives import routed
 from unisono.integrations.accelerate.evaluation_loop import EvaluationLoop, Evaluations, from_main, leaves_of, rebuilt
 from unisono.integrations.accelerate.gradient_state import StepState
-from unisono.integrations.accelerate.loaders import Loader, size_of, together
+from unisono.integrations.accelerate.loaders import Loader, seeded, size_of, together
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept import are_same, register
 from unisono.integrations.kit import follow_rank, in_words_of, refused, run_for, take_scaling
@@ -55,19 +55,30 @@ def require_kept(arguments: Mapping[str, Any]) -> None:
     for name, alternative in _VARIABLES.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             raise JobError(refused("accelerate.split", where=f"{name}={os.environ[name]}", what=alternative))
-    loaders, plugin = arguments.get("dataloader_config"), arguments.get("gradient_accumulation_plugin")
+    require_kept_of_loaders(arguments.get("dataloader_config"))
+    plugin = arguments.get("gradient_accumulation_plugin")
     is_so = {
         "accelerate.fp8": precision_of(arguments) == "fp8",
         "accelerate.compiled": any(arguments.get(name) is not None for name in ("dynamo_backend", "dynamo_plugin"))
         or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "accelerate.scheduler-steps": arguments.get("step_scheduler_with_optimizer") is False,
-        "accelerate.dispatch-batches": loaders is not None and loaders.dispatch_batches,
-        "accelerate.stateful-loader": loaders is not None and loaders.use_stateful_dataloader,
         "accelerate.epoch-end": plugin is not None and not plugin.sync_with_dataloader,
         "accelerate.process-group": PartialState._shared_state.get("num_processes", 1) > 1,
     }
     for name in filter(is_so.get, is_so):
         raise JobError(refused(name))
+
+
+def require_kept_of_loaders(config: Any) -> None:
+    """Refuse settings of loaders, of accelerate's ``DataLoaderConfiguration``, with which loaders cannot be kept.
+
+    Raises:
+        JobError: there is one; says what to do.
+    """
+    if config is not None and config.dispatch_batches:
+        raise JobError(refused("accelerate.dispatch-batches"))
+    if config is not None and config.use_stateful_dataloader:
+        raise JobError(refused("accelerate.stateful-loader"))
 
 
 def precision_of(arguments: Mapping[str, Any]) -> str:
@@ -178,9 +189,16 @@ class Accelerator(RecordingAccelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader whose batches are distributed."""
+        """A loader whose batches are distributed.
+
+        Raises:
+            JobError: ``dataloader_config`` was given what cannot be kept, after the accelerator was made.
+        """
         if isinstance(data_loader, Loader):
             return data_loader
+        require_kept_of_loaders(self.dataloader_config)
+        if self.use_seedable_sampler:
+            data_loader = seeded(data_loader, self.dataloader_config.data_seed)
         loader = Loader(data_loader, self._read)
         self._dataloaders.append(loader)
         return loader

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from unisono.errors import DataError
 from unisono.integrations.kit import Cut, Grouped, like, refused
@@ -83,3 +84,17 @@ def together(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
     if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
         return like(loader, batch_size=loader.batch_size * batches, drop_last=loader.drop_last)
     return like(loader, batch_sampler=Grouped(loader.batch_sampler, batches))
+
+
+def seeded(loader: DataLoader[Any], seed: int | None) -> DataLoader[Any]:
+    """A loader that shuffles by a seed and the epoch alone, as accelerate makes it for ``use_seedable_sampler``.
+
+    ``seed`` is None for that of torch's generator, which ``set_seed`` sets. Samplers of other kinds stay.
+    """
+    sampler: Any = loader.sampler
+    if type(sampler) is not RandomSampler or loader.batch_size is None:
+        return loader
+    by_seed = SeedableRandomSampler(
+        sampler.data_source, replacement=sampler.replacement, num_samples=sampler._num_samples, data_seed=seed
+    )
+    return like(loader, sampler=by_seed, batch_size=loader.batch_size, drop_last=loader.drop_last)
