@@ -111,3 +111,13 @@ def test_they_are_refused_in_the_body_of_a_training_loop(cluster: Cluster) -> No
 def test_the_body_of_a_loop_runs_once_for_each_shard_whatever_a_model_keeps(cluster: Cluster) -> None:
     done = cluster(CALLS.with_name("accelerate_shown.py"), 1, shards=4)
     assert done.said == [f"after {6 * 4} turns"]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_models_in_training_mode_that_evaluate_have_all_batches_on_every_worker(cluster: Cluster, workers: int) -> None:
+    modes = CALLS.with_name("accelerate_modes.py")
+    serial, done = (cluster(modes, count, shards=6) for count in (1, workers))
+    (line,) = serial.said
+    assert line.startswith("after [4, 8] ")
+    assert done.said == serial.said
+    assert done.outcome == serial.outcome

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
@@ -332,12 +333,83 @@ def test_training_loops_side_by_side_are_refused(made: Made) -> None:
         next(zip(loader, loader, strict=True))
 
 
-def test_a_script_is_told_what_it_has_to_prepare(made: Made) -> None:
+def by_hand_with(model: Any, loss: torch.Tensor) -> None:
+    """A step with an optimizer that is not prepared."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("train_with", [lambda a, m, loss: a.backward(loss), lambda a, m, loss: by_hand_with(m, loss)])
+def test_a_script_is_told_what_it_has_to_prepare(train_with: Callable[..., None], made: Made) -> None:
     accelerator, model, _, loader, _ = made()
     accelerator.free_memory()
     accelerator.prepare(model)
     with pytest.raises(ModelError, match=r"model, optimizer, loader = accelerator\.prepare"):
-        iter(loader)
+        for inputs, labels in loader:
+            train_with(accelerator, model, F.mse_loss(model(inputs), labels))
+
+
+def test_a_model_without_optimizer_is_evaluated_in_training_mode(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    accelerator.free_memory()
+    model = accelerator.prepare(model)
+    assert model.training
+    rows = [accelerator.gather_for_metrics((model(inputs), labels))[1] for inputs, labels in loader]
+    assert torch.equal(torch.cat(rows), LABELS)
+
+
+def read_by(seed: int | None, made: Made) -> list[list[float]]:
+    """The samples of two passes over a loader that shuffles."""
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
+    accelerator, model, optimizer, _, _ = made(shards=1, dataloader_config=config)
+    torch.manual_seed(5)
+    loader = accelerator.prepare(DataLoader(TensorDataset(INPUTS, LABELS), batch_size=8, shuffle=True))
+    passes = []
+    for _ in range(2):
+        passes.append(list[float]())
+        for inputs, labels in loader:
+            passes[-1] += labels.flatten().tolist()
+            accelerator.backward(F.mse_loss(model(inputs), labels))
+            optimizer.step()
+    accelerator.run.close()
+    return passes
+
+
+def test_a_seedable_sampler_shuffles_as_that_of_accelerate_alone(made: Made) -> None:
+    torch.manual_seed(5)
+    alone = SeedableRandomSampler(INPUTS, data_seed=3)
+    passes = [LABELS[list(alone)].flatten().tolist() for _ in range(2)]
+    assert read_by(3, made) == passes
+    assert read_by(5, made) == read_by(None, made) != passes
+
+
+def test_the_state_of_gradients_knows_which_loader_is_read_and_where_it_ends(made: Made) -> None:
+    accelerator, model, optimizer, loader, _ = made()
+    evaluation = accelerator.prepare(DataLoader(TensorDataset(INPUTS[:20]), batch_size=8))
+    state, ends = accelerator.gradient_state, list[Any]()
+    assert (evaluation.remainder, evaluation.total_batch_size, evaluation.total_dataset_length) == (4, 8, 20)
+    assert (state.active_dataloader, state.end_of_dataloader, state.remainder) == (None, False, -1)
+    for inputs, labels in loader:
+        assert state.active_dataloader is loader
+        accelerator.backward(F.mse_loss(model(inputs), labels))
+        optimizer.step()
+        if accelerator.sync_gradients:
+            model.eval()
+            inner = [(state.active_dataloader is evaluation, state.end_of_dataloader) for _ in evaluation]
+            assert inner == [(True, False), (True, False), (True, True)]
+            model.train()
+        ends.append(state.end_of_dataloader)
+    assert ends == [False] * 16 + [True] * 4
+    assert not state.in_dataloader
+
+
+def test_a_stateful_loader_that_is_asked_for_later_is_refused(made: Made) -> None:
+    accelerator, *_ = made()
+    accelerator.dataloader_config = STATEFUL
+    with pytest.raises(JobError, match="use_stateful_dataloader"):
+        accelerator.prepare(DataLoader(TensorDataset(INPUTS)))
 
 
 def test_layers_are_unfrozen_between_two_loops(made: Made) -> None:

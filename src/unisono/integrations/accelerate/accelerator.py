@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,72 +14,18 @@ from accelerate import Accelerator as Original
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from unisono.errors import DataError, JobError, ModelError
+from unisono.errors import JobError, ModelError
 from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.collectives import routed
-from unisono.integrations.accelerate.evaluation_loop import Evaluations, from_main, leaves_of, rebuilt
+from unisono.integrations.accelerate.evaluation_loop import EvaluationLoop, Evaluations, from_main, leaves_of, rebuilt
+from unisono.integrations.accelerate.gradient_state import StepState
+from unisono.integrations.accelerate.loaders import Loader, seeded, size_of, together
 from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept import are_same, register
-from unisono.integrations.kit import Cut, Grouped, follow_rank, in_words_of, like, refused, run_for, take_scaling
+from unisono.integrations.kit import follow_rank, in_words_of, refused, run_for, take_scaling
 from unisono.train.run import Run
-
-# What a script iterates over in place of its loader.
-
-Read = Callable[[DataLoader[Any]], Iterator[Any]]
-"""Begins a pass over a loader."""
-
-
-class Loader:
-    """Stands for a loader, and is in all but its iteration like it. Its batches are global batches."""
-
-    def __init__(self, loader: DataLoader[Any], read: Read) -> None:
-        self.base_dataloader = loader
-        self._read = read
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches of this worker's shards, or those that it evaluates."""
-        return self._read(self.base_dataloader)
-
-    def __len__(self) -> int:
-        """The number of global batches; not that of this worker's shards."""
-        return len(self.base_dataloader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("base_dataloader", "_read"):  # it is being made
-            raise AttributeError(name)
-        return getattr(self.base_dataloader, name)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Nothing: the run knows the epoch."""
-
-    def behind(self, batches: int) -> Loader:
-        """Return the loader without its first batches.
-
-        Raises:
-            DataError: it reads a stream.
-        """
-        if isinstance(self.base_dataloader.dataset, IterableDataset):
-            raise DataError(refused("accelerate.skip-of-stream"))
-        behind = Cut(self.base_dataloader.batch_sampler, batches)
-        return Loader(like(self.base_dataloader, batch_sampler=behind), self._read)
-
-
-def size_of(loader: DataLoader[Any]) -> int | None:
-    """The number of samples in a loader's batch; None if nothing says it."""
-    size: int | None = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return size
-
-
-def together(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
-    """A loader each of whose batches is several of another one's."""
-    if batches == 1:
-        return loader
-    if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
-        return like(loader, batch_size=loader.batch_size * batches, drop_last=loader.drop_last)
-    return like(loader, batch_sampler=Grouped(loader.batch_sampler, batches))
-
 
 _OTHERS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -109,14 +55,13 @@ def require_kept(arguments: Mapping[str, Any]) -> None:
     for name, alternative in _VARIABLES.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             raise JobError(refused("accelerate.split", where=f"{name}={os.environ[name]}", what=alternative))
-    loaders, plugin = arguments.get("dataloader_config"), arguments.get("gradient_accumulation_plugin")
+    require_kept_of_loaders(arguments.get("dataloader_config"))
+    plugin = arguments.get("gradient_accumulation_plugin")
     is_so = {
         "accelerate.fp8": precision_of(arguments) == "fp8",
         "accelerate.compiled": any(arguments.get(name) is not None for name in ("dynamo_backend", "dynamo_plugin"))
         or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         "accelerate.scheduler-steps": arguments.get("step_scheduler_with_optimizer") is False,
-        "accelerate.dispatch-batches": loaders is not None and loaders.dispatch_batches,
-        "accelerate.stateful-loader": loaders is not None and loaders.use_stateful_dataloader,
         "accelerate.epoch-end": plugin is not None and not plugin.sync_with_dataloader,
         "accelerate.process-group": PartialState._shared_state.get("num_processes", 1) > 1,
     }
@@ -124,29 +69,21 @@ def require_kept(arguments: Mapping[str, Any]) -> None:
         raise JobError(refused(name))
 
 
+def require_kept_of_loaders(config: Any) -> None:
+    """Refuse settings of loaders, of accelerate's ``DataLoaderConfiguration``, with which loaders cannot be kept.
+
+    Raises:
+        JobError: there is one; says what to do.
+    """
+    if config is not None and config.dispatch_batches:
+        raise JobError(refused("accelerate.dispatch-batches"))
+    if config is not None and config.use_stateful_dataloader:
+        raise JobError(refused("accelerate.stateful-loader"))
+
+
 def precision_of(arguments: Mapping[str, Any]) -> str:
     """The precision that an accelerator is made with."""
     return str(arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-
-
-class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looked into by mypy
-    """Whether gradients are those of a whole step now, for one accelerator.
-
-    ``state`` is accelerate's own, of the process.
-    """
-
-    adjust_scheduler = False  # schedulers count updates, however many turns a worker has in a step
-
-    def __init__(self, state: Any, bodies: Bodies) -> None:
-        self._dataloader_references_ref = [None]
-        self._is_xla_gradients_synced = False
-        self.plugin_kwargs = dict(state.plugin_kwargs)
-        self._bodies = bodies
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the mean gradient of the step is there."""
-        return self._bodies.is_last
 
 
 class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -222,7 +159,8 @@ class Accelerator(RecordingAccelerator):
         self._saves = Saves(self.project_configuration)
         register(self.run, "accelerate", self._bodies)
         register(self.run, "accelerate saves", self._saves)
-        self.gradient_state: Any = StepState(GradientState(), self._bodies)
+        self._state = StepState(GradientState(), self._bodies)
+        self.gradient_state: Any = self._state
         self._prepared_for: list[Any] = []
         self.run.inside.ending.also(routed(self))
 
@@ -251,9 +189,16 @@ class Accelerator(RecordingAccelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader whose batches are distributed."""
+        """A loader whose batches are distributed.
+
+        Raises:
+            JobError: ``dataloader_config`` was given what cannot be kept, after the accelerator was made.
+        """
         if isinstance(data_loader, Loader):
             return data_loader
+        require_kept_of_loaders(self.dataloader_config)
+        if self.use_seedable_sampler:
+            data_loader = seeded(data_loader, self.dataloader_config.data_seed)
         loader = Loader(data_loader, self._read)
         self._dataloaders.append(loader)
         return loader
@@ -299,9 +244,11 @@ class Accelerator(RecordingAccelerator):
             kwargs: ``weight``, the number of samples or tokens that it is the mean of, if these are not its samples.
 
         Raises:
-            ModelError: other arguments.
+            ModelError: other arguments; or no optimizer is prepared.
             JobError: outside of a training loop.
         """
+        if not self._optimizers:
+            raise ModelError(refused("accelerate.no-optimizer"))
         weight = kwargs.pop("weight", None)
         if kwargs:
             raise ModelError(f"accelerator.backward({', '.join(kwargs)}=…): the run goes backward once for each shard")
@@ -340,25 +287,26 @@ class Accelerator(RecordingAccelerator):
             else super().skip_first_batches(dataloader, num_batches)
         )
 
-    def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _read(self, loader: Loader) -> Iterator[Any]:
         self._evaluations.require_whole()
         self._begin()
-        if torch.is_grad_enabled() and any(model.training for model in self._models):
-            return self._train(loader)
-        return self._evaluate(loader)
+        base = loader.base_dataloader
+        in_training_mode = [model for model in self._models if model.training]
+        if in_training_mode and self._optimizers and torch.is_grad_enabled():
+            return self._state.follow(loader, self._train(base), lambda: self._bodies.ends_epoch)
+        evaluation = self._evaluations.of(base, in_training_mode, has_optimizer=bool(self._optimizers))
+        return self._state.follow(loader, self._evaluate(evaluation), lambda: evaluation.is_at_end)
 
-    def _train(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if not self._optimizers:
-            raise ModelError(refused("accelerate.no-optimizer"))
+    def _train(self, loader: DataLoader[Any]) -> Generator[Any, None, None]:
         self._evaluations.forget()
         count = self.gradient_accumulation_steps
         size = size_of(loader)
         steps = self.run.steps(together(loader, count), batch_size=None if size is None else size * count)
         return self._bodies.of(steps)
 
-    def _evaluate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _evaluate(self, evaluation: EvaluationLoop) -> Generator[Any, None, None]:
         self._bodies.settle("an evaluation")
-        yield from self._evaluations.read(loader)
+        yield from self._evaluations.read(evaluation)
 
     # -- what workers tell each other ------------------------------------------------------------------------
 

@@ -217,7 +217,7 @@ class Bodies:
         self._settings = SettingsWatch(run)
         run.inside.ending.also(self._turns.close)
 
-    def of(self, steps: Generator[Step, None, None]) -> Iterator[Any]:
+    def of(self, steps: Generator[Step, None, None]) -> Generator[Any, None, None]:
         """The batches of this worker's shards, step by step.
 
         Raises:
@@ -254,6 +254,11 @@ class Bodies:
     def is_last(self) -> bool:
         """Whether this is the body's last turn of a step, and the backward pass is over; true outside of loops."""
         return self._phase in (Phase.UPDATE, Phase.BEHIND, Phase.OUTSIDE)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the present step, or the newest one, is the last of its epoch."""
+        return self._step is not None and self._step.is_last_in_epoch
 
     @property
     def was_skipped(self) -> bool:

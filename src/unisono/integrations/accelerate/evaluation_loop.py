@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.feed import Feed, Options
 from unisono.data.generators import Generators, seed_generators
 from unisono.data.sample_order import LoopKey
 from unisono.data.shards import ShardsRequest
-from unisono.errors import DataError, JobError
+from unisono.errors import DataError, JobError, ModelError
 from unisono.integrations.kit import refused
 from unisono.plan.order import Stream, stream_seed
 from unisono.received import value_of
@@ -40,14 +40,31 @@ class Evaluations:
         """The one that began last; None outside of them."""
         return self._open[-1] if self._open else None
 
-    def read(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the batches of a pass over a loader."""
+    def of(
+        self, loader: DataLoader[Any], in_training_mode: Sequence[nn.Module], *, has_optimizer: bool
+    ) -> EvaluationLoop:
+        """A pass over a loader, which begins with its first batch.
+
+        ``in_training_mode`` are the models that are: what their layers count of batches must not depend on the workers.
+        """
         kind = StreamEvaluation if isinstance(loader.dataset, IterableDataset) else EvaluationLoop
         loop = kind(self._run, loader)
+        loop.is_whole = bool(in_training_mode)
+        if not has_optimizer:
+            loop.weights = Weights(in_training_mode)
+        return loop
+
+    def read(self, loop: EvaluationLoop) -> Iterator[Any]:
+        """Yield the batches of a pass.
+
+        Raises:
+            ModelError: the script trains models in it.
+        """
         self._open.append(loop)
         try:
             for batch in loop.batches():
                 yield batch
+                loop.weights.require_same()
                 for other in self._begun_after(loop):
                     other.stay_beside()
         finally:
@@ -72,6 +89,31 @@ class Evaluations:
             raise JobError(refused("accelerate.evaluation-cut-short"))
 
 
+class Weights:
+    """Finds models that a script trains by itself, with an optimizer that is not prepared."""
+
+    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
+        self._parameters = [parameter for model in models for parameter in model.parameters()]
+        self._before = [_written(parameter) for parameter in self._parameters]
+
+    def require_same(self) -> None:
+        """Refuse a loop in which weights have changed, or gradients have come.
+
+        Raises:
+            ModelError: they have.
+        """
+        for parameter, (version, gradient) in zip(self._parameters, self._before, strict=True):
+            present = _written(parameter)
+            if present[0] != version or present[1] not in (None, gradient):
+                raise ModelError(refused("accelerate.no-optimizer"))
+
+
+def _written(parameter: nn.Parameter) -> tuple[int, tuple[int, int] | None]:
+    """How often a parameter was written; and its gradient, and how often that was."""
+    gradient = parameter.grad
+    return parameter._version, None if gradient is None else (id(gradient), gradient._version)
+
+
 class EvaluationLoop:
     """A pass of a script over a loader with which it evaluates.
 
@@ -81,7 +123,14 @@ class EvaluationLoop:
 
     A worker that is lost takes its batch of the round along. What is gathered then ends before that batch, which comes
     again in the next round; if it is the first one, no sample is gathered.
+
+    Attributes:
+        is_whole: whether every worker has all batches in any case.
+        weights: the weights that must not change.
     """
+
+    is_whole = False
+    weights = Weights()
 
     def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
         self._run, self._loader = run, loader
@@ -89,12 +138,18 @@ class EvaluationLoop:
         self._feed = Feed.of(loader, Options(), LoopKey(seed, NO_LOOP), inside.loop.config.settings.faults.timeout_s)
         self._cut = self._feed.order.cut(EVALUATION_EPOCH, self._feed.batch_size or 1)
         self._next, self._own = 0, 0  # the first batch that nobody has gathered, and this worker's
+        self._first = 0  # that of the round
         self._gathered, self._is_shared = 0, False
 
     @property
     def is_cut_short(self) -> bool:
         """Whether batches that are distributed are left."""
         return self._is_shared and self._next < self._cut.steps
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the present batch, or round, is the last one."""
+        return self._first + (self._run.world_size if self._is_shared else 1) >= self._cut.steps
 
     def stay_beside(self) -> None:
         """Distribute no batches: another loop goes on while the script is in this one, as with ``zip``.
@@ -118,12 +173,12 @@ class EvaluationLoop:
         before = Generators.capture()
         while self._next < self._cut.steps:
             place = max(self._run.rank, 0) if self._is_shared else 0
-            self._own, self._gathered = self._next + place, 0
+            self._first, self._own, self._gathered = self._next, self._next + place, 0
             yield self._batch(min(self._own, self._cut.steps - 1))
             if self._is_shared and self._gathered != 1:
                 raise JobError(refused("accelerate.gathered-unevenly", times=self._gathered))
             if not self._is_shared:
-                self._is_shared = self._next == 0 and self._gathered == 1
+                self._is_shared = self._next == 0 and self._gathered == 1 and not self.is_whole
                 self._next += 1
         before.restore()  # a loop that is left leaves what it drew: the script may keep its iterator for long
 
@@ -187,6 +242,12 @@ class StreamEvaluation(EvaluationLoop):
 
     def __init__(self, run: Run, loader: DataLoader[Any]) -> None:
         self._run, self._loader, self._is_shared = run, loader, False
+        self._next = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the present batch is the last one, as far as the stream says its length."""
+        return hasattr(self._loader.dataset, "__len__") and self._next >= len(self._loader)
 
     def batches(self) -> Iterator[Any]:
         """All batches."""
@@ -195,6 +256,7 @@ class StreamEvaluation(EvaluationLoop):
         before = Generators.capture()
         seed_generators(stream_seed(self._run.job.seed, Stream.EVALUATION, position.step, 0))
         for batch in self._loader:
+            self._next += 1
             yield to_device(batch, self._run.device)
         before.restore()
 
