@@ -11,6 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.ready
 CURVLINOPS := .curvlinops
 RAY_DEFAULT := .ray-default
+PEERS := .peers
 TENSORFLOW := .venv-tensorflow
 TENSORFLOW_READY := $(TENSORFLOW)/.ready
 EXACTNESS := tests/procs/test_exact.py tests/procs/test_loader.py tests/procs/test_elastic_training.py \
@@ -38,7 +39,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Compiling all that is installed takes longer than installing it. Most of it is never imported; what is, Python compiles then.
 export PIP_COMPILE := 0
 
-.PHONY: test-slurm test-ray test-k8s test-lab bench-fixed-cost bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs again compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default nightly case-study slurm ssh qemu prometheus hosts format clean
+.PHONY: test-slurm test-ray test-k8s test-lab bench-fixed-cost bench-accelerators gpu-check help demo docs test check lint unit procs unit-and-procs again compiled slow alone bench bench-allreduce bench-shards bench-network bench-data-network bench-topologies bench-recovery bench-growth bench-elastic bench-guests bench-coordinator bench-coordinator-sockets bench-simulated-day bench-simulation bench-device-memory bench-second-order bench-monitor bench-timeline bench-checks flips bench-shuffles bench-sampling bench-numerics bench-accuracy bench-adaptive bench-disturbed bench-pinning bench-strategies bench-stale mutants soak chaos newest-torch oldest-frameworks with-tensorflow with-curvlinops with-ray-default test-peers nightly case-study slurm ssh qemu prometheus hosts format clean
 .DELETE_ON_ERROR:
 
 help:  ## what can be made
@@ -282,6 +283,12 @@ with-ray-default: $(READY)  ## the figures of a job in Ray's own metrics, which 
 	@$(BIN)/python -m pip install --quiet --no-deps --target $(RAY_DEFAULT) -r constraints-ray-default.txt
 	@PYTHONPATH=$(CURDIR)/$(RAY_DEFAULT) $(BIN)/python -m pytest tests/procs/test_ray.py -k metrics $(OPTIONS)
 
+test-peers: $(READY)  ## the tests that Keras and accelerate ship, alone and on a run, as tables
+	@rm -rf $(PEERS)
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(PEERS) -r constraints-peers.txt
+	@PYTHONPATH=$(CURDIR)/$(PEERS):$(CURDIR)/tests $(BIN)/python -m peers
+	@$(BIN)/python -m pytest tests/peers/accelerate_on_unisono.py $(OPTIONS)
+
 nightly: $(BENCH_READY)  ## all that takes long, cheap things first, on through failures: most of a night; TARGETS="soak chaos" for some
 	@.ci/nightly $(TARGETS)
 
@@ -309,7 +316,7 @@ format: $(READY)  ## lay out the code and mend what ruff can mend
 
 clean:  ## remove .venv and all caches; what you trained stays
 	@echo "==> removing $(VENV) and the caches"
-	@rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TENSORFLOW) $(CURVLINOPS) $(RAY_DEFAULT) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) $(NEWEST) $(OLDEST) $(TENSORFLOW) $(CURVLINOPS) $(RAY_DEFAULT) $(PEERS) nightly .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	@find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is pinned in the very command that installs everything, or pip would fetch the newest build there is. As

@@ -49,10 +49,11 @@ def _target(args: Sequence[ast.expr], imported: Mapping[str, str]) -> tuple[str,
     match args:
         case [ast.Constant(value=str(name)), *_]:
             return name, name.partition(".")[0]
-        case [owner, ast.Constant(value=str(name)), *_]:
+        case [owner, name, *_]:
             root = owner
             while isinstance(root, ast.Attribute):
                 root = root.value
             module = imported.get(root.id, "") if isinstance(root, ast.Name) else ""
-            return f"{ast.unparse(owner)}.{name}", module.partition(".")[0]
+            word = name.value if isinstance(name, ast.Constant) else ast.unparse(name)
+            return f"{ast.unparse(owner)}.{word}", module.partition(".")[0]
     return ast.unparse(args[0]), ""

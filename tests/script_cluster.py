@@ -309,6 +309,10 @@ class Scene:
     def work(self, membership: ScriptMembership) -> None:
         """One worker."""
         HOST_PROCESS.set(thread := WorkerThread(membership))
+        if keras := sys.modules.get(
+            "keras.src.backend.common.global_state"
+        ):  # a worker before it counted names up here
+            vars(keras.GLOBAL_STATE_TRACKER).clear()
         try:
             exec(self._code, {"__name__": "__main__", "__file__": self.argv[0]})  # noqa: S102 (what this is for)
             thread.script_end.reached()

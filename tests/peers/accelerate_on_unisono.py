@@ -1,6 +1,6 @@
 """accelerate's own test functions, which it ships, with accelerate alone and with ours put in its place.
 
-``pytest tests/peers/accelerate_on_unisono.py`` ends with a table. Nothing is downloaded or copied: functions that need
+``make test-peers`` ends with a table. Nothing is downloaded or copied: functions that need
 more than this machine's accelerate alone can do (GPUs, several processes, models of a hub) do not count.
 """
 

@@ -61,7 +61,7 @@ def test_nothing_shows_that_workers_were_killed_and_others_came(cluster: Cluster
 @pytest.mark.parametrize(
     ("workers", "flip"),
     [
-        (1, Flip(24, "step_ends")),  # the last step, which steps_per_epoch ends
+        (1, Flip(23, "step_ends")),  # the last step, which steps_per_epoch ends
         slow(1, Flip(15, "step_ends")),  # behind an evaluation, and before the next training
         slow(1, Flip(16, "step_computed")),  # of weights that the end of a training has written
         slow(2, Flip(3, "step_begins")),
@@ -97,6 +97,19 @@ def test_models_by_turns_changing_data_and_a_run_of_one_line_are_the_same_whatev
     if stop is not None:
         cluster(SCRIPTS / script, 3, shards=8, folder=tmp_path, UNISONO_STOP_AFTER=str(stop))
         found.append(cluster(SCRIPTS / script, 2, shards=8, folder=tmp_path))
+    for done in found:
+        assert (done.outcome, said(done)) == (one.outcome, said(one))
+
+
+def test_batches_of_generators_and_what_is_said_of_evaluated_ones_are_the_same_whatever_happens(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = SCRIPTS / "keras_on_batches.py"
+    one = cluster(script, 1, shards=8)
+    found = [cluster(script, 3, shards=8, kills=[Kill(1, 1, 0), Kill(4, 0, 5), Kill(9, 2, 5), Kill(14, 0, 0)])]
+    cluster(script, 2, shards=8, folder=tmp_path, UNISONO_STOP_AFTER="13")
+    found.append(cluster(script, 5, shards=8, folder=tmp_path))
+    assert len(found[0].world.formed) > 3
     for done in found:
         assert (done.outcome, said(done)) == (one.outcome, said(one))
 

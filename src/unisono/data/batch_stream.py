@@ -1,5 +1,6 @@
 """Streams that come in whole batches: every worker reads all of them, and takes the parts of its shards."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -72,32 +73,61 @@ class StreamBatch(NamedTuple):
         return replaced(self.value, Tensor, lambda tensor: tensor[rows])
 
 
+NEWEST = 4
+"""The batches of a pass that are kept: a step is computed again if a worker is lost, and need not be read again."""
+
+
 class OpenPass:
     """A pass over such a stream, read one batch ahead: only so is it known whether there is one.
 
     Attributes:
         done: the number of batches before the present one.
-        before: the digest of the batch before that; None at the beginning.
     """
 
     def __init__(self, stream: BatchStream, number: int) -> None:
         self._name, self._iterator = stream.name, stream.open_batches(number)
-        self.done = 0
-        self.before: int | None = None
-        self.batch = self._next()
-        self._ahead = None if self.batch is None else self._next()
+        self.done = self._first = 0  # the number of the first one that is kept
+        self._kept: deque[StreamBatch | None] = deque([self._next()])
+        self._read_ahead()
+
+    @property
+    def batch(self) -> StreamBatch | None:
+        """The present batch; None behind the last one."""
+        return self._kept[self.done - self._first]
+
+    @property
+    def before(self) -> int | None:
+        """The digest of the batch before the present one; None at the beginning."""
+        earlier = self._kept[self.done - self._first - 1] if self.done else None
+        return None if earlier is None else earlier.digest
 
     @property
     def is_last(self) -> bool:
         """Whether nothing follows the present batch."""
-        return self._ahead is None
+        return self.batch is None or self._kept[self.done - self._first + 1] is None
+
+    def can_go_to(self, done: int) -> bool:
+        """Whether the batch behind so many is there, or yet to come."""
+        return done >= self._first + bool(self._first)  # with the one before it
+
+    def go_to(self, done: int) -> None:
+        """Go to the batch behind so many, or to the end."""
+        while self.done < done and self.batch is not None:
+            self.go_on()
+        self.done = min(self.done, done)
 
     def go_on(self) -> None:
         """Go to the next batch."""
         assert self.batch is not None, "there is one more"
-        self.done, self.before = self.done + 1, self.batch.digest
-        self.batch = self._ahead
-        self._ahead = None if self.batch is None else self._next()
+        self.done += 1
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        if self.batch is not None and len(self._kept) == self.done - self._first + 1:
+            self._kept.append(self._next())
+        if self.done - self._first > NEWEST:
+            self._kept.popleft()
+            self._first += 1
 
     def _next(self) -> StreamBatch | None:
         try:
@@ -163,13 +193,12 @@ class BatchReaders(Readers):
         place = None if state is None else value_of(BatchPlace, state, f"the place of reader {wish.number}")
         done = 0 if place is None else place.batches
         epoch, here = self._open or (-1, None)
-        if here is None or epoch != wish.epoch or here.done > done:
+        if here is None or epoch != wish.epoch or not here.can_go_to(done):
             here = OpenPass(self._stream, self._passes + wish.epoch)
             self._open = wish.epoch, here
             if not wish.epoch and here.batch is not None and here.batch.digest != self._first:
                 raise self._unlike("gave another first batch when it was read again from the beginning")
-        while here.done < done and here.batch is not None:
-            here.go_on()
+        here.go_to(done)
         if place is not None and (here.done, here.before) != (done, place.digest):
             raise self._unlike(f"gave other batches before, when epoch {wish.epoch} was read up to number {done}")
         return here

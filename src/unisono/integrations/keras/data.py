@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import keras
@@ -28,8 +29,12 @@ from unisono.integrations.keras.batch_rows import (
     changes,
     loader_of,
 )
+from unisono.integrations.keras.generator import GeneratorBatches, endless
 from unisono.integrations.keras.tf_data import TfBatches, is_tf_data
 from unisono.integrations.kit import refused
+
+WHOLE = TfBatches | GeneratorBatches
+"""Data that give whole batches, one after the other."""
 
 _CANNOT_BE_READ = (
     "{} can be read once, and workers that join and runs that resume read again: give arrays, a PyDataset (whose "
@@ -77,14 +82,17 @@ class KerasData:
         Raises:
             DataError: there is no way to read it again, or the arrays have different lengths; says what to do.
         """
+        if isinstance(x, keras.utils.PyDataset) and x.num_batches is None and not changes(x):
+            x = endless(x)
         if isinstance(x, keras.utils.PyDataset):
             _refuse_beside(x, y=y, sample_weight=sample_weight)
             rows = BatchRows(x, partial(_standard, class_weight=class_weight), training)
             loader = loader_of(rows, BatchOrder(rows, shuffle=shuffle))
             return cls(loader, epochs=DataEpochs(rows, training) if changes(x) else None)
-        if is_tf_data(x):
+        if is_tf_data(x) or isinstance(x, GeneratorType):
             _refuse_beside(x, y=y, sample_weight=sample_weight)
-            return cls(TfBatches(x), standard=partial(_standard, class_weight=class_weight))
+            batches = TfBatches(x) if is_tf_data(x) else GeneratorBatches(x, training.seed, _tensor)
+            return cls(batches, standard=partial(_standard, class_weight=class_weight))
         if isinstance(x, DataLoader | Dataset) or opens_readers(x):
             _refuse_beside(x, y=y, sample_weight=sample_weight, class_weight=class_weight)
             return cls(x)
@@ -123,16 +131,31 @@ class KerasData:
     @property
     def is_batched(self) -> bool:
         """Whether the data decide order and batches."""
-        return isinstance(self.data, DataLoader | TfBatches)
+        return isinstance(self.data, DataLoader | WHOLE)
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether the data are a generator, which every worker reads from front to back."""
+        return isinstance(self.data, GeneratorBatches)
+
+    @property
+    def position(self) -> int:
+        """The number of the batch of a generator that comes next; 0 for other data."""
+        return self.data.position if isinstance(self.data, GeneratorBatches) else 0
+
+    def go_to(self, position: int) -> None:
+        """Have another batch of a generator come next."""
+        if isinstance(self.data, GeneratorBatches):
+            self.data.go_to(position)
 
     @property
     def is_stream(self) -> bool:
         """Whether the data are read from front to back."""
-        return isinstance(self.data, TfBatches) or opens_readers(self._source) or not is_indexed(self._source)
+        return isinstance(self.data, WHOLE) or opens_readers(self._source) or not is_indexed(self._source)
 
     def size(self, batch_size: int) -> int | None:
         """Return the number of samples in a batch, unless the data alone decide it."""
-        return None if isinstance(self.data, TfBatches) else self.batch_size or batch_size
+        return None if isinstance(self.data, WHOLE) else self.batch_size or batch_size
 
     @property
     def batch_size(self) -> int | None:
@@ -148,7 +171,7 @@ class KerasData:
         Raises:
             DataError: there is none.
         """
-        if isinstance(self.data, TfBatches):
+        if isinstance(self.data, WHOLE):
             batches = self.data.batches
         elif self.is_stream:
             batches = None
@@ -159,18 +182,19 @@ class KerasData:
         return batches
 
     def passes(self, epochs: int, steps_per_epoch: int | None, steps_in_pass: int | None) -> int:
-        """The number of passes in which so many epochs are over.
+        """The most passes that so many epochs need: the end of a pass ends an epoch, too, as in Keras.
 
         Raises:
             DataError: a pass never ends, and nobody says how many steps an epoch has.
         """
-        is_endless = isinstance(self.data, TfBatches) and self.data.is_endless
+        is_endless = isinstance(self.data, WHOLE) and self.data.is_endless
         if steps_per_epoch is None and is_endless:
             raise DataError("a tf.data.Dataset that never ends: say steps (fit: steps_per_epoch, validation_steps)")
-        if is_endless:
+        if is_endless or self.is_read_once:
             return 1
-        steps = epochs * (steps_per_epoch or 0)  # where nobody knows, a pass has one
-        return epochs if steps_per_epoch is None else math.ceil(steps / (steps_in_pass or 1))
+        return (
+            epochs if steps_per_epoch is None else math.ceil(epochs / math.ceil((steps_in_pass or 1) / steps_per_epoch))
+        )
 
     def unpack(self, batch: Any) -> tuple[Any, ...]:
         """Return the arguments of ``train_step`` for a collated batch."""
@@ -185,7 +209,7 @@ class KerasData:
 
     def first(self) -> tuple[Any, ...]:
         """A batch of the first two samples, by which a model gets its shapes."""
-        if isinstance(self.data, TfBatches):
+        if isinstance(self.data, WHOLE):
             return self.unpack(self.data.first())
         self.steps(1)
         collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
@@ -195,6 +219,18 @@ class KerasData:
             else:
                 samples = [self._source[index] for index in range(min(2, len(self)))]
             return self.unpack(collate(samples))
+
+    def collated(self, batch_size: int) -> Iterator[Any]:
+        """All batches, in the order of the data; ``batch_size`` counts where the data do not decide it."""
+        if isinstance(self.data, WHOLE):
+            yield from self.data.open_batches(0)
+        elif not self.is_stream:
+            yield from self.data if self.is_batched else DataLoader(self.data, batch_size)
+        else:
+            collate = self.data.collate_fn if isinstance(self.data, DataLoader) else default_collate
+            reader = Reader(self._source, ReaderKey(0, 0, 0, 0, 0, 1), ReaderState())
+            while samples := reader.take(self.batch_size or batch_size):
+                yield collate(samples)
 
     @contextmanager
     def epoch(self) -> Iterator[None]:
@@ -211,7 +247,7 @@ class KerasData:
         Raises:
             DataError: a loader or a stream decides it; or it never ends.
         """
-        if isinstance(self.data, TfBatches):
+        if isinstance(self.data, WHOLE):
             self.passes(1, steps, None)
             return self if steps is None else replace(self, data=self.data.cut(steps))
         known = self.steps(batch_size)

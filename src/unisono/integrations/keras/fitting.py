@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from keras.callbacks import Callback as KerasCallback
 from keras.src.callbacks.monitor_callback import MonitorCallback
 
 from unisono.errors import JobError
+from unisono.host.tracebacks import warn
 from unisono.integrations.kept import KeptAttributes, KeptCallbacks
-from unisono.integrations.keras.batch_rows import DataEpochs
+from unisono.integrations.keras.data import KerasData
 from unisono.integrations.keras.shard_step import PREFIX, LossTracker
 from unisono.integrations.keras.variables import results_of
 from unisono.integrations.kit import refused
@@ -246,8 +248,8 @@ class Fitting:
     """Where a ``fit`` stands.
 
     Attributes:
-        steps: the number of steps in an epoch; None for those of a pass over the data.
-        data: the epochs of the data that it trains with, and of those that are held out, if they change between them.
+        steps: the most steps of an epoch, which the end of the data also ends; None for a pass over the data.
+        data: the data that it trains with, and those that are held out.
         is_here: whether this worker takes part, or goes on where it was; not if the run is behind it.
         has_state: whether this worker has taken part, or has the state.
     """
@@ -257,19 +259,23 @@ class Fitting:
     epochs: range
     steps: int | None
     validate: Validate
-    data: tuple[DataEpochs | None, DataEpochs | None] = (None, None)
+    data: tuple[KerasData, KerasData | None]
     logs: dict[str, Any] = field(default_factory=dict)
     is_here: bool = field(default=False, init=False)
     has_state: bool = field(default=False, init=False)
     _epoch: int = -1
     _batch: int = 0
     _done: int = 0
+    _over: int = 0  # epochs
     _has_started: bool = False
+    _has_run_out: bool = False  # of data, and said so
+    _positions: list[int] = field(init=False)  # of generators, where the next batch of each pass comes from
     _tracker: LossTracker = field(init=False)
     _kept: KeptCallbacks = field(default_factory=lambda: KeptCallbacks("fit", (), "keras"))
 
     def __post_init__(self) -> None:
         self._tracker = LossTracker(self.model)
+        self._positions = [data.position for data in self._read]
 
     def begin(self) -> None:
         """Begin the training, or go on at the place of the other workers."""
@@ -282,7 +288,7 @@ class Fitting:
 
     def step_begins(self, step: Step) -> None:
         """Begin the step of a global batch."""
-        epoch = self.epochs[self._done // self.steps if self.steps else step.epoch]
+        epoch = self.epochs[self._over]
         is_new = self._epoch != epoch
         for callback in self.callbacks.callbacks:
             if isinstance(callback, OnMain) and (is_new or not self._has_started):
@@ -304,34 +310,52 @@ class Fitting:
         ``vectors`` are what ``train_step`` logs beside numbers.
         """
         self._tracker.step_ends(step.loss, step.size)
-        values = {name.removeprefix(PREFIX): value for name, value in step.metrics.items() if name.startswith(PREFIX)}
-        self.logs = {**results_of(self.model), **values, **vectors}
+        self.logs = {**results_of(self.model), **logged(step), **vectors}
         self.callbacks.on_train_batch_end(self._batch, self.logs)
         self._batch, self._done = self._batch + 1, self._done + 1
-        is_last = self._done % self.steps == 0 if self.steps else step.is_last_in_epoch
+        is_last = step.is_last_in_epoch or self._batch == self.steps
+        self._over += is_last
         if is_last or self.model.stop_training:
             self._epoch_ends()
-        return bool(self.model.stop_training) or self._done == (self.steps or 0) * len(self.epochs)
+        return bool(self.model.stop_training) or self._over == len(self.epochs)
+
+    def has_no_number(self) -> bool:
+        """Note that the loss of the step is not finite. Return whether a callback of Keras ends the training for it."""
+        if not any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in self.callbacks.callbacks):
+            return False
+        self.logs = {**results_of(self.model), "loss": nan}
+        self.callbacks.on_train_batch_end(self._batch, self.logs)
+        self._epoch_ends()
+        return True
 
     def _epoch_ends(self) -> None:
+        if self.steps and self._batch < self.steps and not (self.model.stop_training or self._has_run_out):
+            self._has_run_out = True
+            warn(refused("keras.ran-out", epoch=self._epoch, steps=self._batch, asked=self.steps))
         self.model.eval()
         self._turn()
         self.logs = {**self.logs, **self.validate(self._epoch)}
+        self._positions = [data.position for data in self._read]
         self.callbacks.on_epoch_end(self._epoch, self.logs)
         if not self.model.stop_training and self._epoch != self.epochs[-1]:
             self._turn()
 
     def _turn(self) -> None:
         """Begin or end an epoch of the data: before its first batch is read, and behind its last one."""
-        if self.data[0] is not None:
-            self.data[0].turn()
+        if (epochs := self.data[0].epochs) is not None:
+            epochs.turn()
 
     def end(self) -> Any:
         """End the training, and return the history."""
         if self.is_here:  # a run that resumes behind this training has weights of later steps
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        self.data[0].go_to(self._positions[0] + self._done)
         self.callbacks.on_train_end(self.logs)
         return self.model.history
+
+    @property
+    def _read(self) -> list[KerasData]:
+        return [data for data in self.data if data is not None]
 
     def state(self) -> dict[str, Any]:
         """Return the state that a worker needs to go on here."""
@@ -339,7 +363,9 @@ class Fitting:
             "epoch": self._epoch,
             "batch": self._batch,
             "done": self._done,
-            "data": [0 if epochs is None else epochs.turns for epochs in self.data],
+            "over": self._over,
+            "data": [0 if data.epochs is None else data.epochs.turns for data in self._read],
+            "positions": list(self._positions),
             "stops": bool(self.model.stop_training),
             "logs": dict(self.logs),
             "callbacks": self._kept.state(),
@@ -361,11 +387,61 @@ class Fitting:
             CheckpointError: the state is of other callbacks.
         """
         self._kept.require_alike(state["callbacks"])
-        self._epoch, self._batch, self._done = state["epoch"], state["batch"], state["done"]
+        self._epoch, self._batch = state["epoch"], state["batch"]
+        self._done, self._over = state["done"], state["over"]
         self.logs = dict(state["logs"])
         self.model.stop_training = state["stops"]
         self.has_state = True
-        for epochs, turns in zip(self.data, state["data"], strict=True):
-            if epochs is not None:
-                epochs.go_on(turns)
+        self._positions = list(state["positions"])
+        for data, turns, position in zip(self._read, state["data"], self._positions, strict=True):
+            data.go_to(position)
+            if data.epochs is not None:
+                data.epochs.go_on(turns)
         self._kept.load(state["callbacks"])
+
+
+@dataclass
+class OneBatch:
+    """A call of ``train_on_batch``: a training of one step. ``logs`` is what it returns."""
+
+    model: Any
+    logs: dict[str, Any] = field(default_factory=dict)
+    has_state: bool = False
+
+    def begin(self) -> None:
+        """Begin it."""
+        self.model.reset_metrics()
+
+    def step_begins(self, step: Step) -> None:
+        """Begin its step."""
+        self.model.train()
+
+    def step_ends(self, step: Step, vectors: Mapping[str, Any]) -> bool:
+        """End its step. ``vectors`` are what ``train_step`` logs beside numbers."""
+        self.logs, self.has_state = {**results_of(self.model), **logged(step), **vectors}, True
+        return False
+
+    def has_no_number(self) -> bool:
+        """Return whether a loss that is not finite ends the training by itself: never."""
+        return False
+
+    def end(self) -> dict[str, Any]:
+        """Return what the call returns."""
+        return self.logs
+
+    def state(self) -> dict[str, Any]:
+        """Return what a worker needs that has missed it."""
+        return {"logs": dict(self.logs)}
+
+    outline = state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Have it made."""
+        self.logs, self.has_state = dict(state["logs"]), True
+
+    go_on = load
+
+
+def logged(step: Step) -> dict[str, float]:
+    """What ``train_step`` has logged besides the results of metrics."""
+    return {name.removeprefix(PREFIX): value for name, value in step.metrics.items() if name.startswith(PREFIX)}

@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
 import torch
+from keras.src.utils.python_utils import pythonify_logs
 
-from unisono.errors import ModelError
+from unisono.errors import ModelError, NonFiniteLoss
 from unisono.integrations.kept import evaluate
 from unisono.integrations.keras.batch_rows import DrawKey
 from unisono.integrations.keras.data import KerasData, split
-from unisono.integrations.keras.fitting import Fitting, listed
+from unisono.integrations.keras.fitting import Fitting, OneBatch, listed
 from unisono.integrations.keras.on_run import OnRun
 from unisono.integrations.keras.shard_step import AddedLosses, TrainStep, evaluate_block, means_of, predict_block
-from unisono.integrations.keras.variables import require_kept, require_number, results_of, scales_loss, set_metrics
-from unisono.integrations.kit import in_words_of, refused, run_for
+from unisono.integrations.keras.variables import (
+    flat_metrics,
+    require_kept,
+    require_number,
+    results_of,
+    scales_loss,
+    set_metrics,
+)
+from unisono.integrations.keras.whole import WholePass, sees_batches
+from unisono.integrations.kit import in_words_of, run_for
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -94,13 +103,44 @@ class Model:
         """Export the Keras model, likewise."""
         self._on_run.write(partial(self.keras_model.export, *values, **options))
 
-    def train_on_batch(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: weights that each worker trains by itself are in no checkpoint.
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Make one step with a batch, which is distributed among the workers: a training of its own.
 
-        Raises:
-            ModelError: says what to do.
+        Args:
+            x: arrays in any structure, the same on all workers.
+            y: the targets, likewise.
+            sample_weight: a weight for each sample.
+            class_weight: a weight for each class.
+            return_dict: whether to return values by name, instead of in Keras' order.
+
+        Returns:
+            the loss and the metrics of the batch.
         """
-        raise ModelError(refused("keras.train-on-batch"))
+        self.keras_model._assert_compile_called("train_on_batch")
+        samples = KerasData.of(x, DrawKey(self.run.job.seed), y, sample_weight, class_weight)
+        self._on_run.get_ready(samples, trains=True)
+        batch = OneBatch(self.keras_model)
+        self._on_run.begin(batch)
+        loop = self.run.steps(samples.data, 1, shuffle=False, batch_size=len(samples))
+        with closing(loop), in_words_of("keras"):
+            self._train(batch, samples, loop)
+        logs = self._on_run.end()
+        return logs if return_dict else self.keras_model._flatten_metrics_in_order(logs)
+
+    def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
+        """Evaluate a batch: see :meth:`evaluate`."""
+        return self.evaluate(x, y, len(keras.tree.flatten(x)[0]), 0, sample_weight, return_dict=return_dict)
+
+    def predict_on_batch(self, x: Any) -> Any:
+        """Predict a batch: see :meth:`predict`."""
+        return self.predict(x, len(keras.tree.flatten(x)[0]))
 
     def fit(
         self,
@@ -137,7 +177,7 @@ class Model:
             class_weight: a weight for each class.
             sample_weight: a weight for each sample.
             initial_epoch: the epoch to begin with.
-            steps_per_epoch: the number of steps in an epoch, over as many passes as they need; by default one pass.
+            steps_per_epoch: the most steps of an epoch; the end of the data ends one, too. By default one pass.
             validation_steps: the number of batches to validate with.
             validation_batch_size: the samples in one of them.
             validation_freq: the number of epochs from one validation to the next, or those that end with one.
@@ -152,10 +192,14 @@ class Model:
         """
         model, run = self.keras_model, self.run
         model._assert_compile_called("fit")
+        epochs = min(epochs, keras.config.max_epochs() or epochs)
+        steps_per_epoch = min(filter(None, (steps_per_epoch, keras.config.max_steps_per_epoch())), default=None)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split((x, y, sample_weight), validation_split)
         training = DrawKey(run.job.seed, self._on_run.count)
         samples = KerasData.of(x, training, y, sample_weight, class_weight, shuffle=bool(shuffle))
+        if samples.is_read_once and steps_per_epoch:  # no batch more is read of a generator
+            samples = samples.cut(steps_per_epoch * max(epochs - initial_epoch, 0), 0)
         held_out = None if validation_data is None else self._held_out(validation_data, training)
         require_number(model)
         self._on_run.get_ready(samples, trains=True)
@@ -169,8 +213,7 @@ class Model:
             self._validate, held_out, validation_freq, called, validation_batch_size or size, validation_steps
         )
         shuffled = None if samples.is_batched or samples.is_stream else bool(shuffle)
-        epochs_of_data = (samples.epochs, None if held_out is None else held_out.epochs)
-        fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate, epochs_of_data)
+        fit = Fitting(model, called, range(initial_epoch, epochs), steps_per_epoch, validate, data=(samples, held_out))
         self._on_run.begin(fit)
         if fit.epochs:
             loop = run.steps(samples.data, passes, shuffle=shuffled, batch_size=samples.size(size))
@@ -180,15 +223,22 @@ class Model:
                 self._train(fit, samples, loop)
         return self._on_run.end()
 
-    def _train(self, fit: Fitting, samples: KerasData, steps: Iterable[Step]) -> None:
+    def _train(self, fit: Fitting | OneBatch, samples: KerasData, steps: Iterable[Step]) -> None:
         update = self._on_run.update
         assert update is not None, "the model is ready"
         results, added = frozenset(results_of(self.keras_model)), AddedLosses(self.keras_model)
         kept = self._on_run.kept
         for step in steps:
             fit.step_begins(step)
-            train_step = TrainStep(self.keras_model, samples.unpack, results, self.run, step.size, added, kept)
-            step.run(train_step, update=update.step)
+            train_step = TrainStep(
+                self.keras_model, samples.unpack, results, self.run, step.size, added, kept, update.idle
+            )
+            try:
+                step.run(train_step, update=update.step)
+            except NonFiniteLoss:
+                if fit.has_no_number():
+                    return
+                raise
             if fit.step_ends(step, means_of(kept.settle())):
                 self.run.inside.loop.end_here()
 
@@ -235,14 +285,31 @@ class Model:
             callbacks = listed(callbacks, model, lambda: run.is_main, verbose, epochs=1, steps=count)
         callbacks.on_test_begin()
         with samples.epoch():
-            row = self._summed(samples, size, self._on_run.known() if is_kept else None)
+            known = self._on_run.known() if is_kept else None
+            logs = self._results(samples, size, callbacks) if known is None else dict(known["logs"])
+        if known is not None:
+            set_metrics(model, known["row"])
+            samples.go_to(known["position"])
         if is_kept:
-            self._on_run.evaluated.append(row)
-        set_metrics(model, row)
-        logs = results_of(model)
-        callbacks.on_test_batch_end((count or 1) - 1, logs)
+            self._on_run.evaluated.append({"row": flat_metrics(model), "logs": logs, "position": samples.position})
         callbacks.on_test_end(logs)
         return logs
+
+    def _results(self, samples: KerasData, size: int, callbacks: Any) -> dict[str, Any]:
+        """Evaluate: each worker some batches, or all of them where that cannot be. Return the results by name."""
+        model, on_run = self.keras_model, self._on_run
+        if not (on_run.is_whole or samples.is_read_once or sees_batches(callbacks, "test")):
+            row = self._summed(samples, size)
+            on_run.is_whole = bool(row[-1])
+            if not on_run.is_whole:
+                set_metrics(model, row[:-1])
+                logs = results_of(model)
+                callbacks.on_test_batch_end((samples.steps(size) or 1) - 1, logs)
+                return logs
+        model.reset_metrics()
+        logs = WholePass(self.run, model, samples, size, "test", callbacks).results(lambda logs: logs)[-1]
+        results: dict[str, Any] = pythonify_logs(model._get_metrics_result_or_logs(logs))
+        return results
 
     def predict(
         self,
@@ -264,27 +331,31 @@ class Model:
         Returns:
             NumPy arrays, in the structure of the outputs, with one row per sample.
         """
-        model, run = self.keras_model, self.run
-        size = batch_size or USUAL_BATCH
+        model, run, size = self.keras_model, self.run, batch_size or USUAL_BATCH
         samples = KerasData.of(x, DrawKey(run.job.seed)).cut(steps, size)
-        self._on_run.get_ready(samples)
+        self._on_run.get_ready(samples, predicts=True)
         called = listed(callbacks, model, lambda: run.is_main, 0, epochs=1, steps=samples.steps(size))
         called.on_predict_begin()
         with samples.epoch():
-            step, block = partial(predict_block, model, samples.unpack), None if samples.is_batched else size
-            outputs = self._on_run.predict(lambda: run.predict(samples.data, step, batch_size=block))
+            outputs = self._on_run.predict(partial(self._outputs, samples, size, called), samples)
         called.on_predict_end()
         return keras.tree.map_structure(_array, outputs)
 
-    def _summed(self, samples: KerasData, batch_size: int, known: torch.Tensor | None) -> torch.Tensor:
-        """Return the sums of the metrics' variables over all samples."""
-        step, size = (
-            partial(evaluate_block, self.run, self.keras_model, samples.unpack),
-            None if samples.is_batched else batch_size,
-        )
-        return evaluate(
-            self.run, lambda evaluation: evaluation.sums(step) if known is None else known, samples.data, size
-        )
+    def _outputs(self, samples: KerasData, size: int, callbacks: Any, salt: int) -> Any:
+        """Predict: each worker some batches, or all of them where a callback sees each."""
+        model, run = self.keras_model, self.run
+        if not (samples.is_read_once or sees_batches(callbacks, "predict")):
+            step = partial(predict_block, model, samples.unpack, salt)
+            return run.predict(samples.data, step, batch_size=None if samples.is_batched else size)
+        one_pass = WholePass(run, model, samples, size, "predict", callbacks, salt)
+        parts = one_pass.results(lambda outputs: {"outputs": outputs})
+        return keras.tree.map_structure(lambda *rows: torch.cat(rows), *parts)
+
+    def _summed(self, samples: KerasData, batch_size: int) -> torch.Tensor:
+        """Return the sums of the metrics' variables over all samples; behind them 0 if nothing else came of it."""
+        step = partial(evaluate_block, self.run, self.keras_model, samples.unpack)
+        size = None if samples.is_batched else batch_size
+        return evaluate(self.run, lambda evaluation: evaluation.sums(step), samples.data, size)
 
     def _held_out(self, data: Any, training: DrawKey) -> KerasData:
         x, y, weights = (*data, None, None)[:3] if isinstance(data, tuple | list) else (data, None, None)

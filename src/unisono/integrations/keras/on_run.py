@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from keras.src.backend import compute_output_spec
 from torch import Tensor
 
 from unisono.checkpoint.tensor_bytes import form_of
 from unisono.errors import CheckpointError
 from unisono.integrations.kept import Trainings, are_same, put
 from unisono.integrations.keras.data import KerasData
-from unisono.integrations.keras.fitting import Fitting
+from unisono.integrations.keras.fitting import Fitting, OneBatch
 from unisono.integrations.keras.variables import (
     is_built,
     own_optimizer,
@@ -36,11 +37,14 @@ class KerasUpdate(torch.optim.Optimizer):
 
     Args:
         model: the model, built; compiled, if it is to be trained.
+
+    Attributes:
+        idle: a number that a frozen model is trained with, which has nothing else.
     """
 
     def __init__(self, model: Any) -> None:
-        trained = [variable.value for variable in model.trainable_variables]
-        super().__init__(trained or [torch.zeros((), requires_grad=True)], {"lr": 1.0})  # a frozen model has none
+        self.idle = torch.zeros((), requires_grad=True)
+        super().__init__([variable.value for variable in model.trainable_variables] or [self.idle], {"lr": 1.0})
         self._model = model
 
     @torch.no_grad()
@@ -51,6 +55,8 @@ class KerasUpdate(torch.optim.Optimizer):
             for variable in self._model.trainable_variables
             if variable.value.grad is not None
         ]
+        if not trained:
+            return
         optimizer = own_optimizer(self._model)  # the run has unscaled gradients, and skips steps
         with _scaled(optimizer, float(self.param_groups[0]["lr"])):
             optimizer.apply([gradient for gradient, _ in trained], [variable for _, variable in trained])
@@ -100,13 +106,19 @@ class VariablesState:
             variable.assign(value)
 
 
+Evaluated = Mapping[str, Any]
+"""What an evaluation came to: ``row``, the values of metrics' variables, ``logs``, results by name, and ``position``,
+that of a generator behind it."""
+
+
 class OnRun:
     """A Keras model on a run: its trainings, its evaluations and its optimizer.
 
     Attributes:
         update: the model's update; None as long as it is not prepared.
-        evaluated: what metrics came to in each evaluation of the script so far, in their order.
-        predicted: the outputs of each prediction of the script outside of trainings.
+        evaluated: what metrics came to in each evaluation of the script so far, in their order, and its results.
+        predicted: the outputs of each prediction of the script outside of trainings, and where a generator stood then.
+        is_whole: whether each worker evaluates all batches, since ``test_step`` keeps or returns more than metrics.
         kept: what ``train_step`` keeps in the model's attributes.
     """
 
@@ -121,7 +133,8 @@ class OnRun:
         self._prepared: Prepared | None = None
         self._fits = Trainings(run)
         self.update: KerasUpdate | None = None
-        self.evaluated: list[Tensor] = []
+        self.evaluated: list[Evaluated] = []
+        self.is_whole = False
         self.predicted: list[Any] = []
         self._written = 0
         self.kept = ShardState(run, model, "model")
@@ -131,18 +144,22 @@ class OnRun:
         """The number of trainings that have begun."""
         return len(self._fits.begun)
 
-    def get_ready(self, samples: KerasData, *, trains: bool = False) -> None:
+    def get_ready(self, samples: KerasData, *, trains: bool = False, predicts: bool = False) -> None:
         """Build the model, and prepare it unless that was done for what it is now.
 
-        If it ``trains``, the run has to be prepared for it, and not for another model. ``samples`` give it its shapes.
+        If it ``trains``, the run has to be prepared for it, and not for another model. If it ``predicts``, its losses
+        and metrics are not needed. ``samples`` give it its shapes.
         """
         model, run = self._model, self._run
         require_kept(model)
         if trains and scales_loss(model):
             require_scaling(run, "a LossScaleOptimizer, which mixed_float16 brings along")
-        if not is_built(model):
+        if not is_built(model, alone=predicts):
             first = samples.first()
-            model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))
+            if predicts:
+                compute_output_spec(model, first[0])
+            else:
+                model._symbolic_build(data_batch=(*first, *[None] * (3 - len(first))))
         if are_same(self._present(), self._prepared_for) and (self._is_prepared or not trains):
             return
         require_sums(model)
@@ -165,31 +182,39 @@ class OnRun:
             *(variable for variable, _ in shared_state(model).values()),
         ]
 
-    def known(self) -> Tensor | None:
+    def known(self) -> Evaluated | None:
         """The results of the coming evaluation, if the run has made it already."""
-        known: Tensor | None = self._behind("evaluated", len(self.evaluated))
+        known: Evaluated | None = self._behind("evaluated", len(self.evaluated))
         return known
 
-    def predict(self, act: Callable[[], Any]) -> Any:
-        """The outputs of a prediction: those of that time, if the run has it behind itself."""
+    def predict(self, act: Callable[[int], Any], samples: KerasData) -> Any:
+        """The outputs of a prediction on data: those of that time, if the run has it behind itself.
+
+        ``act`` gets a number which no other prediction of the script has, so that each draws anew.
+        """
+        number = len(self.predicted)
         if self._run.inside.steps.under_way is not None:  # a run that resumes does not come here again
-            return act()
-        known = self._behind("predicted", len(self.predicted))
-        self.predicted.append(act() if known is None else known)
-        return self.predicted[-1]
+            return act(number)
+        known = self._behind("predicted", number)
+        if known is None:
+            outputs = act(number)
+            known = {"outputs": outputs, "position": samples.position}
+        samples.go_to(known["position"])
+        self.predicted.append(known)
+        return known["outputs"]
 
     def _behind(self, kind: str, number: int) -> Any:
         results = self._fits.restored.get(kind, [])
         return results[number] if number < len(results) else None
 
-    def begin(self, fit: Fitting) -> None:
+    def begin(self, fit: Fitting | OneBatch) -> None:
         """Begin the next training."""
         fit.begin()
         self._fits.add(fit)
 
     def end(self) -> Any:
         """End the newest training. Return its history, also if this worker has not taken part in it."""
-        fit: Fitting = self._fits.begun[-1]
+        fit: Fitting | OneBatch = self._fits.begun[-1]
         if not fit.has_state:
             self._fits.recall()
         outline = self._run.together(lambda workers: workers.broadcast(fit.outline(), 0))
@@ -203,7 +228,8 @@ class OnRun:
             "weights": {} if self._is_prepared else self._weights.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "fits": self._fits.state(),
-            "evaluated": list(self.evaluated),
+            "evaluated": [dict(known) for known in self.evaluated],
+            "whole": self.is_whole,
             "predicted": list(self.predicted),
             "written": self._written,
             "kept": self.kept.state(),
@@ -219,6 +245,7 @@ class OnRun:
             self._weights.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.evaluated, self._written = list(state["evaluated"]), state["written"]
+        self.is_whole = state["whole"]
         self.predicted = list(state["predicted"])
         self.kept.load(state.get("kept", {}))
         self._fits.load(state["fits"])

@@ -15,7 +15,7 @@ import torch
 from keras.src.losses import loss as of_keras
 from torch import Tensor
 
-from unisono.data.generators import generators_kept
+from unisono.data.generators import generators_kept, seed_generators
 from unisono.errors import LossError, ModelError
 from unisono.host.tracebacks import warn
 from unisono.integrations.kept import BatchTrace, put
@@ -30,8 +30,9 @@ from unisono.integrations.keras.variables import (
 )
 from unisono.integrations.kit import each_twice, is_sum, refused, scale_of
 from unisono.integrations.shard_state import ShardState
+from unisono.plan.order import Stream, stream_seed
 from unisono.train.run import Run
-from unisono.train.step.loss import BackwardDone
+from unisono.train.step.loss import BackwardDone, Weighted
 
 # The losses of a shard: the divisor of each, and their value over the global batch.
 
@@ -194,7 +195,8 @@ class TrainStep:
     """A loss function that runs the model's ``train_step`` on a shard, and has the optimizer wait.
 
     ``unpack`` makes ``train_step``'s argument of a batch; ``batch`` is the number of the global batch's samples;
-    ``added`` are the losses that layers add; ``kept`` is what ``train_step`` keeps in the model's attributes.
+    ``added`` are the losses that layers add; ``kept`` is what ``train_step`` keeps in the model's attributes; ``idle``
+    is trained in place of a frozen model.
     """
 
     model: Any
@@ -204,8 +206,9 @@ class TrainStep:
     batch: int
     added: AddedLosses
     kept: ShardState
+    idle: Tensor
 
-    def __call__(self, _: Any, batch: Any) -> BackwardDone:
+    def __call__(self, _: Any, batch: Any) -> BackwardDone | Weighted:
         """Compute a shard's loss and gradients.
 
         Raises:
@@ -215,7 +218,7 @@ class TrainStep:
         with self.kept.of_shard():
             return self._computed(self.unpack(batch))
 
-    def _computed(self, data: tuple[Any, ...]) -> BackwardDone:
+    def _computed(self, data: tuple[Any, ...]) -> BackwardDone | Weighted:
         with (
             seeds_drawn(self.model),
             held(self.model) as applied,
@@ -225,7 +228,9 @@ class TrainStep:
             self.added.scaled(data, self.batch / samples_in(data)),
         ):
             logs = self.model.train_step(data)
-        self._take(applied)
+        is_frozen = not (applied or self.model.trainable_variables)
+        if not is_frozen:
+            self._take(applied)
         if not isinstance(logs, Mapping):
             raise LossError(f"train_step returned a {type(logs).__name__}: return a dict of values by name")
         values = dict(_flat(logs))
@@ -242,6 +247,8 @@ class TrainStep:
         if not values:
             raise LossError("train_step returned no values: have it return {'loss': …}")
         loss = _number(values.get("loss", next(iter(values.values()))))
+        if is_frozen:
+            return Weighted(loss + 0 * self.idle, weight.value)
         return BackwardDone(loss, weight.value, scale=max(factors, default=1.0))
 
     def _take(self, applied: Sequence[Applied]) -> None:
@@ -328,20 +335,27 @@ def _many(applied: Sequence[Applied]) -> str:
 
 
 def evaluate_block(run: Run, model: Any, unpack: Unpack, _: Any, batch: Any) -> Tensor:
-    """The values of the metrics' variables, which add up over blocks, by the model's ``test_step``."""
+    """The values of the metrics' variables, which add up over blocks, by the model's ``test_step``.
+
+    Behind them comes 1 if it keeps more of the batch, or returns more than metrics have; else 0.
+    """
     model.reset_metrics()
     trace = BatchTrace(run, [])
     with left_alone(model), own_casts(model):
-        model.test_step(unpack(batch))
+        logs = model.test_step(unpack(batch))
+    has_more = isinstance(logs, Mapping) and logs.keys() != model.get_metrics_result().keys()
     row = flat_metrics(model)
-    if not trace.is_clean():
-        for path in trace.paths:
-            run.inside.states.tell(path, refused("keras.kept-of-evaluated", path=path), breaks=False)
-    return row
+    is_clean = trace.is_clean()
+    return torch.cat([row, row.new_tensor([has_more or not is_clean])])
 
 
-def predict_block(model: Any, unpack: Unpack, _: Any, batch: Any) -> Any:
-    """The outputs, with one row per sample, by the model's ``predict_step``."""
+def predict_block(model: Any, unpack: Unpack, salt: int, _: Any, batch: Any) -> Any:
+    """The outputs, with one row per sample, by the model's ``predict_step``.
+
+    Predictions behind the same step draw the same, but for ``salt``.
+    """
+    if salt:
+        seed_generators(stream_seed(int(torch.randint(2**62, ())), Stream.EVALUATION, salt))
     with left_alone(model), own_casts(model):
         return model.predict_step(unpack(batch))
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import torch
 from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers.trainer import Trainer
 from torch import Tensor
 
 from unisono.errors import JobError, ModelError
@@ -38,9 +39,10 @@ def shared_state(model: Any) -> dict[str, Any]:
     }
 
 
-def is_built(model: Any) -> bool:
-    """Whether the model, its optimizer, its losses and its metrics have all their variables."""
-    parts = (model.optimizer, model._compile_loss, model._compile_metrics) if model.compiled else ()
+def is_built(model: Any, *, alone: bool = False) -> bool:
+    """Whether the model has all its variables; unless ``alone``, its optimizer, losses and metrics as well."""
+    has_parts = model.compiled and not alone
+    parts = (model.optimizer, model._compile_loss, model._compile_metrics) if has_parts else ()
     return all(part.built for part in (*model._flatten_layers(), *parts) if part is not None)
 
 
@@ -132,7 +134,8 @@ def results_of(model: Any) -> dict[str, float]:
 
 
 def _number(value: Any) -> Any:
-    return torch.as_tensor(value.value if isinstance(value, keras.Variable) else value).tolist()
+    tensor = torch.as_tensor(value.value if isinstance(value, keras.Variable) else value)
+    return tensor.item() if tensor.numel() == 1 else tensor.tolist()
 
 
 def require_kept(model: Any) -> None:
@@ -142,7 +145,7 @@ def require_kept(model: Any) -> None:
         JobError: there is an active ``keras.distribution``.
         ModelError: it is no Keras model, or was compiled with what cannot be kept; says what to do.
     """
-    if not isinstance(model, keras.Model):
+    if not (isinstance(model, Trainer) and isinstance(model, keras.Layer)):  # keras.Model is both
         raise ModelError(f"unisono.keras.Model needs a Keras model, got {type(model).__name__}")
     if keras.distribution.distribution() is not None:
         raise JobError(refused("keras.distribution"))

@@ -1,0 +1,1 @@
+"""Other frameworks' own tests, which they ship, with Unisono put in: see `make test-peers`."""
