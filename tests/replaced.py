@@ -54,6 +54,6 @@ def _target(args: Sequence[ast.expr], imported: Mapping[str, str]) -> tuple[str,
             while isinstance(root, ast.Attribute):
                 root = root.value
             module = imported.get(root.id, "") if isinstance(root, ast.Name) else ""
-            word = name.value if isinstance(name, ast.Constant) else ast.unparse(name)
+            word = ast.unparse(name).strip("'")
             return f"{ast.unparse(owner)}.{word}", module.partition(".")[0]
     return ast.unparse(args[0]), ""
