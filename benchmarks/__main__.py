@@ -424,7 +424,7 @@ def guests_command(
 ) -> None:
     """What a run costs frameworks that train on it: each alone and with Unisono."""
     chosen = _known(only, COMPARISONS, "--only") or tuple(COMPARISONS)
-    often = {"rounds": rounds or (1 if quick else 5), "turns": turns or (1 if quick else 20)}
+    often = {"rounds": rounds or (1 if quick else 3), "turns": turns or (1 if quick else 12)}
     _publish(guests.run(guests.Choice(chosen, step_ms, seed=seed, batch=batch, **often)), output)
 
 
@@ -597,7 +597,7 @@ def sampling_command(
 
 
 def _side_by_side(pair: str, model: str, workers: int, step_ms: float, *, quick: bool) -> pairs.Choice:
-    rounds, turns = (1, 1) if quick else (5, 20)
+    rounds, turns = (1, 1) if quick else (3, 12)
     known = _models([model], ())[0]
     return pairs.Choice(pair, known, workers=workers, step_ms=step_ms, rounds=rounds, turns=turns)
 

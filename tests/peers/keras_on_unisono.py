@@ -1,11 +1,13 @@
-"""A plug-in of pytest for Keras' own tests: with ``--workers N`` their models train on a run of Unisono."""
+"""A plug-in of pytest for Keras' own tests: with ``--shards N`` their models train on a run of Unisono."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import keras
 import pytest
 from keras.src.backend.torch.trainer import TorchTrainer
 
@@ -15,7 +17,8 @@ ROUTED = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pred
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=0, help="the workers of a run; 0 for Keras alone")
+    parser.addoption("--shards", type=int, default=0, help="the shards of a run; 0 for Keras alone")
+    parser.addoption("--digests", help="a file for the digests of each test's weights; a run has the launcher's folder")
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +36,15 @@ def _without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def _on_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, _without_compiler: None
 ) -> Iterator[None]:
-    if not request.config.getoption("--workers"):
+    shards, digests = request.config.getoption("--shards"), request.config.getoption("--digests")
+    if not shards:
         yield
         return
     adapters: dict[int, Any] = {}
-    settings: dict[str, Any] = {"run_dir": tmp_path / "run", "shards": 1}  # for the first of a test's models
+    settings: dict[str, Any] = {"shards": shards}  # for the first of a test's models
+    if digests is None:
+        settings["run_dir"] = tmp_path / "run"
+    keras.utils.set_random_seed(crc32(request.node.name.encode()) % 2**31)  # the same data on all workers
 
     def routed(name: str) -> Any:
         def method(model: Any, *values: Any, **options: Any) -> Any:
@@ -52,4 +59,8 @@ def _on_a_run(
         monkeypatch.setattr(TorchTrainer, name, routed(name))
     yield
     for adapter in adapters.values():
+        if digests is not None and adapter.run.is_main:
+            weights = b"".join(weight.tobytes() for weight in adapter.get_weights())
+            with Path(digests).open("a") as file:
+                file.write(f"{request.node.name} {crc32(weights):08x}\n")
         adapter.run.close()

@@ -239,8 +239,10 @@ class OnRun:
         """Set the whole state; the state of a training that this worker has yet to begin waits for that.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or of other callbacks.
+            CheckpointError: it is of another model or optimizer, of other callbacks, or of an earlier version.
         """
+        if "whole" not in state:
+            raise CheckpointError(refused("keras.earlier-version"))
         if state["weights"]:
             self._weights.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
