@@ -21,6 +21,7 @@ from unisono.host.tracebacks import warn
 from unisono.integrations.kept import BatchTrace, put
 from unisono.integrations.keras.variables import (
     flat_metrics,
+    has_own,
     is_half,
     left_alone,
     optimizers_of,
@@ -343,7 +344,9 @@ def evaluate_block(run: Run, model: Any, unpack: Unpack, _: Any, batch: Any) -> 
     trace = BatchTrace(run, [])
     with left_alone(model), own_casts(model):
         logs = model.test_step(unpack(batch))
-    has_more = isinstance(logs, Mapping) and logs.keys() != model.get_metrics_result().keys()
+    has_more = has_own(model, "test_step", "compute_metrics") and (
+        not isinstance(logs, Mapping) or logs.keys() != model.get_metrics_result().keys()
+    )
     row = flat_metrics(model)
     is_clean = trace.is_clean()
     return torch.cat([row, row.new_tensor([has_more or not is_clean])])

@@ -184,12 +184,16 @@ def require_number(model: Any) -> None:
     Raises:
         ModelError: there is one; names its reduction.
     """
-    own = type(model)
-    if own.train_step is not keras.Model.train_step or own.compute_loss is not keras.Model.compute_loss:
+    if has_own(model, "train_step", "compute_loss"):
         return
     for loss in keras.tree.flatten(model.loss):
         if getattr(loss, "reduction", "mean") in (None, "none"):
             raise ModelError(refused("keras.loss-no-number", loss=loss.name, reduction=loss.reduction))
+
+
+def has_own(model: Any, *names: str) -> bool:
+    """Whether a model's class has one of these methods of its own, and not Keras'."""
+    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in names)
 
 
 def optimizers_of(model: Any) -> Iterator[Any]:

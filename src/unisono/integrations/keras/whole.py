@@ -10,6 +10,7 @@ import keras
 import torch
 
 from unisono.data.generators import generators_kept, seed_generators
+from unisono.errors import DataError
 from unisono.integrations.keras.data import KerasData
 from unisono.integrations.keras.fitting import OnMain
 from unisono.integrations.keras.shard_step import own_casts
@@ -52,7 +53,11 @@ class WholePass:
     salt: int = 0
 
     def results(self, logs_of: Callable[[Any], Any]) -> list[Any]:
-        """What the model's step returns for each batch; ``logs_of`` makes of it what callbacks get."""
+        """What the model's step returns for each batch; ``logs_of`` makes of it what callbacks get.
+
+        Raises:
+            DataError: there is no batch.
+        """
         run, model, returned = self.run, self.model, list[Any]()
         before, after = (getattr(self.callbacks, f"on_{self.kind}_batch_{time}") for time in ("begin", "end"))
         key, step = (run.job.seed, Stream.EVALUATION, run.inside.trained.progress.position.step), self._step
@@ -67,6 +72,8 @@ class WholePass:
                 after(number, logs_of(returned[-1]))
                 if getattr(model, STOPS[self.kind]):
                     break
+        if not returned:
+            raise DataError("the data have no batch left to evaluate: give a generator that has")
         self.samples.go_to(self.samples.position + len(returned))
         return returned
 
