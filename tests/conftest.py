@@ -30,6 +30,9 @@ hypothesis.settings.load_profile("unisono")
 IS_SLOW = re.compile(r"^pytestmark = (\[\n(    .*\n)*?    )?.*pytest\.mark\.slow", re.MULTILINE)
 """The line of a file whose tests are all slow."""
 
+MORE_DRAWS = int(os.environ.get("UNISONO_BLOWS", "40")) / 40
+"""How many times as much tests try as they do for a change."""
+
 reported = pytest.StashKey[set[str]]()
 begun = pytest.StashKey[float]()
 
@@ -81,6 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         )
     items[:] = in_order(items, lambda item: item.path.name, _kind)
     for item in items:
+        if MORE_DRAWS > 1:  # more is tried in one test, beside others
+            mark = item.get_closest_marker("timeout")
+            limit_s = mark.args[0] if mark else float(item.config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(MORE_DRAWS * limit_s), append=False)
         for mark in item.iter_markers("hosts"):
             engine, *events = mark.args
             assert engine in ENGINES, item.nodeid
