@@ -64,6 +64,8 @@ said: list[Any] = [model.train_on_batch(x, y, return_dict=True) for x, y in [nex
 fits: dict[str, Any] = {"verbose": 0, "validation_data": held_out, "validation_steps": 2, "callbacks": [seeing]}
 said.append(model.fit(given, epochs=3, steps_per_epoch=3, **fits).history)
 said.append(model.evaluate(held_out, steps=3, verbose=0))
+said.append(model.predict(held_out, steps=1, verbose=0).tolist()[-1])
+said += [model.train_on_batch(X[:40], Y[:40]) for _ in range(2)]
 said.append(model.fit(given, epochs=2, steps_per_epoch=3, verbose=0).history)
 said.append(model.evaluate(X[:100], Y[:100], verbose=0, return_dict=True))
 said += [model.train_on_batch(X[:40], Y[:40]), model.test_on_batch(X[:40], Y[:40]), seeing.evaluated]

@@ -239,5 +239,8 @@ def rows_in(batch: tuple[Any, ...]) -> int:
 def _batches(source: Any) -> int:
     batches = source.num_batches
     if not batches:
-        raise DataError(f"{type(source).__name__} has no batches: give it a __len__ that returns how many there are")
+        raise DataError(
+            f"{type(source).__name__} has no batches, or does not say how many and changes between epochs: give it a "
+            f"__len__ that returns how many there are"
+        )
     return int(batches)

@@ -269,6 +269,7 @@ class Fitting:
     _over: int = 0  # epochs
     _has_started: bool = False
     _has_run_out: bool = False  # of data, and said so
+    _has_ended: bool = False
     _positions: list[int] = field(init=False)  # of generators, where the next batch of each pass comes from
     _tracker: LossTracker = field(init=False)
     _kept: KeptCallbacks = field(default_factory=lambda: KeptCallbacks("fit", (), "keras"))
@@ -329,7 +330,8 @@ class Fitting:
         return True
 
     def _epoch_ends(self) -> None:
-        if self.steps and self._batch < self.steps and not (self.model.stop_training or self._has_run_out):
+        is_short = self.steps and self._batch < self.steps and not self.data[0].is_read_once
+        if is_short and not (self.model.stop_training or self._has_run_out):
             self._has_run_out = True
             warn(refused("keras.ran-out", epoch=self._epoch, steps=self._batch, asked=self.steps))
         self.model.eval()
@@ -349,7 +351,14 @@ class Fitting:
         """End the training, and return the history."""
         if self.is_here:  # a run that resumes behind this training has weights of later steps
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        self._has_ended = True
         self.data[0].go_to(self._positions[0] + self._done)
+        if (
+            self.is_here
+            and self.data[0].is_read_once
+            and not (self.model.stop_training or self._over == len(self.epochs))
+        ):
+            warn(refused("keras.generator-ended", epochs=self._over, asked=len(self.epochs)))
         self.callbacks.on_train_end(self.logs)
         return self.model.history
 
@@ -394,7 +403,8 @@ class Fitting:
         self.has_state = True
         self._positions = list(state["positions"])
         for data, turns, position in zip(self._read, state["data"], self._positions, strict=True):
-            data.go_to(position)
+            if not self._has_ended:  # else the script may have read a generator on since
+                data.go_to(position)
             if data.epochs is not None:
                 data.epochs.go_on(turns)
         self._kept.load(state["callbacks"])
@@ -402,15 +412,16 @@ class Fitting:
 
 @dataclass
 class OneBatch:
-    """A call of ``train_on_batch``: a training of one step. ``logs`` is what it returns."""
+    """A call of ``train_on_batch``.
+
+    Attributes:
+        note: a function that notes what it returns, before a checkpoint of its step is written.
+        logs: what it returns; None if this worker has not made its step.
+    """
 
     model: Any
-    logs: dict[str, Any] = field(default_factory=dict)
-    has_state: bool = False
-
-    def begin(self) -> None:
-        """Begin it."""
-        self.model.reset_metrics()
+    note: Callable[[dict[str, Any]], None]
+    logs: dict[str, Any] | None = None
 
     def step_begins(self, step: Step) -> None:
         """Begin its step."""
@@ -418,28 +429,13 @@ class OneBatch:
 
     def step_ends(self, step: Step, vectors: Mapping[str, Any]) -> bool:
         """End its step. ``vectors`` are what ``train_step`` logs beside numbers."""
-        self.logs, self.has_state = {**results_of(self.model), **logged(step), **vectors}, True
+        self.logs = {**results_of(self.model), **logged(step), **vectors}
+        self.note(self.logs)
         return False
 
     def has_no_number(self) -> bool:
         """Return whether a loss that is not finite ends the training by itself: never."""
         return False
-
-    def end(self) -> dict[str, Any]:
-        """Return what the call returns."""
-        return self.logs
-
-    def state(self) -> dict[str, Any]:
-        """Return what a worker needs that has missed it."""
-        return {"logs": dict(self.logs)}
-
-    outline = state
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Have it made."""
-        self.logs, self.has_state = dict(state["logs"]), True
-
-    go_on = load
 
 
 def logged(step: Step) -> dict[str, float]:

@@ -119,6 +119,9 @@ class GeneratorBatches:
         for number in count(start):
             if (batch := self._source.at(number, self.origin, self.seed)) is None:
                 return
+            for leaf in keras.tree.flatten(batch):
+                if leaf is not None and not hasattr(leaf, "shape"):
+                    raise DataError(refused("keras.generator-gives", number=number, kind=type(leaf).__name__))
             yield keras.tree.map_structure(lambda leaf: None if leaf is None else self.tensor(leaf), batch)
 
 

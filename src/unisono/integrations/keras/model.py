@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from keras.src.utils.python_utils import pythonify_logs
 
-from unisono.errors import ModelError, NonFiniteLoss
+from unisono.errors import DataError, ModelError, NonFiniteLoss
 from unisono.integrations.kept import evaluate
 from unisono.integrations.keras.batch_rows import DrawKey
 from unisono.integrations.keras.data import KerasData, split
@@ -123,16 +123,22 @@ class Model:
         Returns:
             the loss and the metrics of the batch.
         """
-        self.keras_model._assert_compile_called("train_on_batch")
+        model, on_run = self.keras_model, self._on_run
+        model._assert_compile_called("train_on_batch")
         samples = KerasData.of(x, DrawKey(self.run.job.seed), y, sample_weight, class_weight)
-        self._on_run.get_ready(samples, trains=True)
-        batch = OneBatch(self.keras_model)
-        self._on_run.begin(batch)
+        if samples.form is None:
+            raise DataError(f"train_on_batch of a {type(x).__name__}: give the arrays of one batch, or call fit")
+        on_run.get_ready(samples, trains=True)
+        model.reset_metrics()
+        number, logs = on_run.stepped.count, on_run.known("stepped")
+        batch = OneBatch(model, partial(on_run.stepped.set, number))
         loop = self.run.steps(samples.data, 1, shuffle=False, batch_size=len(samples))
         with closing(loop), in_words_of("keras"):
             self._train(batch, samples, loop)
-        logs = self._on_run.end()
-        return logs if return_dict else self.keras_model._flatten_metrics_in_order(logs)
+        if logs is None:  # a worker that joins has it from the others; one that was asked to leave makes no step
+            logs = self.run.together(lambda workers: workers.broadcast(batch.logs, 0)) or results_of(model)
+        on_run.stepped.set(number, logs)
+        return logs if return_dict else model._flatten_metrics_in_order(logs)
 
     def test_on_batch(self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False) -> Any:
         """Evaluate a batch: see :meth:`evaluate`."""
@@ -285,31 +291,39 @@ class Model:
             callbacks = listed(callbacks, model, lambda: run.is_main, verbose, epochs=1, steps=count)
         callbacks.on_test_begin()
         with samples.epoch():
-            known = self._on_run.known() if is_kept else None
-            logs = self._results(samples, size, callbacks) if known is None else dict(known["logs"])
-        if known is not None:
-            set_metrics(model, known["row"])
-            samples.go_to(known["position"])
+            known = self._on_run.known("evaluated") if is_kept else None
+            result = self._result(samples, size, callbacks) if known is None else known
+        set_metrics(model, torch.tensor(result["row"], dtype=torch.float64))
+        samples.go_to(result["position"])
+        logs = dict(result["logs"])
         if is_kept:
-            self._on_run.evaluated.append({"row": flat_metrics(model), "logs": logs, "position": samples.position})
+            self._on_run.evaluated.set(self._on_run.evaluated.count, result)
         callbacks.on_test_end(logs)
         return logs
 
-    def _results(self, samples: KerasData, size: int, callbacks: Any) -> dict[str, Any]:
-        """Evaluate: each worker some batches, or all of them where that cannot be. Return the results by name."""
+    def _result(self, samples: KerasData, size: int, callbacks: Any) -> dict[str, Any]:
+        """Evaluate: each worker some batches, or all of them where that cannot be."""
         model, on_run = self.keras_model, self._on_run
+
+        def result(logs: Mapping[str, Any]) -> dict[str, Any]:
+            plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in logs.items()}
+            return {"row": flat_metrics(model).tolist(), "logs": plain, "position": samples.position}
+
         if not (on_run.is_whole or samples.is_read_once or sees_batches(callbacks, "test")):
             row = self._summed(samples, size)
             on_run.is_whole = bool(row[-1])
             if not on_run.is_whole:
                 set_metrics(model, row[:-1])
-                logs = results_of(model)
-                callbacks.on_test_batch_end((samples.steps(size) or 1) - 1, logs)
-                return logs
-        model.reset_metrics()
-        logs = WholePass(self.run, model, samples, size, "test", callbacks).results(lambda logs: logs)[-1]
-        results: dict[str, Any] = pythonify_logs(model._get_metrics_result_or_logs(logs))
-        return results
+                callbacks.on_test_batch_end((samples.steps(size) or 1) - 1, logs := results_of(model))
+                return result(logs)
+
+        def whole() -> dict[str, Any]:
+            model.reset_metrics()
+            logs = WholePass(self.run, model, samples, size, "test", callbacks).results(lambda logs: logs)[-1]
+            return result(pythonify_logs(model._get_metrics_result_or_logs(logs)))
+
+        shared: dict[str, Any] = on_run.shared(whole)
+        return shared
 
     def predict(
         self,
@@ -347,9 +361,15 @@ class Model:
         if not (samples.is_read_once or sees_batches(callbacks, "predict")):
             step = partial(predict_block, model, samples.unpack, salt)
             return run.predict(samples.data, step, batch_size=None if samples.is_batched else size)
-        one_pass = WholePass(run, model, samples, size, "predict", callbacks, salt)
-        parts = one_pass.results(lambda outputs: {"outputs": outputs})
-        return keras.tree.map_structure(lambda *rows: torch.cat(rows), *parts)
+
+        def whole() -> list[Any]:
+            one_pass = WholePass(run, model, samples, size, "predict", callbacks, salt)
+            parts = one_pass.results(lambda outputs: {"outputs": outputs})
+            return [keras.tree.map_structure(lambda *rows: torch.cat(rows), *parts), samples.position]
+
+        outputs, position = self._on_run.shared(whole)
+        samples.go_to(position)
+        return outputs
 
     def _summed(self, samples: KerasData, batch_size: int) -> torch.Tensor:
         """Return the sums of the metrics' variables over all samples; behind them 0 if nothing else came of it."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
+import keras
+import numpy as np
 import torch
 from keras.src.backend import compute_output_spec
 from torch import Tensor
 
 from unisono.checkpoint.tensor_bytes import form_of
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, DataError
 from unisono.integrations.kept import Trainings, are_same, put
 from unisono.integrations.keras.data import KerasData
-from unisono.integrations.keras.fitting import Fitting, OneBatch
+from unisono.integrations.keras.fitting import Fitting
+from unisono.integrations.keras.generator import GeneratorBatches
 from unisono.integrations.keras.variables import (
     is_built,
     own_optimizer,
@@ -106,9 +111,34 @@ class VariablesState:
             variable.assign(value)
 
 
-Evaluated = Mapping[str, Any]
-"""What an evaluation came to: ``row``, the values of metrics' variables, ``logs``, results by name, and ``position``,
-that of a generator behind it."""
+class Calls:
+    """What calls of a script have returned, in their order: a run that resumes behind them makes none of them again.
+
+    They are one text, since there may be many, and a state is read in each step.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.count = "", 0
+
+    def known(self, text: str) -> Any:
+        """What the coming call has returned, by a text of an earlier run; None if it has not come so far."""
+        lines = text.splitlines()
+        return json.loads(lines[self.count]) if self.count < len(lines) else None
+
+    def set(self, number: int, value: Any) -> None:
+        """Note what the call with a number returns, unless it is known: numbers and text in lists and dicts."""
+        if number == self.count:
+            self.text, self.count = f"{self.text}{json.dumps(value)}\n", self.count + 1
+
+    def load(self, text: str) -> None:
+        """Have these made."""
+        self.text, self.count = text, text.count("\n")
+
+
+def _digest(value: Any) -> int:
+    leaves = keras.tree.flatten(value)
+    arrays = [np.asarray(leaf.cpu() if isinstance(leaf, Tensor) else leaf) for leaf in leaves]
+    return crc32(b"".join(array.tobytes() for array in arrays))
 
 
 class OnRun:
@@ -116,7 +146,9 @@ class OnRun:
 
     Attributes:
         update: the model's update; None as long as it is not prepared.
-        evaluated: what metrics came to in each evaluation of the script so far, in their order, and its results.
+        evaluated: what evaluations of the script came to: ``row``, the values of metrics' variables, ``logs``, results
+            by name, and ``position``, that of a generator behind it.
+        stepped: what calls of ``train_on_batch`` returned.
         predicted: the outputs of each prediction of the script outside of trainings, and where a generator stood then.
         is_whole: whether each worker evaluates all batches, since ``test_step`` keeps or returns more than metrics.
         kept: what ``train_step`` keeps in the model's attributes.
@@ -133,8 +165,7 @@ class OnRun:
         self._prepared: Prepared | None = None
         self._fits = Trainings(run)
         self.update: KerasUpdate | None = None
-        self.evaluated: list[Evaluated] = []
-        self.is_whole = False
+        self.evaluated, self.stepped, self.is_whole = Calls(), Calls(), False
         self.predicted: list[Any] = []
         self._written = 0
         self.kept = ShardState(run, model, "model")
@@ -182,10 +213,26 @@ class OnRun:
             *(variable for variable, _ in shared_state(model).values()),
         ]
 
-    def known(self) -> Evaluated | None:
-        """The results of the coming evaluation, if the run has made it already."""
-        known: Evaluated | None = self._behind("evaluated", len(self.evaluated))
-        return known
+    def known(self, kind: str) -> Any:
+        """What the coming call returns, if the run has it behind itself. ``kind`` is ``evaluated`` or ``stepped``."""
+        calls: Calls = getattr(self, kind)
+        return calls.known(self._fits.restored.get(kind, ""))
+
+    def shared(self, act: Callable[[], Any]) -> Any:
+        """What every worker makes of the same data, and has from the others if it joins behind that.
+
+        Raises:
+            DataError: workers have made different values of it.
+        """
+        value = None if self._run.inside.membership.joins else act()
+
+        def compared(workers: Workers) -> Any:
+            digests = workers.gather_json(_digest(value))
+            if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+                raise DataError(refused("keras.other-results", rank=differing[0], cure=GeneratorBatches.cure))
+            return workers.broadcast(value, 0)
+
+        return self._run.together(compared)
 
     def predict(self, act: Callable[[int], Any], samples: KerasData) -> Any:
         """The outputs of a prediction on data: those of that time, if the run has it behind itself.
@@ -195,7 +242,8 @@ class OnRun:
         number = len(self.predicted)
         if self._run.inside.steps.under_way is not None:  # a run that resumes does not come here again
             return act(number)
-        known = self._behind("predicted", number)
+        restored = self._fits.restored.get("predicted", [])
+        known = restored[number] if number < len(restored) else None
         if known is None:
             outputs = act(number)
             known = {"outputs": outputs, "position": samples.position}
@@ -203,18 +251,14 @@ class OnRun:
         self.predicted.append(known)
         return known["outputs"]
 
-    def _behind(self, kind: str, number: int) -> Any:
-        results = self._fits.restored.get(kind, [])
-        return results[number] if number < len(results) else None
-
-    def begin(self, fit: Fitting | OneBatch) -> None:
+    def begin(self, fit: Fitting) -> None:
         """Begin the next training."""
         fit.begin()
         self._fits.add(fit)
 
     def end(self) -> Any:
         """End the newest training. Return its history, also if this worker has not taken part in it."""
-        fit: Fitting | OneBatch = self._fits.begun[-1]
+        fit: Fitting = self._fits.begun[-1]
         if not fit.has_state:
             self._fits.recall()
         outline = self._run.together(lambda workers: workers.broadcast(fit.outline(), 0))
@@ -228,7 +272,8 @@ class OnRun:
             "weights": {} if self._is_prepared else self._weights.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "fits": self._fits.state(),
-            "evaluated": [dict(known) for known in self.evaluated],
+            "evaluated": self.evaluated.text,
+            "stepped": self.stepped.text,
             "whole": self.is_whole,
             "predicted": list(self.predicted),
             "written": self._written,
@@ -246,8 +291,9 @@ class OnRun:
         if state["weights"]:
             self._weights.load_state_dict(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.evaluated, self._written = list(state["evaluated"]), state["written"]
-        self.is_whole = state["whole"]
+        self.evaluated.load(state["evaluated"])
+        self.stepped.load(state["stepped"])
+        self.is_whole, self._written = state["whole"], state["written"]
         self.predicted = list(state["predicted"])
         self.kept.load(state.get("kept", {}))
         self._fits.load(state["fits"])

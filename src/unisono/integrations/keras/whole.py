@@ -73,7 +73,9 @@ class WholePass:
                 if getattr(model, STOPS[self.kind]):
                     break
         if not returned:
-            raise DataError("the data have no batch left to evaluate: give a generator that has")
+            raise DataError(
+                "the data have no batch left: make a generator endless, and say steps (fit: validation_steps)"
+            )
         self.samples.go_to(self.samples.position + len(returned))
         return returned
 
