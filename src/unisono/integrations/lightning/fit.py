@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from unisono.data.generators import generators_kept
 from unisono.errors import CheckpointError, JobError
 from unisono.integrations.kept import Trainings
 from unisono.integrations.kit import refused
@@ -16,7 +19,9 @@ from unisono.integrations.lightning.framework import Leaves, call, is_overridden
 from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
 from unisono.integrations.lightning.logged import FLAGS, LogKind, add
 from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited
-from unisono.integrations.lightning.training import Metrics, Training
+from unisono.integrations.lightning.metrics import Metrics
+from unisono.integrations.lightning.training import Training
+from unisono.integrations.lightning.whole_batches import LoaderBatches, StepFetcher, is_indexed, whole_of
 from unisono.integrations.shard_state import ShardState
 from unisono.train.run import Run
 from unisono.train.step.step import Step
@@ -186,6 +191,7 @@ def _restore_result(trainer: Any, results: Any, state: Mapping[str, Any]) -> Non
 
 
 _FitLoop: Any = part("loops.fit_loop")._FitLoop
+_PrefetchDataFetcher: Any = part("loops.fetchers")._PrefetchDataFetcher
 
 ENDLESS = 2**31 - 1
 """Epochs of a training that something else than their number ends."""
@@ -235,12 +241,17 @@ class LightningFit:
 
     def enter(self, loader: TrainingLoader) -> bool:
         """Enter the loop where the others are. Return whether something is left of it."""
-        epochs, read = self._trainer.max_epochs, limited(loader.loader, self._trainer.fit_loop.max_batches)
+        epochs, most = self._trainer.max_epochs, self._trainer.fit_loop.max_batches
+        read: Any = loader.loader
+        if not is_indexed(read):
+            read = LoaderBatches(read, self._run.job.seed, None if most == inf else most)
+        else:
+            read = limited(read, most)
         over = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         self._steps = self._run.steps(
             read,
             ENDLESS if epochs in (None, -1) else epochs,
-            batch_size=getattr(read.batch_sampler, "batch_size", None),
+            batch_size=getattr(getattr(read, "batch_sampler", None), "batch_size", None),
             begin=over if self._trainer.ckpt_path is not None else 0,
         )
         place = self._run.enter()
@@ -251,7 +262,7 @@ class LightningFit:
             self._trainer.fit_loop._restarting = True
         return not place.is_over
 
-    def next_step(self) -> GlobalBatch:
+    def next_step(self, loader: TrainingLoader) -> GlobalBatch:
         """Go on to the next step."""
         assert self._steps is not None, "the loop was entered"
         if (again := self._again) is not None:
@@ -268,7 +279,14 @@ class LightningFit:
         except StopIteration:
             self.end()
             raise Leaves from None
-        return GlobalBatch.of(step.size)
+        loader.has_ended = step.is_last_in_epoch and not is_indexed(loader.loader)
+        self.training.batch = GlobalBatch.of(step.size, partial(self._whole, step))
+        return self.training.batch
+
+    def _whole(self, step: Step) -> Any:
+        """The global batch of a step, as the hooks for batches make it."""
+        with generators_kept():
+            return self._trainer.strategy.shard_to_device(whole_of(self._run.inside.loop.body.source, step.batch))
 
     def is_right(self) -> bool:
         """Lightning has come to the end. Collective.
@@ -355,6 +373,10 @@ def _loader_of(trainer: Any) -> TrainingLoader | None:
     if loop.skip:
         return None
     combined = loop._combined_loader
+    if type(loop._data_fetcher) is _PrefetchDataFetcher:
+        loop._data_fetcher = StepFetcher()
+        loop._data_fetcher.setup(combined)
+        iter(loop._data_fetcher)
     if len(combined.flattened) != 1 or combined.iterables is not combined.flattened[0]:
         step = combined.flattened[0].next_step
         combined = loop._combined_loader = CombinedLoader(TrainingLoader(joined(combined), step), "min_size")

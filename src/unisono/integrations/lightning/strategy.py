@@ -19,9 +19,10 @@ from unisono.integrations.lightning.loops import (
     EvaluationLoader,
     GlobalBatch,
     TrainingLoader,
-    require_length,
 )
 from unisono.train.run import Run
+
+is_param_in_hook_signature = part("utilities.signature_utils").is_param_in_hook_signature
 
 _WHOLLY = ("16-true", "transformer-engine-float16")
 _SEARCHES = pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder
@@ -60,6 +61,8 @@ def require_kept(trainer: Any) -> None:
         raise JobError(refused("lightning.sync-batchnorm"))
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         raise ModelError(refused("lightning.lbfgs"))
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ModelError(refused("lightning.dataloader-iter"))
     if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
         raise JobError(refused("lightning.clock", interval=trainer._val_check_time_interval))
 
@@ -246,10 +249,11 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Lightning gets the loader's steps, one for each global batch, or the batches that workers have evaluated."""
+        if isinstance(dataloader, TrainingLoader | EvaluationLoader):  # an earlier fit has left it in a CombinedLoader
+            dataloader = dataloader.loader
         if self._trainer.predicting:
             return dataloader
         if self._trainer.training:
-            require_length(dataloader)
             return TrainingLoader(dataloader, self._next_step)
         return EvaluationLoader(dataloader, self.evaluating)
 
@@ -311,9 +315,10 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         self.rows = []
         super().teardown()
 
-    def _next_step(self) -> GlobalBatch:
-        assert self._fitting is not None, "a fit has begun"
-        return self._fitting.next_step()
+    def _next_step(self, loader: TrainingLoader) -> GlobalBatch:
+        if self._fitting is None:  # Lightning looks whether a loader without a length has a batch
+            return GlobalBatch.of(0)
+        return self._fitting.next_step(loader)
 
     @property
     def _may_ask(self) -> bool:
