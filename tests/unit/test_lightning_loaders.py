@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
 from unisono.errors import DataError, ModelError
+from unisono.train.state.registry import kept
 
 Start = Callable[..., unisono.Run]
 
@@ -191,3 +192,34 @@ class Changing(Net):
 def test_a_hook_that_changes_the_batch_is_refused(start: Start) -> None:
     with pytest.raises(ModelError, match="change them in on_after_batch_transfer"):
         trained(DataLoader(DATA, 20), Changing(), unisono.lightning.Strategy(start(batch_size=None)))
+
+
+class Asking(Net):
+    """Iterates over the trainer's loaders by itself, and looks for Lightning's own parts of a checkpoint."""
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append(next(iter(self.trainer.train_dataloader))[1].tolist())
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen += [len(batch[1]) for batch in self.trainer.val_dataloaders]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["names"] = sorted(checkpoint["state_dict"])
+        checkpoint["counts"] = [scheduler["last_epoch"] for scheduler in checkpoint["lr_schedulers"]]
+
+
+@pytest.mark.parametrize("loader", [DataLoader(DATA, 20), [DataLoader(DATA, 20)], DataLoader(Stream(), 20)])
+def test_hooks_may_ask_for_loaders_and_parts_of_checkpoints(start: Start, loader: Any) -> None:
+    class Listed(Asking):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            return super().training_step(batch[0] if len(batch) == 1 else batch, batch_idx)
+
+        def on_train_epoch_start(self) -> None:
+            loaders = self.trainer.train_dataloader
+            self.seen.append(next(iter(loaders[0] if isinstance(loaders, list) else loaders))[1].tolist())
+
+    run = start(shards=1, batch_size=None, checkpoints={"every": 1})
+    ours = trained(loader, Listed(), unisono.lightning.Strategy(run))
+    assert are_alike(ours, trained(loader, Listed()))
+    state = kept(run.inside.trained.capture(), "registered")["lightning"]["fits"][0]["module"]
+    assert state == {"names": ["layer.bias", "layer.weight"], "counts": []}

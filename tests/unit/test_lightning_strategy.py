@@ -14,6 +14,7 @@ import lightning
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -211,6 +212,17 @@ def test_hooks_are_called_once_per_step(start: Start) -> None:
     assert trainer.lightning_module.hooks == HOOKS * 5
 
 
+def test_hooks_around_the_backward_pass_are_called_for_each_batch_that_is_accumulated(start: Start) -> None:
+    def noting(name: str) -> Callable[..., None]:
+        return lambda self, *_: self.hooks.append((name, float(self.layers[0].bias.grad.sum())))
+
+    strategy = on(start(shards=1))
+    kind = type("Counted", (Plain,), {name: noting(name) for name in ("on_after_backward", "on_before_optimizer_step")})
+    ours, alone = (fitted(kind(), accumulate_grad_batches=2, **options) for options in (strategy, {}))
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks
+    assert len(ours.lightning_module.hooks) == 3 * (5 + 3)
+
+
 class Backward(Plain):
     """Goes backward by itself."""
 
@@ -233,6 +245,7 @@ class Extremes(Net):
         loss = self.loss(batch)[0]
         self.log("largest", loss, reduce_fx="max", on_step=True, on_epoch=True)
         self.log("smallest", loss, reduce_fx=torch.min)
+        self.log("least", loss, reduce_fx=min)
 
 
 def test_evaluations_combine_batches_by_their_extremes(start: Start) -> None:
@@ -476,6 +489,21 @@ def test_what_has_one_shard_alone_is_told_with_what_to_do(start: Start) -> None:
 
 
 # What is refused.
+
+
+class Twofold(Net):
+    """Logs one value in two ways."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("twice", 1.0)
+        self.log("twice", 1.0, prog_bar=True)
+        return self.loss(batch)[0]
+
+
+def test_what_lightning_refuses_to_log_is_refused_alike(start: Start) -> None:
+    for options in (on(start()), {}):
+        with pytest.raises(MisconfigurationException, match=r"self.log\(twice, ...\)` twice in `training_step`"):
+            fitted(Twofold(), **options)
 
 
 class Manual(Net):

@@ -15,10 +15,10 @@ from unisono.data.generators import generators_kept
 from unisono.errors import CheckpointError, JobError
 from unisono.integrations.kept import Trainings
 from unisono.integrations.kit import refused
-from unisono.integrations.lightning.framework import Leaves, call, is_overridden, part
+from unisono.integrations.lightning.framework import Leaves, call, is_overridden, part, pl
 from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
 from unisono.integrations.lightning.logged import FLAGS, LogKind, add
-from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited
+from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited, own_loaders
 from unisono.integrations.lightning.metrics import Metrics
 from unisono.integrations.lightning.training import Training
 from unisono.integrations.lightning.whole_batches import LoaderBatches, StepFetcher, is_indexed, whole_of
@@ -47,7 +47,9 @@ def state_of(training: Training) -> dict[str, Any]:
     for rows in trainer.strategy.rows:
         rows.settle()
     if is_overridden("on_save_checkpoint", module):
-        module.on_save_checkpoint(own)
+        known, checkpoint = _checkpoint(trainer), _checkpoint(trainer)
+        module.on_save_checkpoint(checkpoint)
+        own = {name: value for name, value in checkpoint.items() if name not in known}
     return {
         "loops": trainer.fit_loop.state_dict(),
         "stops": bool(trainer.should_stop),
@@ -110,7 +112,22 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     if state["data"]:
         trainer.datamodule.load_state_dict(dict(state["data"]))
     if is_overridden("on_load_checkpoint", trainer.lightning_module):
-        trainer.lightning_module.on_load_checkpoint(dict(state["module"]))
+        trainer.lightning_module.on_load_checkpoint({**_checkpoint(trainer), **state["module"]})
+
+
+def _checkpoint(trainer: Any) -> dict[str, Any]:
+    """The parts of a checkpoint of Lightning's that hooks of a module may look for. The run keeps them by itself."""
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": pl.__version__,
+        "state_dict": trainer.strategy.lightning_module_state_dict(),
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        "callbacks": call._call_callbacks_state_dict(trainer),
+        "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        trainer.lightning_module.CHECKPOINT_HYPER_PARAMS_KEY: dict(trainer.lightning_module.hparams),
+    }
 
 
 def _load_results(trainer: Any, state: Mapping[str, Any]) -> None:
@@ -373,6 +390,7 @@ def _loader_of(trainer: Any) -> TrainingLoader | None:
     if loop.skip:
         return None
     combined = loop._combined_loader
+    own = own_loaders(combined)
     if type(loop._data_fetcher) is _PrefetchDataFetcher:
         loop._data_fetcher = StepFetcher()
         loop._data_fetcher.setup(combined)
@@ -384,4 +402,5 @@ def _loader_of(trainer: Any) -> TrainingLoader | None:
         loop._data_fetcher.setup(combined)
         iter(loop._data_fetcher)
     loader: TrainingLoader = combined.flattened[0]
+    combined._iterables = own
     return loader

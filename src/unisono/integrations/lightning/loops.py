@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from unisono.errors import ModelError
@@ -185,6 +185,14 @@ class EvaluationLoader:
         return getattr(self.loader, name)
 
 
+def own_loaders(combined: Any) -> Any:
+    """The script's loaders, in its own structure, of a ``CombinedLoader`` that has others in their places.
+
+    A script that asks the trainer for its loaders gets these, and may iterate over them as it likes.
+    """
+    return tree_unflatten([place.loader for place in combined.flattened], combined._spec)
+
+
 def _sees_batches(trainer: Any) -> bool:
     """Whether a hook around evaluated batches is the script's own: it gets the batch and what came of it."""
     kind = "test" if trainer.testing else "validation"
@@ -211,6 +219,8 @@ class Evaluating:
 
     def batches(self, place: EvaluationLoader, loader: Any) -> Iterator[Any]:
         """The batches of a loader: evaluated ones, or the loader's own where each worker evaluates them all."""
+        combined = self._strategy.lightning_module.trainer._evaluation_loop._combined_loader
+        combined._iterables = own_loaders(combined)
         rows = self._rows(place, loader) if self._is_shared(loader) else None
         if rows is None:
             yield from loader

@@ -194,13 +194,6 @@ class Training:
                 parameter.grad = None
         if self.accumulated:
             self._add(parameters)
-        if self.trainer.fit_loop._should_accumulate():
-            self.accumulated = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
-            return
-        self.accumulated = []
-        if self.is_spoiled:
-            self.is_spoiled = False
-            return
         loss = torch.tensor(self.step.loss, device=self.run.device)
 
         def gone_backward() -> Tensor:
@@ -209,6 +202,15 @@ class Training:
                 call._call_lightning_module_hook(self.trainer, hook, *values)
             return loss
 
+        if self.trainer.fit_loop._should_accumulate():
+            if not (is_without or self._only_measures):
+                gone_backward()
+            self.accumulated = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+            return
+        self.accumulated = []
+        if self.is_spoiled:
+            self.is_spoiled = False
+            return
         update((lambda: None) if is_without else gone_backward)
 
     @property
