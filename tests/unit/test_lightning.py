@@ -94,7 +94,7 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
 
 @pytest.mark.parametrize("kind", ["stream", "none", "looking"])
 def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_path: Path) -> None:
-    def ended(workers: int, **how: Any) -> tuple[list[str], dict[str, Any]]:
+    def ended(workers: int, **how: Any) -> tuple[list[str], Any]:
         folder = tmp_path / f"{workers} {len(how)}"
         done = cluster(SCRIPT.with_name("lightning_streams.py"), workers, shards=6, KIND=kind, folder=folder, **how)
         return done.said, done.outcome

@@ -27,6 +27,7 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 DRAWN = torch.Generator().manual_seed(1)
 X, Y = torch.rand(50, 6, generator=DRAWN), torch.randint(0, 3, (50,), generator=DRAWN)
 DATA = TensorDataset(X, Y)
+WHOLE: Any = [DATA[:20], DATA[20:45]]
 
 
 class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not looked into by mypy
@@ -90,7 +91,7 @@ class Batches:
         (DataLoader(Stream(), 20), {"accumulate_grad_batches": 2}),
         (DataLoader(Stream(), 20), {"fast_dev_run": True}),
         (DataLoader(Stream(), 20), {"overfit_batches": 2}),
-        (DataLoader([DATA[:20], DATA[20:45]], batch_size=None), {}),
+        (DataLoader(WHOLE, batch_size=None), {}),
         (Batches(), {}),
     ],
 )
@@ -223,3 +224,17 @@ def test_hooks_may_ask_for_loaders_and_parts_of_checkpoints(start: Start, loader
     assert are_alike(ours, trained(loader, Listed()))
     state = kept(run.inside.trained.capture(), "registered")["lightning"]["fits"][0]["module"]
     assert state == {"names": ["layer.bias", "layer.weight"], "counts": []}
+
+
+class Ending(Net):
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append("validated")
+
+    def on_fit_end(self) -> None:
+        self.seen.append("ended")
+
+
+@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_steps": 0}])
+def test_a_fit_that_trains_nothing_checks_the_validation_all_the_same(start: Start, options: dict[str, Any]) -> None:
+    loader, strategy = DataLoader(DATA, 20), unisono.lightning.Strategy(start(shards=1, batch_size=None))
+    assert are_alike(trained(loader, Ending(), strategy, **options), trained(loader, Ending(), **options))

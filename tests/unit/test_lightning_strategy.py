@@ -513,7 +513,7 @@ class Manual(Net):
 
 
 class Reading(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return self.loss(next(dataloader_iter)[0])[0]
 
 

@@ -202,7 +202,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         if name == "run-stage" and self._trainer.state.fn == _TrainerFn.FITTING:
             require_kept(self._trainer)
             self._fitting = self._fits.begin(self._trainer)
-            if self._fitting.is_over:
+            if self._fitting is not None and self._fitting.is_over:
                 raise Leaves
         elif name == "Trainer.save_checkpoint" and self._may_ask:
             self.run.barrier()  # others may read what the main worker has written

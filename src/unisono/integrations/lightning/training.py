@@ -98,9 +98,13 @@ class Training:
     def _has_own_backward(self) -> bool:
         return bool(is_overridden("backward", self.trainer.lightning_module))
 
+    def _begin(self, batch: Any) -> Any:
+        self.shard, self._loss = self.trainer.strategy.shard_to_device(batch), None
+        return self.shard
+
     def _shard(self, closure: Callable[[], Any], batch: Any) -> Any:
         trainer = self.trainer
-        self.shard, self._loss = shard, _ = trainer.strategy.shard_to_device(batch), None
+        shard = self._begin(batch)
         try:
             with self.kept.of_shard(), recording(trainer, trainer.fit_loop.epoch_loop) as recorded:
                 loss = closure()

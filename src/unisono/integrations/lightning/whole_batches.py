@@ -76,6 +76,8 @@ class LoaderBatches:
 class StepFetcher(_DataFetcher):  # type: ignore[misc]  # Lightning is not looked into by mypy
     """Gives Lightning the steps over a loader that may have no length: none ahead, since the run knows the last one."""
 
+    done: bool
+
     def __next__(self) -> Any:
         batch = super().__next__()
         self.done = self.done or self.combined_loader.flattened[0].has_ended
