@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -238,3 +239,18 @@ class Ending(Net):
 def test_a_fit_that_trains_nothing_checks_the_validation_all_the_same(start: Start, options: dict[str, Any]) -> None:
     loader, strategy = DataLoader(DATA, 20), unisono.lightning.Strategy(start(shards=1, batch_size=None))
     assert are_alike(trained(loader, Ending(), strategy, **options), trained(loader, Ending(), **options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"make_pruning_permanent": False}, {"use_global_unstructured": False, "verbose": 1}]
+)
+def test_weights_are_pruned_as_by_lightning(start: Start, options: dict[str, Any]) -> None:
+    def pruned(strategy: Any) -> Any:
+        pruning = callbacks.ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3, **options)
+        return trained(DataLoader(DATA, 20), strategy=strategy, callbacks=[pruning])
+
+    ours, alone = pruned(unisono.lightning.Strategy(start(shards=1, batch_size=None))), pruned("auto")
+    assert ours.lightning_module.layer.weight.count_nonzero() < 18
+    states = ours.lightning_module.state_dict(), alone.lightning_module.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(state, states[1][name]) for name, state in states[0].items())

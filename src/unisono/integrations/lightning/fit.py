@@ -7,12 +7,14 @@ from functools import partial
 from math import inf
 from typing import Any
 
+from torch.nn.utils import prune
+
 from unisono.data.generators import generators_kept
 from unisono.errors import JobError
 from unisono.integrations.kept import Trainings
 from unisono.integrations.kit import refused
 from unisono.integrations.lightning.fit_state import load_state, state_of
-from unisono.integrations.lightning.framework import Leaves, part
+from unisono.integrations.lightning.framework import Leaves, part, pl
 from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
 from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited, own_loaders
 from unisono.integrations.lightning.metrics import Metrics
@@ -179,6 +181,9 @@ class Fits(Trainings):
         loader = _loader_of(trainer)
         if loader is None:
             return None
+        for callback in trainer.callbacks:
+            if isinstance(callback, pl.callbacks.ModelPruning):
+                _begin_pruning(callback)
         fit = LightningFit(self.run, trainer)
         fit.prepare()
         self.register("lightning", self)
@@ -195,6 +200,13 @@ class Fits(Trainings):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all of them."""
         self.load(state["fits"])
+
+
+def _begin_pruning(callback: Any) -> None:
+    """Have the masks of a pruning from the beginning, all ones: a run knows all buffers of a model before it trains."""
+    for module, name in callback._parameters_to_prune:
+        if not hasattr(module, f"{name}_mask"):
+            prune.identity(module, name)
 
 
 def _loader_of(trainer: Any) -> TrainingLoader | None:
