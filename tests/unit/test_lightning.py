@@ -92,7 +92,7 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     assert rows(done) == rows(serial)
 
 
-@pytest.mark.parametrize("kind", ["stream", "none", "looking"])
+@pytest.mark.parametrize("kind", ["stream", "none", "looking", "pruned"])
 def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_path: Path) -> None:
     def ended(workers: int, **how: Any) -> tuple[list[str], Any]:
         folder = tmp_path / f"{workers} {len(how)}"

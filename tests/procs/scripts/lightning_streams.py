@@ -1,4 +1,4 @@
-"""A module trains with what KIND names: a stream that draws, steps without a loss, or hooks that look into batches."""
+"""A module trains with what KIND names: a stream that draws, steps without a loss, hooks that look, or pruning."""
 
 import os
 from collections.abc import Iterator
@@ -66,7 +66,11 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
 torch.manual_seed(1)
 module = Net()
 data: Any = Stream() if KIND == "stream" else TensorDataset(INPUTS, LABELS)
+pruning = lightning.pytorch.callbacks.ModelPruning(
+    "l1_unstructured", parameter_names=["weight"], amount=0.2, make_pruning_permanent=False
+)
 trainer = lightning.Trainer(
+    callbacks=[pruning] if KIND == "pruned" else [],
     strategy=unisono.lightning.Strategy(run),
     accelerator="cpu",
     max_epochs=3,

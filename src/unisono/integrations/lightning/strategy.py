@@ -39,6 +39,8 @@ def require_one_training(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, _SEARCHES):
             raise JobError(refused("lightning.search", callback=type(callback).__name__))
+        if isinstance(callback, pl.callbacks.ModelPruning) and callback._make_pruning_permanent:
+            raise JobError(refused("lightning.pruned-for-good"))
     if trainer.reload_dataloaders_every_n_epochs:
         raise JobError(refused("lightning.reload-loaders"))
 
