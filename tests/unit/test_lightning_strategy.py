@@ -223,6 +223,21 @@ def test_hooks_around_the_backward_pass_are_called_for_each_batch_that_is_accumu
     assert len(ours.lightning_module.hooks) == 3 * (5 + 3)
 
 
+class Stepping(Plain):
+    """Has an ``optimizer_step`` of its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.hooks.append(f"{epoch} {batch_idx}")
+        optimizer.step(closure=optimizer_closure)
+
+
+def test_optimizer_step_is_called_for_updates_alone(start: Start) -> None:
+    strategy = on(start(shards=1))
+    ours, alone = (fitted(Stepping(), accumulate_grad_batches=2, **options) for options in (strategy, {}))
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks
+    assert same_weights(ours, alone)
+
+
 class Backward(Plain):
     """Goes backward by itself."""
 
@@ -589,7 +604,7 @@ class Twice(Net):
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
         ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),
         ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
-        ({"callbacks": [callbacks.ModelPruning("l1_unstructured")]}, JobError, "make_pruning_permanent=False, and call"),
+        ({"callbacks": [callbacks.ModelPruning("l1_unstructured")]}, JobError, "make_pruning_permanent=False"),
         ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
         ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "over a Endless has no batches"),
         ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),

@@ -25,6 +25,7 @@ from unisono.train.run import Run
 from unisono.train.step.step import Step
 
 _FitLoop: Any = part("loops.fit_loop")._FitLoop
+_AutomaticOptimization: Any = part("loops.optimization.automatic")._AutomaticOptimization
 _PrefetchDataFetcher: Any = part("loops.fetchers")._PrefetchDataFetcher
 
 ENDLESS = 2**31 - 1
@@ -40,6 +41,16 @@ class ComparedAtEnd(_FitLoop):  # type: ignore[misc]  # Lightning is not looked 
     def done(self) -> bool:
         """Whether it is over, and right."""
         return bool(super().done) and self.fit.is_right()
+
+
+class Accumulating(_AutomaticOptimization):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Lightning's loop of one batch: a module's ``optimizer_step`` is called for updates, and not for other batches."""
+
+    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+        if self.trainer.fit_loop._should_accumulate():
+            self.trainer.strategy.accumulate(closure)
+        else:
+            super()._optimizer_step(batch_idx, closure)
 
 
 class LightningFit:
@@ -92,6 +103,7 @@ class LightningFit:
         self.is_over = place.is_over
         loop = self._trainer.fit_loop
         loop.__class__, loop.fit = ComparedAtEnd, self
+        loop.epoch_loop.automatic_optimization.__class__ = Accumulating
         if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
             self._trainer.fit_loop._restarting = True
         return not place.is_over

@@ -289,6 +289,11 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
         return self._fitting.training.compute(closure, update)
 
+    def accumulate(self, closure: Callable[[], Any]) -> None:
+        """Compute a step whose gradient a later one is added to."""
+        assert self._fitting is not None, "a fit has begun"
+        self._fitting.training.compute(closure, lambda _: None)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step, or take its results from another worker."""
         return self._evaluated(super().validation_step, *args, **kwargs)
