@@ -219,7 +219,11 @@ class Evaluating:
 
     def batches(self, place: EvaluationLoader, loader: Any) -> Iterator[Any]:
         """The batches of a loader: evaluated ones, or the loader's own where each worker evaluates them all."""
-        combined = self._strategy.lightning_module.trainer._evaluation_loop._combined_loader
+        trainer = self._strategy.lightning_module.trainer
+        if not (trainer.evaluating or trainer.sanity_checking):  # the script reads it, outside of Lightning's loops
+            yield from loader
+            return
+        combined = trainer._evaluation_loop._combined_loader
         combined._iterables = own_loaders(combined)
         rows = self._rows(place, loader) if self._is_shared(loader) else None
         if rows is None:
