@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning  # noqa: F401 (it sets a variable of the environment, which is no test's)
 import pytest
@@ -89,3 +90,15 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     assert done.outcome == serial.outcome
     assert files(done) == files(serial)
     assert rows(done) == rows(serial)
+
+
+@pytest.mark.parametrize("kind", ["stream", "none", "looking", "pruned"])
+def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_path: Path) -> None:
+    def ended(workers: int, **how: Any) -> tuple[list[str], Any]:
+        folder = tmp_path / f"{workers} {len(how)}"
+        done = cluster(SCRIPT.with_name("lightning_streams.py"), workers, shards=6, KIND=kind, folder=folder, **how)
+        return done.said, done.outcome
+
+    serial = ended(1)
+    assert len(serial[0]) == 1
+    assert ended(2) == ended(3) == ended(3, kills=[Kill(4, 1, 5)]) == serial

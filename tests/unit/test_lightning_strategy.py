@@ -14,6 +14,7 @@ import lightning
 import pytest
 import torch
 import torchmetrics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
@@ -28,7 +29,7 @@ from torch.utils.data import (
 )
 
 import unisono
-from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
+from unisono.errors import DataError, JobError, ModelError, UnisonoWarning
 
 Start = Callable[..., unisono.Run]
 
@@ -211,6 +212,32 @@ def test_hooks_are_called_once_per_step(start: Start) -> None:
     assert trainer.lightning_module.hooks == HOOKS * 5
 
 
+def test_hooks_around_the_backward_pass_are_called_for_each_batch_that_is_accumulated(start: Start) -> None:
+    def noting(name: str) -> Callable[..., None]:
+        return lambda self, *_: self.hooks.append((name, float(self.layers[0].bias.grad.sum())))
+
+    strategy = on(start(shards=1))
+    kind = type("Counted", (Plain,), {name: noting(name) for name in ("on_after_backward", "on_before_optimizer_step")})
+    ours, alone = (fitted(kind(), accumulate_grad_batches=2, **options) for options in (strategy, {}))
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks
+    assert len(ours.lightning_module.hooks) == 3 * (5 + 3)
+
+
+class Stepping(Plain):
+    """Has an ``optimizer_step`` of its own."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.hooks.append(f"{epoch} {batch_idx}")
+        optimizer.step(closure=optimizer_closure)
+
+
+def test_optimizer_step_is_called_for_updates_alone(start: Start) -> None:
+    strategy = on(start(shards=1))
+    ours, alone = (fitted(Stepping(), accumulate_grad_batches=2, **options) for options in (strategy, {}))
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks
+    assert same_weights(ours, alone)
+
+
 class Backward(Plain):
     """Goes backward by itself."""
 
@@ -233,6 +260,7 @@ class Extremes(Net):
         loss = self.loss(batch)[0]
         self.log("largest", loss, reduce_fx="max", on_step=True, on_epoch=True)
         self.log("smallest", loss, reduce_fx=torch.min)
+        self.log("least", loss, reduce_fx=min)
 
 
 def test_evaluations_combine_batches_by_their_extremes(start: Start) -> None:
@@ -262,11 +290,6 @@ def test_training_loaders_are_read_together(start: Start, mode: str) -> None:
     alone, ours = trained(), trained(**strategy)
     assert ours.global_step == alone.global_step == (6 if mode == "max_size_cycle" else 4)
     assert same_weights(alone, ours)
-
-
-def test_loaders_of_which_one_may_end_first_are_refused(start: Start) -> None:
-    with pytest.raises(DataError, match="use 'max_size_cycle'"):
-        fitted(loader=CombinedLoader([loader_of(), loader_of(30)], "max_size"), **on(start()))
 
 
 class Seeing(Net):
@@ -483,25 +506,35 @@ def test_what_has_one_shard_alone_is_told_with_what_to_do(start: Start) -> None:
 # What is refused.
 
 
+class Twofold(Net):
+    """Logs one value in two ways."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("twice", 1.0)
+        self.log("twice", 1.0, prog_bar=True)
+        return self.loss(batch)[0]
+
+
+def test_what_lightning_refuses_to_log_is_refused_alike(start: Start) -> None:
+    for options in (on(start()), {}):
+        with pytest.raises(MisconfigurationException, match=r"self.log\(twice, ...\)` twice in `training_step`"):
+            fitted(Twofold(), **options)
+
+
 class Manual(Net):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
 
-class Nothing(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
+class Reading(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])[0]
 
 
 class Skipping(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if batch_idx == 2 else None
-
-
-class Looking(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        _inputs, _labels = batch
 
 
 class Correlating(Net):
@@ -562,9 +595,8 @@ class Twice(Net):
     ("what", "error", "words"),
     [
         ({"module": Manual()}, ModelError, "automatic_optimization = False"),
-        ({"module": Nothing()}, LossError, "each shard of a step needs a loss"),
+        ({"module": Reading()}, ModelError, r"write training_step\(self, batch, batch_idx\)"),
         ({"module": Skipping()}, JobError, "limit_train_batches"),
-        ({"module": Looking()}, ModelError, "change samples in on_after_batch_transfer"),
         ({"module": Correlating()}, ModelError, "keep sums in it"),
         ({"module": Windowed()}, ModelError, r"the metric newest \(Running\)"),
         ({"module": Twice()}, ModelError, "LBFGS"),
@@ -572,12 +604,13 @@ class Twice(Net):
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
         ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),
         ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
+        ({"callbacks": [callbacks.ModelPruning("l1_unstructured")]}, JobError, "make_pruning_permanent=False"),
         ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
-        ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "a finite stream becomes one with list"),
+        ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "over a Endless has no batches"),
         ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
         ({"loader": {"a": loader_of(), "b": loader_of(30)}}, DataError, "batches of 20 and 30 samples"),
-        ({"loader": {"a": loader_of(), "b": loader_of(99, drop_last=True)}}, DataError, "or no batches"),
-        ({"loader": {"a": loader_of(), "b": DataLoader(Endless(), 20)}}, DataError, "a finite stream"),
+        ({"loader": {"a": loader_of(), "b": loader_of(99, drop_last=True)}}, DataError, "has no batches"),
+        ({"loader": {"a": loader_of(), "b": DataLoader(Endless(), 20)}}, DataError, "has no batches"),
         ({"loader": loader_of(sampler=DistributedSampler(DATA, 2, 0))}, DataError, "leave the sampler out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -657,5 +690,6 @@ def test_a_batch_sampler_decides_the_batches(start: Start) -> None:
     def loader() -> Any:
         return DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 30, drop_last=True))
 
-    strategy = on(start(shards=1, batch_size=None))
-    assert same_weights(fitted(loader=loader()), fitted(loader=loader(), **strategy))
+    run = start(shards=1, batch_size=None)
+    for options in ({}, {"limit_train_batches": 1}):
+        assert same_weights(fitted(loader=loader(), **options), fitted(loader=loader(), **on(run), **options))

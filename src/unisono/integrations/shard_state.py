@@ -118,6 +118,10 @@ class ShardState:
         for place in left:
             place.put_back()
 
+    def said(self) -> list[Any]:
+        """What the shards of the step have said, as soon as the run has joined the notes of all workers."""
+        return [word for _, said in _decoded(self.notes) for word in said] if self.notes else []
+
     def settle(self) -> list[Any]:
         """Make the changes of all shards of the step that is over. Return what they have said, in their order.
 

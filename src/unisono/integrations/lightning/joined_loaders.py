@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unisono.errors import DataError
 from unisono.integrations.kit import refused
 from unisono.integrations.lightning.framework import part
+from unisono.integrations.lightning.whole_batches import is_indexed
 
 CombinedLoader: Any = part("utilities.combined_loader").CombinedLoader
 
@@ -84,18 +85,30 @@ class _Collate:
         return tree_unflatten(batches, self._structure)
 
 
-def joined(combined: Any) -> DataLoader[Any]:
-    """A loader for a ``CombinedLoader`` of several map-style ones, whose batches have as many samples each.
+class _Together:
+    """Several loaders as one that can only be iterated over, and gives a batch of each."""
+
+    def __init__(self, loaders: Any, mode: str) -> None:
+        self._loaders, self._mode = loaders, mode
+
+    def __len__(self) -> int:
+        lengths = [len(loader) for loader in tree_leaves(self._loaders)]
+        return min(lengths) if self._mode == "min_size" else max(lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch, *_ in CombinedLoader(self._loaders, self._mode))
+
+
+def joined(combined: Any) -> Any:
+    """A loader for a ``CombinedLoader`` of several loaders, whose batches have as many samples each.
 
     Raises:
-        DataError: there is another one among them, or its mode has no batches of some loaders; says what to do.
+        DataError: one of them has no batches; says what to do.
     """
     places, structure = tree_flatten(combined.iterables)
     loaders = [place.loader for place in places]
-    if any(loader.batch_sampler is None or not hasattr(loader.dataset, "__len__") for loader in loaders):
-        raise DataError(refused("lightning.unlike-loaders"))
-    if combined._mode not in ("max_size_cycle", "min_size"):
-        raise DataError(refused("lightning.combined-mode", mode=combined._mode))
+    if combined._mode not in ("max_size_cycle", "min_size") or not all(map(is_indexed, loaders)):
+        return _Together(tree_unflatten(loaders, structure), combined._mode)
     if not all(map(len, loaders)):  # one that begins anew would have nothing for ever
         raise DataError(refused("lightning.unlike-loaders"))
     lengths, samples = [len(loader) for loader in loaders], _Samples([loader.dataset for loader in loaders])

@@ -7,7 +7,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from unisono.received import read_object, value_of
 from unisono.train.run import Run
 
 _Results = part("trainer.connectors.logger_connector.result")._ResultCollection
+
+_Misconfiguration: Any = fabric("utilities.exceptions").MisconfigurationException
 
 PREFIX = "lightning "
 """The prefix of the names of logged values in a run's metrics."""
@@ -86,7 +88,7 @@ class RecordedLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is n
         flags: dict[str, Any] = {flag: bool(options.get(flag, usual)) for flag, usual in FLAGS.items()}
         if not isinstance(value, Tensor):
             kind = LogKind(fx, name, str(options.get("metric_attribute") or ""), **flags)
-            self.calls.append(LogCall(kind, None, options.get("batch_size")))
+            self._note(LogCall(kind, None, options.get("batch_size")))
             return
         reduce = options.get("reduce_fx", torch.mean)
         reduce = reduce.lower() if isinstance(reduce, str) else reduce
@@ -100,7 +102,18 @@ class RecordedLogs(_Results):  # type: ignore[misc,valid-type]  # Lightning is n
             dtype="float64" if value.dtype == torch.float64 else "float32",
             **flags,
         )
-        self.calls.append(LogCall(kind, float(value.detach()), options.get("batch_size")))
+        self._note(LogCall(kind, float(value.detach()), options.get("batch_size")))
+
+    def _note(self, noted: LogCall) -> None:
+        """Note a call, unless one has logged the same name in another way: Lightning refuses that in these words."""
+        new = noted.kind
+        for kind in (call.kind for call in self.calls if (call.kind.fx, call.kind.name) == (new.fx, new.name)):
+            if replace(kind, has_size=new.has_size, dtype=new.dtype) != new:
+                raise _Misconfiguration(
+                    f"You called `self.log({new.name}, ...)` twice in `{new.fx}` with different arguments. This is not "
+                    f"allowed"
+                )
+        self.calls.append(noted)
 
 
 @contextmanager
@@ -131,12 +144,14 @@ def log_result(trainer: Any, kind: LogKind, value: Any, batch_size: int) -> None
 
 def add(trainer: Any, results: Any, kind: LogKind, value: Any, batch_size: int) -> None:
     """Add a tensor or a metric to a collection of results."""
+    metas = [known.meta for known in results.values()]
+    same = [meta.reduce_fx for meta in metas if (meta.fx, meta.name) == (kind.fx, kind.name)]
     results.log(
         kind.fx,
         kind.name,
         value,
         **{flag: getattr(kind, flag) for flag in FLAGS},
-        reduce_fx=kind.reduce,
+        reduce_fx=next((fx for fx in same if fx.__name__ == kind.reduce), kind.reduce),  # min and torch.min are not one
         batch_size=batch_size,
         sync_dist_fn=trainer.strategy.reduce,  # as self.log does, or Lightning takes it for another call
         metric_attribute=kind.attribute or None,

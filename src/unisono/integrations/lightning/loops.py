@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from unisono.errors import DataError, ModelError
+from unisono.errors import ModelError
 from unisono.integrations.kept import BatchTrace, evaluate
 from unisono.integrations.kit import Cut, like, refused
 from unisono.integrations.lightning.framework import extract_batch_size, is_overridden
 from unisono.integrations.lightning.logged import LogKind, log_result, recording
-from unisono.integrations.lightning.training import Metrics
+from unisono.integrations.lightning.metrics import Metrics
 from unisono.reachable import is_script_class
 from unisono.train.run import Run
 
@@ -26,28 +27,77 @@ from unisono.train.run import Run
 class GlobalBatch:
     """Stands for a batch in the hooks around a step: each worker has a part of it.
 
+    A hook that looks into it has it loaded as a whole, on this worker alone.
+
     Attributes:
         extent: a tensor of shape (samples, 0), by which Lightning finds the number of samples.
     """
 
     extent: Tensor
+    _load = _whole = None  # no fields, by which Lightning would look into it
 
     @classmethod
-    def of(cls, samples: int) -> GlobalBatch:
-        """A batch of so many samples."""
-        return cls(torch.empty(samples, 0))
+    def of(cls, samples: int, load: Callable[[], Any] | None = None) -> GlobalBatch:
+        """A batch of so many samples, and what loads them."""
+        batch = cls(torch.empty(samples, 0))
+        vars(batch).update(_load=load, _whole=None)
+        return batch
+
+    def whole(self) -> Any:
+        """The batch itself.
+
+        Raises:
+            ModelError: there is none that could be loaded.
+        """
+        if self._load is None:
+            raise ModelError(refused("lightning.distributed-batch"))
+        if self._whole is None:
+            batch = self._load()
+            self._whole = batch, _versions(batch)
+        return self._whole[0]
+
+    def require_unchanged(self) -> None:
+        """Refuse a batch that a hook has changed before the step: shards are loaded by themselves.
+
+        Raises:
+            ModelError: it is one.
+        """
+        if self._whole is not None and not _are_alike(self._whole[1], _versions(self._whole[0])):
+            raise ModelError(refused("lightning.changed-batch"))
+
+    def __deepcopy__(self, memo: Any) -> GlobalBatch:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copies and compares objects
             raise AttributeError(name)
-        _refuse()
+        return getattr(self.whole(), name)
 
     def __getitem__(self, key: Any) -> Any:
-        _refuse()
+        return self.whole()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise ModelError(refused("lightning.changed-batch"))
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.whole()
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute with the batch where it is one tensor."""
+        opened = tree_map(lambda leaf: leaf.whole() if isinstance(leaf, GlobalBatch) else leaf, (args, kwargs or {}))
+        return function(*opened[0], **opened[1])
 
 
-def _refuse() -> NoReturn:
-    raise ModelError(refused("lightning.distributed-batch"))
+def _versions(batch: Any) -> list[tuple[Tensor, int]]:
+    return [(leaf, leaf._version) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _are_alike(before: list[tuple[Tensor, int]], now: list[tuple[Tensor, int]]) -> bool:
+    return [(id(one), version) for one, version in before] == [(id(one), version) for one, version in now]
 
 
 def let_pass(module: Any) -> Callable[[], None]:
@@ -65,33 +115,32 @@ def let_pass(module: Any) -> Callable[[], None]:
 
 
 class TrainingLoader:
-    """Gives a batch for each step of the run's loop, which goes on from epoch to epoch."""
+    """Gives a batch for each step of the run's loop, which goes on from epoch to epoch. Else it is like the loader.
 
-    def __init__(self, loader: Any, next_step: Callable[[], GlobalBatch]) -> None:
-        self.loader, self.next_step = loader, next_step
+    Attributes:
+        has_ended: whether the loader has no length, and the newest step was the last one of an epoch.
+    """
+
+    def __init__(self, loader: Any, next_step: Callable[[TrainingLoader], GlobalBatch]) -> None:
+        self.loader, self.next_step, self.has_ended = loader, next_step, False
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> TrainingLoader:
+        self.has_ended = False
         return self
 
     def __next__(self) -> GlobalBatch:
-        return self.next_step()
+        if self.has_ended:
+            raise StopIteration
+        return self.next_step(self)
 
-
-def require_length(loader: Any) -> None:
-    """Refuse a training loader that does not know the number of its batches.
-
-    Raises:
-        DataError: it is one; says what to do.
-    """
-    try:
-        len(loader)
-    except TypeError:
-        dataset = getattr(loader, "dataset", loader)
-        raise DataError(refused("lightning.no-length", kind=type(dataset).__name__)) from None
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 def limited(loader: Any, batches: int) -> Any:
@@ -100,8 +149,9 @@ def limited(loader: Any, batches: int) -> Any:
         return loader
     if type(loader.batch_sampler) is not BatchSampler:
         return like(loader, batch_sampler=Cut(loader.batch_sampler, stop=batches))
-    sampler = Cut(loader.batch_sampler.sampler, stop=batches * loader.batch_size)
-    return like(loader, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)
+    batched = loader.batch_sampler  # a script may have made it, and then the loader itself knows no batch_size
+    sampler = Cut(batched.sampler, stop=batches * batched.batch_size)
+    return like(loader, batch_size=batched.batch_size, sampler=sampler, drop_last=batched.drop_last)
 
 
 class EvaluatedBatch(GlobalBatch):
@@ -121,18 +171,26 @@ class EvaluationLoader:
     """A loader as Lightning's evaluation loops see it."""
 
     def __init__(self, loader: Any, evaluating: Evaluating) -> None:
-        self._loader, self._evaluating = loader, evaluating
+        self.loader, self._evaluating = loader, evaluating
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._evaluating.batches(self, self._loader)
+        return self._evaluating.batches(self, self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or name == "loader":
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
+
+
+def own_loaders(combined: Any) -> Any:
+    """The script's loaders, in its own structure, of a ``CombinedLoader`` that has others in their places.
+
+    A script that asks the trainer for its loaders gets these, and may iterate over them as it likes.
+    """
+    return tree_unflatten([place.loader for place in combined.flattened], combined._spec)
 
 
 def _sees_batches(trainer: Any) -> bool:
@@ -161,6 +219,12 @@ class Evaluating:
 
     def batches(self, place: EvaluationLoader, loader: Any) -> Iterator[Any]:
         """The batches of a loader: evaluated ones, or the loader's own where each worker evaluates them all."""
+        trainer = self._strategy.lightning_module.trainer
+        if not (trainer.evaluating or trainer.sanity_checking):  # the script reads it, outside of Lightning's loops
+            yield from loader
+            return
+        combined = trainer._evaluation_loop._combined_loader
+        combined._iterables = own_loaders(combined)
         rows = self._rows(place, loader) if self._is_shared(loader) else None
         if rows is None:
             yield from loader

@@ -19,9 +19,10 @@ from unisono.integrations.lightning.loops import (
     EvaluationLoader,
     GlobalBatch,
     TrainingLoader,
-    require_length,
 )
 from unisono.train.run import Run
+
+is_param_in_hook_signature = part("utilities.signature_utils").is_param_in_hook_signature
 
 _WHOLLY = ("16-true", "transformer-engine-float16")
 _SEARCHES = pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder
@@ -38,6 +39,8 @@ def require_one_training(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, _SEARCHES):
             raise JobError(refused("lightning.search", callback=type(callback).__name__))
+        if isinstance(callback, pl.callbacks.ModelPruning) and callback._make_pruning_permanent:
+            raise JobError(refused("lightning.pruned-for-good"))
     if trainer.reload_dataloaders_every_n_epochs:
         raise JobError(refused("lightning.reload-loaders"))
 
@@ -60,6 +63,8 @@ def require_kept(trainer: Any) -> None:
         raise JobError(refused("lightning.sync-batchnorm"))
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         raise ModelError(refused("lightning.lbfgs"))
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ModelError(refused("lightning.dataloader-iter"))
     if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
         raise JobError(refused("lightning.clock", interval=trainer._val_check_time_interval))
 
@@ -199,7 +204,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         if name == "run-stage" and self._trainer.state.fn == _TrainerFn.FITTING:
             require_kept(self._trainer)
             self._fitting = self._fits.begin(self._trainer)
-            if self._fitting.is_over:
+            if self._fitting is not None and self._fitting.is_over:
                 raise Leaves
         elif name == "Trainer.save_checkpoint" and self._may_ask:
             self.run.barrier()  # others may read what the main worker has written
@@ -246,10 +251,11 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Lightning gets the loader's steps, one for each global batch, or the batches that workers have evaluated."""
+        if isinstance(dataloader, TrainingLoader | EvaluationLoader):  # an earlier fit has left it in a CombinedLoader
+            dataloader = dataloader.loader
         if self._trainer.predicting:
             return dataloader
         if self._trainer.training:
-            require_length(dataloader)
             return TrainingLoader(dataloader, self._next_step)
         return EvaluationLoader(dataloader, self.evaluating)
 
@@ -283,6 +289,11 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
         return self._fitting.training.compute(closure, update)
 
+    def accumulate(self, closure: Callable[[], Any]) -> None:
+        """Compute a step whose gradient a later one is added to."""
+        assert self._fitting is not None, "a fit has begun"
+        self._fitting.training.compute(closure, lambda _: None)
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step, or take its results from another worker."""
         return self._evaluated(super().validation_step, *args, **kwargs)
@@ -311,9 +322,10 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         self.rows = []
         super().teardown()
 
-    def _next_step(self) -> GlobalBatch:
-        assert self._fitting is not None, "a fit has begun"
-        return self._fitting.next_step()
+    def _next_step(self, loader: TrainingLoader) -> GlobalBatch:
+        if self._fitting is None:  # Lightning looks whether a loader without a length has a batch
+            return GlobalBatch.of(0)
+        return self._fitting.next_step(loader)
 
     @property
     def _may_ask(self) -> bool:

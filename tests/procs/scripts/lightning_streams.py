@@ -1,0 +1,85 @@
+"""A module trains with what KIND names: a stream that draws, steps without a loss, hooks that look, or pruning."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import unisono
+
+KIND = os.environ["KIND"]
+run = unisono.init(batch_size=12, shards=6, seed=3, checkpoints={"every": 2})
+drawn = torch.Generator().manual_seed(3)
+INPUTS = torch.randn(40, 6, generator=drawn)
+LABELS = INPUTS[:, :2].argmax(1)
+
+
+class Stream(IterableDataset[Any]):
+    """Gives samples with noise; each epoch has one more than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for row, label in zip(INPUTS[: 30 + self.epoch], LABELS, strict=False):
+            yield row + 0.1 * torch.rand(6), label
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not looked into by mypy
+    """Notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 2)
+        self.seen: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if KIND == "looking":
+            inputs, labels = batch
+            self.log("start", inputs.sum() + len(labels))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        if KIND == "none" and (batch_idx == 1 or batch[1].sum() == 0):
+            return None
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]) if outputs else -1.0)
+        if KIND == "looking":
+            self.log("end", batch[0].abs().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+torch.manual_seed(1)
+module = Net()
+data: Any = Stream() if KIND == "stream" else TensorDataset(INPUTS, LABELS)
+pruning = lightning.pytorch.callbacks.ModelPruning(
+    "l1_unstructured", parameter_names=["weight"], amount=0.2, make_pruning_permanent=False
+)
+trainer = lightning.Trainer(
+    callbacks=[pruning] if KIND == "pruned" else [],
+    strategy=unisono.lightning.Strategy(run),
+    accelerator="cpu",
+    max_epochs=3,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+trainer.fit(module, DataLoader(data, batch_size=12))
+known = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
+run.print("after", known, trainer.global_step, module.net.weight.tolist())
+run.finish(module)
