@@ -30,6 +30,7 @@ from unisono.integrations.keras.variables import (
 )
 from unisono.integrations.kit import refused, require_scaling
 from unisono.integrations.shard_state import ShardState
+from unisono.received import parse_json
 from unisono.train.group.workers import Workers
 from unisono.train.model.prepared import Prepared
 from unisono.train.run import Run
@@ -123,7 +124,7 @@ class Calls:
     def known(self, text: str) -> Any:
         """What the coming call has returned, by a text of an earlier run; None if it has not come so far."""
         lines = text.splitlines()
-        return json.loads(lines[self.count]) if self.count < len(lines) else None
+        return parse_json(lines[self.count]) if self.count < len(lines) else None
 
     def set(self, number: int, value: Any) -> None:
         """Note what the call with a number returns, unless it is known: numbers and text in lists and dicts."""
