@@ -18,7 +18,7 @@ from unisono.integrations.keras.batch_rows import DrawKey
 from unisono.integrations.keras.data import KerasData, split
 from unisono.integrations.keras.fitting import Fitting, OneBatch, listed
 from unisono.integrations.keras.on_run import OnRun
-from unisono.integrations.keras.shard_step import AddedLosses, TrainStep, evaluate_block, means_of, predict_block
+from unisono.integrations.keras.shard_step import TrainStep, evaluate_block, means_of, predict_block
 from unisono.integrations.keras.variables import (
     flat_metrics,
     require_kept,
@@ -232,8 +232,7 @@ class Model:
     def _train(self, fit: Fitting | OneBatch, samples: KerasData, steps: Iterable[Step]) -> None:
         update = self._on_run.update
         assert update is not None, "the model is ready"
-        results, added = frozenset(results_of(self.keras_model)), AddedLosses(self.keras_model)
-        kept = self._on_run.kept
+        results, added, kept = frozenset(results_of(self.keras_model)), self._on_run.added, self._on_run.kept
         for step in steps:
             fit.step_begins(step)
             train_step = TrainStep(

@@ -20,6 +20,7 @@ from unisono.integrations.kept import Trainings, are_same, put
 from unisono.integrations.keras.data import KerasData
 from unisono.integrations.keras.fitting import Fitting
 from unisono.integrations.keras.generator import GeneratorBatches
+from unisono.integrations.keras.shard_step import AddedLosses
 from unisono.integrations.keras.variables import (
     is_built,
     own_optimizer,
@@ -153,6 +154,7 @@ class OnRun:
         predicted: the outputs of each prediction of the script outside of trainings, and where a generator stood then.
         is_whole: whether each worker evaluates all batches, since ``test_step`` keeps or returns more than metrics.
         kept: what ``train_step`` keeps in the model's attributes.
+        added: the losses that layers add, of the model as it is prepared.
     """
 
     def __init__(self, model: Any, run: Run) -> None:
@@ -169,7 +171,7 @@ class OnRun:
         self.evaluated, self.stepped, self.is_whole = Calls(), Calls(), False
         self.predicted: list[Any] = []
         self._written = 0
-        self.kept = ShardState(run, model, "model")
+        self.kept, self.added = ShardState(run, model, "model"), AddedLosses(model)
 
     @property
     def count(self) -> int:
@@ -196,7 +198,7 @@ class OnRun:
             return
         require_sums(model)
         self._fits.register("keras", self)
-        self.update = KerasUpdate(model)
+        self.update, self.added = KerasUpdate(model), AddedLosses(model)
         run.prepare(model, self.update, state=shared_state(model) | self.kept.shared_state())
         self._prepared_for, self._prepared = self._present(), run.inside.trained.prepared
 
