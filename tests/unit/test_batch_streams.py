@@ -1,6 +1,7 @@
 """Streams that make their batches themselves: the same bits on any number of workers, whatever happens to them."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from script_cluster import Cluster, Done, Kill
-from unisono.data.batch_stream import StreamBatch
+from unisono.data.batch_stream import NEWEST, OpenPass, StreamBatch
 from unisono.errors import DataError, JobMismatch
 
 pytestmark = pytest.mark.cluster
@@ -83,3 +84,28 @@ def test_batches_that_have_the_same_rows_in_another_order_are_told_apart() -> No
     rows = torch.arange(8.0).view(4, 2)
     assert StreamBatch.of(rows, "").digest != StreamBatch.of(rows.flip(0), "").digest
     assert StreamBatch.of(rows.bfloat16(), "").digest == StreamBatch.of(rows.bfloat16().clone(), "").digest
+
+
+class Counted:
+    """Eight batches, each of its number."""
+
+    origin: Any = None
+    name, cure = "the counted stream", "count"
+
+    def open_batches(self, number: int) -> Iterator[torch.Tensor]:
+        return (torch.full((2,), count) for count in range(8))
+
+
+def test_the_newest_batches_of_a_pass_come_again_without_reading_them_again() -> None:
+    reading = OpenPass(Counted(), 0)
+    reading.go_to(7)
+    assert reading.is_last
+    first = 7 - NEWEST + 1  # with the one before it
+    assert [reading.can_go_to(done) for done in (first - 1, first)] == [False, True]
+    for done in (first, 5, 7, 6):
+        reading.go_to(done)
+        (batch, before) = (StreamBatch.of(torch.full((2,), count), "") for count in (done, done - 1))
+        assert reading.batch is not None
+        assert (reading.done, reading.batch.digest, reading.before) == (done, batch.digest, before.digest)
+    reading.go_to(9)
+    assert (reading.batch, reading.done) == (None, 8)

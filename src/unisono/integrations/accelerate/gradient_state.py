@@ -43,7 +43,7 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
     @property
     def dataloader_references(self) -> list[Any]:
         """None, and the loaders that are read, the one that began last at the end."""
-        return [None, *(one.loader for one in self._passes)]
+        return [None, *(reading.loader for reading in self._passes)]
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -54,10 +54,10 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
         self, loader: Loader, batches: Generator[Any, None, None], is_at_end: Callable[[], bool]
     ) -> Iterator[Any]:
         """Yield the batches of a pass over a loader, which is the active one meanwhile."""
-        one = _Pass(loader, is_at_end)
-        self._passes.append(one)
+        present = _Pass(loader, is_at_end)
+        self._passes.append(present)
         try:
             with closing(batches):
                 yield from batches
         finally:
-            self._passes.remove(one)
+            self._passes.remove(present)

@@ -82,7 +82,6 @@ class GeneratorBatches:
 
     batches = None
     is_endless = False
-    passes = 1
 
     @property
     def _source(self) -> _Source:

@@ -50,7 +50,8 @@ class KerasUpdate(torch.optim.Optimizer):
     """
 
     def __init__(self, model: Any) -> None:
-        self.idle = torch.zeros((), requires_grad=True)
+        device = next((variable.value.device for variable in model.variables), torch.device("cpu"))
+        self.idle = torch.zeros((), device=device, requires_grad=True)
         super().__init__([variable.value for variable in model.trainable_variables] or [self.idle], {"lr": 1.0})
         self._model = model
 
@@ -240,7 +241,7 @@ class OnRun:
     def predict(self, act: Callable[[int], Any], samples: KerasData) -> Any:
         """The outputs of a prediction on data: those of that time, if the run has it behind itself.
 
-        ``act`` gets a number which no other prediction of the script has, so that each draws anew.
+        ``act`` gets a number, so that each draws anew; predictions within one training have the same.
         """
         number = len(self.predicted)
         if self._run.inside.steps.under_way is not None:  # a run that resumes does not come here again

@@ -60,7 +60,8 @@ class WholePass:
         """
         run, model, returned = self.run, self.model, list[Any]()
         before, after = (getattr(self.callbacks, f"on_{self.kind}_batch_{time}") for time in ("begin", "end"))
-        key, step = (run.job.seed, Stream.EVALUATION, run.inside.trained.progress.position.step), self._step
+        step: Callable[[Any], Any] = getattr(model, f"{self.kind}_step")
+        key = run.job.seed, Stream.EVALUATION, run.inside.trained.progress.position.step
         setattr(model, STOPS[self.kind], False)
         model.eval()
         with generators_kept():
@@ -78,8 +79,3 @@ class WholePass:
             )
         self.samples.go_to(self.samples.position + len(returned))
         return returned
-
-    @property
-    def _step(self) -> Callable[[Any], Any]:
-        step: Callable[[Any], Any] = getattr(self.model, f"{self.kind}_step")
-        return step
