@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import unisono
-from unisono.errors import DataError, JobError, LossError, ModelError
+from unisono.errors import DataError, JobError, LossError, ModelError, UnisonoWarning
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore")]
 
@@ -236,8 +236,6 @@ Body = Callable[[Any, Any, Any, Any], Any]
 
 BODIES: dict[str, tuple[type[Exception], str, Body]] = {
     "no backward": (JobError, "without accelerator.backward", lambda a, loss, m, o: None),
-    "no step": (JobError, "gradient_accumulation_steps", lambda a, loss, m, o: a.backward(loss)),
-    "twice": (LossError, "add the losses up", lambda a, loss, m, o: (a.backward(loss), a.backward(loss))),
     "gather": (JobError, "accelerator.mean_loss", lambda a, loss, m, o: a.gather(loss)),
     "retain": (ModelError, "retain_graph", lambda a, loss, m, o: a.backward(loss, retain_graph=True)),
     "closure": (ModelError, "closure", lambda a, loss, m, o: (a.backward(loss), o.step(lambda: loss))),
@@ -263,6 +261,14 @@ def test_bodies_that_cannot_be_shared_out_are_refused_with_the_cure(body: str, m
     with pytest.raises(kind, match=says):
         for inputs, labels in loader:
             act(accelerator, F.mse_loss(model(inputs), labels), model, optimizer)
+
+
+def test_a_pass_in_which_no_optimizer_makes_a_step_is_told(made: Made) -> None:
+    accelerator, model, _, loader, _ = made()
+    model.train()
+    with pytest.warns(UnisonoWarning, match=r"optimizer.step\(\) was never called"):
+        for inputs, labels in loader:
+            accelerator.backward(F.mse_loss(model(inputs), labels))
 
 
 def test_settings_may_be_changed_once_for_each_step(made: Made) -> None:

@@ -681,7 +681,7 @@ def test_prepare_says_the_order_of_its_arguments_and_where_loaders_go(start: Sta
     run, model = start(), net()
     with pytest.raises(ModelError, match=r"got SGD: write run\.prepare\(model, optimizer\), in this order"):
         run.prepare(sgd(model), model)
-    with pytest.raises(JobError, match="also got TensorDataset: loaders and data sets go to run.steps"):
+    with pytest.raises(JobError, match="also got TensorDataset: data sets go to run.steps"):
         run.prepare(model, sgd(model), data())  # type: ignore[arg-type]
 
 

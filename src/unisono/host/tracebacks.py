@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from threading import get_ident
 from traceback import FrameSummary, TracebackException, walk_stack
 from typing import Any
 
@@ -57,9 +58,14 @@ def _is_ours(frame: FrameSummary) -> bool:
     return frame.filename.startswith(OURS)
 
 
+SCRIPT_THREADS: dict[int, int] = {}
+"""The numbers of the threads of scripts that wait for threads of ours, by the numbers of these."""
+
+
 def warn(text: str) -> None:
-    """Warn the author of the script, at the present line of the script; on a thread of ours there is none."""
-    frames = [frame for frame, _ in walk_stack(sys._getframe(1))]
+    """Warn the author of the script, at the present line of the script; on some threads of ours there is none."""
+    stacks = [sys._getframe(1), sys._current_frames().get(SCRIPT_THREADS.get(get_ident(), 0))]
+    frames = [frame for stack in stacks if stack is not None for frame, _ in walk_stack(stack)]
     names = [frame.f_code.co_filename for frame in frames]
     of_script = [level for level, name in enumerate(names) if is_of_script(name)]
     # The script may itself be installed, as torchrun's is: then the nearest frame outside Unisono is taken.
@@ -69,7 +75,10 @@ def warn(text: str) -> None:
         if not _is_under(name, OURS) and (_is_under(name, _LIBRARIES) or not _is_under(name, _PYTHONS))
     ]
     if levels := of_script or of_others:
-        warnings.warn(text, UnisonoWarning, stacklevel=levels[0] + 2)
+        frame = frames[levels[0]]
+        variables: dict[str, Any] = frame.f_globals
+        module, registry = variables.get("__name__", "script"), variables.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, UnisonoWarning, names[levels[0]], frame.f_lineno, module, registry)
     else:
         warn_without_script(text)
 

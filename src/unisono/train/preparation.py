@@ -149,9 +149,7 @@ def stage(inside: Inside, model: nn.Module, cuts: Sequence[str], schedule: str) 
     devices.mesh.call = "run.pipeline"
 
 
-def prepare(
-    inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None, more: Sequence[object] = ()
-) -> None:
+def prepare(inside: Inside, model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> None:
     """Take inventory, compare it with the other workers, and share the weights. Collective.
 
     Args:
@@ -159,19 +157,12 @@ def prepare(
         model: a module, or a list of them; moved to the run's device.
         optimizer: an optimizer, or a list of them.
         state: further tensors that loss functions change, by name; moved there as well.
-        more: what the script gives besides, which is refused.
 
     Raises:
-        JobError: there is something besides.
         ModelError: nothing to train, or something that is no module, optimizer or state.
         JobMismatch: the workers hold different models; names the first difference.
         CheckpointError: the run folder's checkpoint holds another model.
     """
-    if more:
-        raise JobError(
-            f"run.prepare takes a model and an optimizer, or lists of them, and also got {type(more[0]).__name__}: "
-            f"loaders and data sets go to run.steps"
-        )
     modules: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
     for module in modules:
         if isinstance(module, nn.Module):

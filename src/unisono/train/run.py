@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import Any, Never, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import nn
 
@@ -20,8 +20,7 @@ from unisono.train.model.prepared import Prepared, require_modules
 from unisono.train.model.tensors import digest_tensors
 from unisono.train.plugins import Callback, Event, checked
 from unisono.train.preparation import prepare
-from unisono.train.record.metrics_line import metric
-from unisono.train.run_on_devices import RunOnDevices
+from unisono.train.run_with_loop import RunWithLoop
 from unisono.train.step.part import Part
 from unisono.train.step.step import LossFunction, Step
 from unisono.train.step_loop import LoopPlace
@@ -31,7 +30,7 @@ O = TypeVar("O")  # noqa: E741
 T = TypeVar("T")
 
 
-class Run(RunOnDevices):
+class Run(RunWithLoop):
     """One training run, as one of its workers sees it. Made by :func:`unisono.init`."""
 
     def on(self, event: Event, callback: Callback) -> None:
@@ -53,25 +52,33 @@ class Run(RunOnDevices):
 
     # -- what is trained -------------------------------------------------------------------------------------
 
-    def prepare(self, model: M, optimizer: O, *_more: Never, state: Mapping[str, Any] | None = None) -> tuple[M, O]:
+    @overload
+    def prepare(self, model: M, optimizer: O, *, state: Mapping[str, Any] | None = None) -> tuple[M, O]: ...
+
+    @overload
+    def prepare(self, model: M, optimizer: O, *more: Any, state: Mapping[str, Any] | None = None) -> Any: ...
+
+    def prepare(self, model: Any, optimizer: Any, *more: Any, state: Mapping[str, Any] | None = None) -> Any:
         """Give every worker the same weights, and get ready to train them.
 
         Args:
             model: a module, or a list of them; moved to ``run.device``.
             optimizer: an optimizer, or a list of them, over the model's parameters.
+            more: data loaders and schedulers of a loop that the script keeps; see :meth:`epochs` and :meth:`backward`.
             state: further tensors that loss functions change, by name: a tensor, ``(tensor, rule)``, or ``(object,
                 {attribute: rule})``. Rules that combine them: ``mean first last sum max min cat``.
 
         Returns:
-            the same objects. A run that resumes has its weights in them.
+            the same objects, and what stands for the loaders. A run that resumes has its weights in them.
 
         Raises:
             ModelError: nothing to train, or state that cannot be combined.
             JobMismatch: the workers hold different models; names the first difference.
             CheckpointError: the run folder's checkpoint holds another model.
+            JobError: something else is among them.
         """
-        prepare(self.inside, model, optimizer, state, _more)
-        return model, optimizer
+        prepare(self.inside, model, optimizer, state)
+        return model, optimizer, *map(self._prepare_one, more)
 
     def register(self, name: str, thing: Any) -> Any:
         """Make an object part of every checkpoint, and return it: a scheduler, a counter, an average of the weights.
@@ -174,24 +181,6 @@ class Run(RunOnDevices):
         """
         self._prepared()
         return self.inside.loop.enter_next()
-
-    def log(self, name: str, value: Any) -> None:
-        """Log a metric.
-
-        Inside of a loss function, the value is the mean over the shard's samples, and the mean over the global batch is
-        written, weighted like the loss. While the run evaluates or predicts, nothing is written: use metrics there.
-        Elsewhere, the value is a number of the run as a whole.
-
-        Args:
-            name: any name that ``metrics.jsonl`` does not use for itself.
-            value: a number, or a tensor with one element.
-
-        Raises:
-            JobError: the name is taken, or the value is no number.
-        """
-        number, inside = metric(name, value), self.inside
-        if not (inside.evaluator.is_under_way or inside.states.is_trying or inside.steps.computer.log(name, number)):
-            inside.metrics.write(name, float(number))
 
     # -- beside training -------------------------------------------------------------------------------------
 

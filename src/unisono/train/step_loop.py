@@ -269,7 +269,11 @@ class StepLoop:
         """Return how many epochs the loop has, how many steps that of ``step`` has, and how many of these are over."""
         steps = self.steps_in(step.epoch)
         assert self._data is not None, "a loop is under way"
-        return self._data.epochs, steps, min(-(-step.batch.start // max(1, self.shape().samples)), max(0, steps - 1))
+        return self._data.epochs, steps, min(self.batches_before(step), max(0, steps - 1))
+
+    def batches_before(self, step: Step) -> int:
+        """Return how many batches of the step's epoch are over, all of the present size."""
+        return -(-step.batch.start // max(1, self.shape().samples))
 
     def is_stopped(self) -> bool:
         """Whether a policy or a guest has stopped the loop."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unisono.errors import JobError, ModelError
-from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.collectives import routed
 from unisono.integrations.accelerate.evaluation_loop import EvaluationLoop, Evaluations, from_main, leaves_of, rebuilt
 from unisono.integrations.accelerate.gradient_state import StepState
@@ -26,6 +25,7 @@ from unisono.integrations.accelerate.records import RecordingAccelerator, Saves
 from unisono.integrations.kept import are_same, register
 from unisono.integrations.kit import follow_rank, in_words_of, refused, run_for, take_scaling
 from unisono.train.run import Run
+from unisono.train.script_loop import ScriptLoop
 
 _OTHERS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -89,10 +89,10 @@ def precision_of(arguments: Mapping[str, Any]) -> str:
 class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """An optimizer that makes its step in the last turn of a step's body."""
 
-    def __init__(self, optimizer: Any, state: StepState, bodies: Bodies) -> None:
+    def __init__(self, optimizer: Any, state: StepState, loop: ScriptLoop) -> None:
         super().__init__(optimizer)
         self.gradient_state = state
-        self._bodies = bodies
+        self._loop = loop
 
     def step(self, closure: Any = None) -> None:
         """Make the step, if this is the last turn.
@@ -103,13 +103,12 @@ class Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """
         if closure is not None:
             raise ModelError("optimizer.step(closure): it would compute shards by itself; use an optimizer without one")
-        if self._bodies.step():
-            self.optimizer.step()
+        self._loop.take_step(self.optimizer, self.optimizer.step)
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the present step makes no update, since its loss or gradient is not finite."""
-        return self._bodies.was_skipped
+        return self._loop.was_skipped
 
 
 _NARROW = ("bf16", "fp16")
@@ -155,13 +154,14 @@ class Accelerator(RecordingAccelerator):
         rank = follow_rank(self.run)
         for shared in (PartialState._shared_state, AcceleratorState._shared_state):
             shared.update(device=self.run.device, process_index=rank, local_process_index=rank)
-        self._bodies, self._evaluations = Bodies(self.run), Evaluations(self.run)
+        self._loop, self._evaluations = ScriptLoop(self.run.inside, "accelerator"), Evaluations(self.run)
         self._saves = Saves(self.project_configuration)
-        register(self.run, "accelerate", self._bodies)
+        register(self.run, "accelerate", self._loop)
         register(self.run, "accelerate saves", self._saves)
-        self._state = StepState(GradientState(), self._bodies)
+        self._state = StepState(GradientState(), self._loop)
         self.gradient_state: Any = self._state
         self._prepared_for: list[Any] = []
+        self._has_trigger = False
         self.run.inside.ending.also(routed(self))
 
     # -- what is trained -------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Accelerator(RecordingAccelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """An optimizer that acts in the last turn of a step."""
         if not isinstance(optimizer, Optimizer):
-            optimizer = Optimizer(optimizer, self.gradient_state, self._bodies)
+            optimizer = Optimizer(optimizer, self.gradient_state, self._loop)
             self._optimizers.append(optimizer)
         return optimizer
 
@@ -229,12 +229,12 @@ class Accelerator(RecordingAccelerator):
     @property
     def mean_loss(self) -> float:
         """The newest step's mean loss over its global batch, the same on all workers; NaN before the first step."""
-        return self._bodies.loss
+        return self._loop.loss
 
     @property
     def steps_done(self) -> int:
         """The number of steps of the whole job that are over."""
-        return self._bodies.steps
+        return self._loop.steps
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Go backward from a shard's loss, the mean over its samples. Waits for the others behind the last shard.
@@ -253,7 +253,7 @@ class Accelerator(RecordingAccelerator):
         if kwargs:
             raise ModelError(f"accelerator.backward({', '.join(kwargs)}=…): the run goes backward once for each shard")
         with in_words_of("accelerate"):
-            self._bodies.backward(loss, weight)
+            self._loop.backward(loss, weight)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -270,13 +270,13 @@ class Accelerator(RecordingAccelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
         """Limit the norm of the mean gradient, in the last turn of a step; returns 0 in others."""
-        if self._bodies.updates:
+        if self._loop.updates:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return torch.zeros((), device=self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: Any) -> None:
         """Limit each value of the mean gradient, in the last turn of a step."""
-        if self._bodies.updates:
+        if self._loop.updates:
             super().clip_grad_value_(parameters, clip_value)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -293,7 +293,7 @@ class Accelerator(RecordingAccelerator):
         base = loader.base_dataloader
         in_training_mode = [model for model in self._models if model.training]
         if in_training_mode and self._optimizers and torch.is_grad_enabled():
-            return self._state.follow(loader, self._train(base), lambda: self._bodies.ends_epoch)
+            return self._state.follow(loader, self._train(base), lambda: self._loop.ends_epoch)
         evaluation = self._evaluations.of(base, in_training_mode, has_optimizer=bool(self._optimizers))
         return self._state.follow(loader, self._evaluate(evaluation), lambda: evaluation.is_at_end)
 
@@ -302,10 +302,10 @@ class Accelerator(RecordingAccelerator):
         count = self.gradient_accumulation_steps
         size = size_of(loader)
         steps = self.run.steps(together(loader, count), batch_size=None if size is None else size * count)
-        return self._bodies.of(steps)
+        return self._loop.of(steps)
 
     def _evaluate(self, evaluation: EvaluationLoop) -> Generator[Any, None, None]:
-        self._bodies.settle("an evaluation")
+        self._loop.settle("an evaluation")
         yield from self._evaluations.read(evaluation)
 
     # -- what workers tell each other ------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Accelerator(RecordingAccelerator):
         leaves = leaves_of(tensor)
         if (evaluation := self._evaluations.newest) is not None:
             return rebuilt(tensor, evaluation.gather(leaves))
-        if not self._bodies.is_outside:
+        if not self._loop.is_outside:
             raise JobError(refused("accelerate.gather-in-body"))
         return rebuilt(tensor, from_main(self.run, leaves))
 
@@ -332,7 +332,7 @@ class Accelerator(RecordingAccelerator):
         Raises:
             JobError: in the body of a loop.
         """
-        if self._evaluations.newest is not None or not self._bodies.is_outside:
+        if self._evaluations.newest is not None or not self._loop.is_outside:
             raise JobError(refused("accelerate.broadcast-in-body"))
         return rebuilt(data, from_main(self.run, leaves_of(data)))
 
@@ -359,7 +359,7 @@ class Accelerator(RecordingAccelerator):
 
     def wait_for_everyone(self) -> None:
         """Wait for all workers; nothing in the body of a training loop."""
-        if self._evaluations.newest is None and self._bodies.is_outside:
+        if self._evaluations.newest is None and self._loop.is_outside:
             self.run.barrier()
 
     @contextmanager
@@ -376,12 +376,12 @@ class Accelerator(RecordingAccelerator):
 
     def set_trigger(self) -> None:
         """Have :meth:`check_trigger` return true on all workers. In a training loop's body call it in each turn."""
-        self._bodies.has_trigger = True
+        self._has_trigger = True
 
     def check_trigger(self) -> bool:
         """Whether a worker has set the trigger since the last time. In other turns of a step than the last, false."""
-        if not self._bodies.is_last:
+        if not self._loop.is_last:
             return False
-        self._bodies.settle("accelerator.check_trigger")
-        own, self._bodies.has_trigger = self._bodies.has_trigger, False
+        self._loop.settle("accelerator.check_trigger")
+        own, self._has_trigger = self._has_trigger, False
         return any(self.run.together(lambda workers: workers.gather_json(own)))

@@ -9,8 +9,8 @@ from typing import Any
 
 from accelerate.state import GradientState
 
-from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.loaders import Loader
+from unisono.train.script_loop import ScriptLoop
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -29,16 +29,16 @@ class StepState(GradientState):  # type: ignore[misc]  # accelerate is not looke
 
     adjust_scheduler = False  # schedulers count updates, however many turns a worker has in a step
 
-    def __init__(self, state: Any, bodies: Bodies) -> None:
+    def __init__(self, state: Any, loop: ScriptLoop) -> None:
         self._is_xla_gradients_synced = False
         self.plugin_kwargs = dict(state.plugin_kwargs)
-        self._bodies = bodies
+        self._loop = loop
         self._passes: list[_Pass] = []
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the mean gradient of the step is there."""
-        return self._bodies.is_last
+        return self._loop.asked()
 
     @property
     def dataloader_references(self) -> list[Any]:

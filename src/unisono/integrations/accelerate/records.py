@@ -10,9 +10,9 @@ from typing import Any
 from accelerate import Accelerator as Original
 
 from unisono.data.generators import generators_kept
-from unisono.integrations.accelerate.bodies import Bodies
 from unisono.integrations.accelerate.evaluation_loop import Evaluations
 from unisono.train.run import Run
+from unisono.train.script_loop import ScriptLoop
 
 
 class Saves:
@@ -53,7 +53,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
     """
 
     run: Run
-    _bodies: Bodies
+    _loop: ScriptLoop
     _evaluations: Evaluations
     _saves: Saves
     _begin_tracking: Callable[[], None] | None = None
@@ -74,7 +74,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
     @property
     def _writes(self) -> bool:
         self._evaluations.require_whole()
-        return bool(self.run.is_main and self._bodies.is_last and not self.is_catching_up)
+        return bool(self.run.is_main and self._loop.is_last and not self.is_catching_up)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main worker; in the body of a training loop in the last turn of a step."""
@@ -106,8 +106,8 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model's weights on the main worker."""
-        if self._bodies.is_last:
-            self._bodies.settle("accelerator.save_model")
+        if self._loop.is_last:
+            self._loop.settle("accelerator.save_model")
             self._begin()
             if self._writes:
                 super().save_model(model, save_directory, *args, **kwargs)
@@ -117,9 +117,9 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
 
         In the body of a training loop it acts in the last turn of a step, behind ``optimizer.step``.
         """
-        if not self._bodies.is_last:
+        if not self._loop.is_last:
             return output_dir
-        self._bodies.settle("accelerator.save_state")
+        self._loop.settle("accelerator.save_state")
         self._begin()
         if not self._writes:
             self._saves.count()
@@ -131,7 +131,7 @@ class RecordingAccelerator(Original):  # type: ignore[misc]  # accelerate is not
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load what ``save_state`` has saved, on every worker. A run that resumes has a newer state, and keeps that."""
-        self._bodies.settle("accelerator.load_state")
+        self._loop.settle("accelerator.load_state")
         self._begin()
         if self.run.inside.trained.restored is None:
             with generators_kept():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -160,6 +160,11 @@ class Synchronisation:
         self._trained, self._membership, self._checkpoints = run.trained, run.membership, run.checkpoints
         self._requests, self._listeners, self._ending = run.requests, run.listeners, run.ending
         self._collectives, self._steps, self._request_fields, self._times = collectives, steps, request_fields, times
+        self._first: list[Callable[[], None]] = []
+
+    def first(self, act: Callable[[], None]) -> None:
+        """Call a function before each collective call of the script: a loop of its own has to be where that can be."""
+        self._first.append(act)
 
     def before_call(self) -> None:
         """Synchronise before a collective call, for which all workers need to hold the same weights.
@@ -171,6 +176,8 @@ class Synchronisation:
             JobMismatch: the script has left the loop in which the run was about to go back to an older state.
         """
         self._ending.require_open()
+        for act in self._first:
+            act()
         if self._membership.joins:
             return
         doubt = self._trained.doubt

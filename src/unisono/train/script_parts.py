@@ -1,0 +1,80 @@
+"""What a script's own loop is written with: loaders that give shards, what acts once for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from unisono.errors import JobError
+from unisono.train.script_loop import ScriptLoop
+
+Read = Callable[["ScriptLoader"], Iterator[Any]]
+"""Begins a pass over a loader."""
+
+
+class ScriptLoader:
+    """Stands for a loader, and is in all but its iteration like it. Its batches are global batches.
+
+    Attributes:
+        base: the script's own loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any], read: Read) -> None:
+        self.base, self._read = loader, read
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this worker's shards, on its device; all batches if no model is in training mode."""
+        return self._read(self)
+
+    def __len__(self) -> int:
+        """The number of global batches; not that of this worker's shards."""
+        return len(self.base)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("base", "_read"):  # it is being made
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
+def guard_optimizer(optimizer: Optimizer, loop: ScriptLoop, is_under_way: Callable[[], bool]) -> None:
+    """Have an optimizer's step act once for each step of a script's loop.
+
+    ``is_under_way`` says that a step of ``run.steps`` is, which makes its updates by itself.
+    """
+    if hasattr(optimizer.step, "is_guarded"):
+        return
+    make = optimizer.step
+
+    @wraps(getattr(make, "__func__", make))
+    def step(self: Optimizer, closure: Any = None) -> Any:
+        if loop.is_outside and is_under_way():
+            return make(closure) if closure is not None else make()
+        if closure is not None:
+            raise JobError(loop.refused("closure"))
+        return loop.take_step(self, make)
+
+    step.is_guarded = True  # type: ignore[attr-defined]
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap once more
+
+
+def is_scheduler(thing: Any) -> bool:
+    """Whether something changes hyperparameters from step to step, and has a state."""
+    names = ("optimizer", "step", "state_dict", "load_state_dict")
+    return isinstance(thing, LRScheduler) or all(hasattr(thing, name) for name in names)
+
+
+def guard_scheduler(scheduler: Any, loop: ScriptLoop) -> None:
+    """Have a scheduler's step act once for each step of a script's loop, and outside of loops."""
+    kind = type(scheduler)
+
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        return kind.step(self, *arguments, **options) if loop.is_last else None
+
+    # Its class, and not an attribute: what a scheduler has in attributes is its state.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": wraps(kind.step)(step), "__module__": kind.__module__})
