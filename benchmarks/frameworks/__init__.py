@@ -68,6 +68,10 @@ COMPARISONS = {
     "keras": Comparison("Keras 3, a ConvNet, one worker", "keras", "keras"),
     "lightning": Comparison("Lightning, a ConvNet, one worker", "lightning", "lightning"),
     "lightning-ddp": Comparison("Lightning, a ConvNet, two workers", "lightning", "lightning", 2, "ddp"),
+    "own-loop": Comparison("a loop of the script's beside step.run, one worker", "own_loop", "torch", alone="step.run"),
+    "own-loop-two": Comparison(
+        "a loop of the script's beside step.run, two workers", "own_loop", "torch", workers=2, alone="step.run"
+    ),
     "stages": Comparison(
         "1F1B, a transformer in stages on two devices", "stages", "torch", 2, "1f1b", is_beside_plain=True
     ),

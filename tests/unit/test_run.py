@@ -682,7 +682,7 @@ def test_prepare_says_the_order_of_its_arguments_and_where_loaders_go(start: Sta
     with pytest.raises(ModelError, match=r"got SGD: write run\.prepare\(model, optimizer\), in this order"):
         run.prepare(sgd(model), model)
     with pytest.raises(JobError, match="also got TensorDataset: data sets go to run.steps"):
-        run.prepare(model, sgd(model), data())  # type: ignore[arg-type]
+        run.prepare(model, sgd(model), data())
 
 
 def test_what_is_on_the_meta_device_is_refused_by_name_and_is_to_be_materialised_first(start: Start) -> None:

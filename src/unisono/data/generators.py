@@ -157,6 +157,15 @@ def seed_generators(seed: int) -> None:
         module.manual_seed(seed)
     _seed_numpy(seed & 0xFFFFFFFF)
     random.seed(seed)
+    _newest_seed[:] = [seed]
+
+
+_newest_seed: list[int] = []
+
+
+def newest_seed() -> int:
+    """The seed of the newest call of :func:`seed_generators`, which has to be one of this thread's."""
+    return _newest_seed[0]
 
 
 _DRAWN = torch.empty((), dtype=torch.int64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.data.generators import Generators, generators_kept
+from unisono.data.generators import Generators, generators_kept, newest_seed, seed_generators
 from unisono.data.refusals import Refusals
 from unisono.errors import JobError, LossError
 from unisono.host.tracebacks import warn
@@ -43,10 +43,10 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """The engine wants a shard's loss. ``drawn`` are the generators' states as the shard begins."""
+    """The engine wants a shard's loss. ``seed`` is that of its random numbers."""
 
     batch: Any
-    drawn: Generators
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class ScriptLoop:
             batch = self._spare_batch(step)
         else:
             batch = self._news.batch
-            self._news.drawn.restore()  # the rest of the body before may have drawn
+            seed_generators(self._news.seed)  # the rest of the body before may have drawn
         if self._pass:
             self._weights.rewind()
         else:
@@ -364,7 +364,7 @@ class ScriptLoop:
     # -- on the engine's thread --------------------------------------------------------------------------------
 
     def _ask_loss(self, _: Any, batch: Any) -> Any:
-        return self._turns.ask(_Shard(batch, Generators.capture()))
+        return self._turns.ask(_Shard(batch, newest_seed()))
 
     _ask_loss.runs_body = True  # type: ignore[attr-defined]  # what repeats shards asks for it
 
