@@ -251,7 +251,7 @@ class ScriptLoop:
         try:
             while True:
                 yield from self._turns_of(step)
-                if not self._has_more:
+                if step.is_skipped or not self._has_more:  # what is skipped, a worker without a shard does not see
                     break
                 self._pass += 1
                 self._buffers.restore()

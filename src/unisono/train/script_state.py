@@ -168,10 +168,14 @@ class SpareTurn:
         for parameter in parameters:
             parameter.grad = None
 
-    def end(self) -> None:
-        """Set them as they were."""
+    def end_buffers(self) -> None:
+        """Set buffers as they were."""
         for place, value in self._buffers:
             place.set(value)
+
+    def end(self) -> None:
+        """Set both as they were."""
+        self.end_buffers()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
