@@ -92,7 +92,7 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     assert rows(done) == rows(serial)
 
 
-@pytest.mark.parametrize("kind", ["stream", "none", "looking", "pruned"])
+@pytest.mark.parametrize("kind", ["stream", "none", "looking", "pruned", "permanent"])
 def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_path: Path) -> None:
     def ended(workers: int, **how: Any) -> tuple[list[str], Any]:
         folder = tmp_path / f"{workers} {len(how)}"
@@ -102,3 +102,19 @@ def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_pat
     serial = ended(1)
     assert len(serial[0]) == 1
     assert ended(2) == ended(3) == ended(3, kills=[Kill(4, 1, 5)]) == serial
+
+
+def test_masks_that_go_with_a_fit_are_gone_wherever_a_run_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    def ended(workers: int, name: str, **how: Any) -> str:
+        script = SCRIPT.with_name("lightning_streams.py")
+        done = cluster(script, workers, shards=6, KIND="permanent", folder=tmp_path / name, **how)
+        assert ("masks ['" in done.printed) == ("UNISONO_STOP_AFTER" in how and name == "6")  # in the first fit
+        return done.digest
+
+    serial = ended(1, "serial")
+    for step, rank, points in ((11, 1, 40), (11, 0, 60), (12, 1, 2)):
+        assert ended(3, f"{step} {rank}", kills=[Kill(step, rank, points)]) == serial
+    for stop in ("6", "12", "14"):
+        ended(2, stop, UNISONO_STOP_AFTER=stop)
+        assert ended(3, stop) == serial
+    assert ended(2, "serial") == serial

@@ -604,7 +604,6 @@ class Twice(Net):
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
         ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),
         ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
-        ({"callbacks": [callbacks.ModelPruning("l1_unstructured")]}, JobError, "make_pruning_permanent=False"),
         ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
         ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "over a Endless has no batches"),
         ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),

@@ -66,20 +66,32 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
 torch.manual_seed(1)
 module = Net()
 data: Any = Stream() if KIND == "stream" else TensorDataset(INPUTS, LABELS)
-pruning = lightning.pytorch.callbacks.ModelPruning(
-    "l1_unstructured", parameter_names=["weight"], amount=0.2, make_pruning_permanent=False
-)
-trainer = lightning.Trainer(
-    callbacks=[pruning] if KIND == "pruned" else [],
-    strategy=unisono.lightning.Strategy(run),
-    accelerator="cpu",
-    max_epochs=3,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-trainer.fit(module, DataLoader(data, batch_size=12))
+pruned: dict[str, Any] = {
+    "pruned": {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False},
+    "permanent": {"pruning_fn": "l1_unstructured"},
+}
+
+
+def train(epochs: int) -> Any:
+    pruning = lightning.pytorch.callbacks.ModelPruning
+    trainer = lightning.Trainer(
+        callbacks=[pruning(**pruned[KIND], parameter_names=["weight"], amount=0.2)] if KIND in pruned else [],
+        strategy=unisono.lightning.Strategy(run),
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=12))
+    return trainer
+
+
+trainer = train(3)
+if KIND == "permanent":
+    print("masks", [*dict(module.named_buffers())])
+    trainer = train(2)
 known = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
 run.print("after", known, trainer.global_step, module.net.weight.tolist())
 run.finish(module)

@@ -59,6 +59,7 @@ def state_of(training: Training) -> dict[str, Any]:
         "whole": trainer.strategy.evaluating.is_whole,
         "accumulated": list(training.accumulated),
         "spoiled": training.is_spoiled,
+        "tickets": training.pruning.state(),
     }
 
 
@@ -85,6 +86,7 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     training.kept.load(state.get("kept", {}))
     trainer.strategy.evaluating.is_whole = state["whole"]
     training.accumulated, training.is_spoiled = list(state["accumulated"]), state.get("spoiled", False)
+    training.pruning.load(state.get("tickets", ()))
     _load_results(trainer, state)
     for rows, count in zip(trainer.strategy.rows, state["rows"], strict=False):
         rows.resume(count)

@@ -252,6 +252,7 @@ class Evaluating:
         number = next(index for index, other in enumerate(loop._combined_loader.flattened) if other is place)
         act = partial(self._row, loop, number)
         most = loop.max_batches[number]
+        self._strategy.refresh()
         self.is_under_way, self._is_broken = True, False
         try:
             rows = evaluate(

@@ -39,8 +39,6 @@ def require_one_training(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, _SEARCHES):
             raise JobError(refused("lightning.search", callback=type(callback).__name__))
-        if isinstance(callback, pl.callbacks.ModelPruning) and callback._make_pruning_permanent:
-            raise JobError(refused("lightning.pruned-for-good"))
     if trainer.reload_dataloaders_every_n_epochs:
         raise JobError(refused("lightning.reload-loaders"))
 
@@ -294,6 +292,11 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         assert self._fitting is not None, "a fit has begun"
         self._fitting.training.compute(closure, lambda _: None)
 
+    def refresh(self) -> None:
+        """Have pruned weights as a forward pass has them, where an evaluation begins."""
+        if self._fitting is not None:
+            self._fitting.training.pruning.refresh()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step, or take its results from another worker."""
         return self._evaluated(super().validation_step, *args, **kwargs)
@@ -311,6 +314,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         """End the loop, wherever in its epochs it stands."""
         if self._fitting is not None:
             self._fitting.end()
+            self._fitting.leave()
 
     def teardown(self) -> None:
         """Let go of the attributes that the training has set."""

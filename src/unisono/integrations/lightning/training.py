@@ -13,6 +13,7 @@ from unisono.integrations.kit import in_words_of, refused, scale_of
 from unisono.integrations.lightning.framework import call, extract_batch_size, is_overridden, part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, log_result, recording
 from unisono.integrations.lightning.metrics import Metrics
+from unisono.integrations.lightning.pruning import Pruning
 from unisono.integrations.shard_state import ShardState
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone, Weighted
@@ -36,6 +37,7 @@ class Training:
 
     Attributes:
         kept: what training steps keep in the module's attributes.
+        pruning: the prunings of the trainer.
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
@@ -46,6 +48,7 @@ class Training:
     trainer: Any
     metrics: Metrics
     kept: ShardState
+    pruning: Pruning
     step: Step | None = None
     shard: Any = None
     kinds: dict[str, LogKind] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class Training:
             closure._zero_grad_fn = None
         step = self.step
         self.batch.require_unchanged()
+        self.pruning.refresh()
         with in_words_of("lightning"), self.metrics.of_step(self._tell_of_result):
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
         said = self.kept.settle()
