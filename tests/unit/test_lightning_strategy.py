@@ -692,3 +692,44 @@ def test_a_batch_sampler_decides_the_batches(start: Start) -> None:
     run = start(shards=1, batch_size=None)
     for options in ({}, {"limit_train_batches": 1}):
         assert same_weights(fitted(loader=loader(), **options), fitted(loader=loader(), **on(run), **options))
+
+
+class Clearing(Plain):
+    """Has a teacher that follows it behind each training step, and fails where it is told to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        nn.init.zeros_(self.teacher.weight)
+        nn.init.zeros_(self.teacher.bias)
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.fails_at:
+            raise ValueError("once")
+        return self.loss(batch)[0] + (self.layers(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        first: Any = self.layers[0]
+        gradient = first.bias.grad
+        self.hooks.append("none" if gradient is None else str(float(gradient.sum())))
+        last: Any = self.layers[2]
+        with torch.no_grad():
+            self.teacher.bias.add_(last.bias).mul_(0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+def test_gradients_are_cleared_behind_the_training_step(start: Start, options: dict[str, Any]) -> None:
+    strategy = on(start(shards=1))
+    ours, alone = fitted(Clearing(), **strategy, **options), fitted(Clearing(), **options)
+    assert same_weights(ours, alone)
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks
+
+
+def test_a_step_that_fails_clears_nothing(start: Start) -> None:
+    strategy = on(start(shards=1))
+    modules = Clearing(7), Clearing(7)
+    for module, options in zip(modules, (strategy, {}), strict=True):
+        with pytest.raises(ValueError, match="once"):
+            fitted(module, **options)
+    assert len(modules[0].hooks) == len(modules[1].hooks) == 7

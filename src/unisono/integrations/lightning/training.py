@@ -56,6 +56,7 @@ class Training:
     is_spoiled: bool = False
     batch: Any = None
     _loss: Tensor | None = None
+    _zero_grad: tuple[Callable[[], Any], list[Tensor | None]] | None = None
 
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
         """Compute the step that is under way, and update the weights when it is time.
@@ -65,13 +66,14 @@ class Training:
         """
         assert self.step is not None, "Lightning has asked for the step's batch"
         if (zero_grad := getattr(closure, "_zero_grad_fn", None)) is not None:
-            zero_grad()  # once for each step, and not for each shard
-            closure._zero_grad_fn = None
+            closure._zero_grad_fn = None  # called once for each step, and not for each shard
+            self._zero_grad = zero_grad, [parameter.grad for parameter in self._trained()]
         step = self.step
         self.batch.require_unchanged()
         self.pruning.refresh()
         with in_words_of("lightning"), self.metrics.of_step(self._tell_of_result):
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
+        self._clear_gradients()  # of a step that has no update
         said = self.kept.settle()
         named = self._without_loss(said)
         extremes = self._take(said)
@@ -195,6 +197,7 @@ class Training:
         """Update the weights with the mean gradient; or add it to what other batches have left."""
         assert self.step is not None
         self.kept.put_back()  # hooks around the update find it as the step began
+        self._clear_gradients()
         parameters = self._trained()
         is_without = self._without_loss(self.kept.said()) is not None
         if self._only_measures or is_without:
@@ -220,6 +223,18 @@ class Training:
             self.is_spoiled = False
             return
         update((lambda: None) if is_without else gone_backward)
+
+    def _clear_gradients(self) -> None:
+        """Have Lightning clear the gradients that the step before has left, behind the training step as it does."""
+        if self._zero_grad is None:
+            return
+        (zero_grad, before), self._zero_grad, parameters = self._zero_grad, None, self._trained()
+        present = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = None if gradient is parameter.grad else gradient
+        zero_grad()
+        for parameter, gradient in zip(parameters, present, strict=True):
+            parameter.grad = gradient
 
     @property
     def _only_measures(self) -> bool:
