@@ -733,3 +733,49 @@ def test_a_step_that_fails_clears_nothing(start: Start) -> None:
         with pytest.raises(ValueError, match="once"):
             fitted(module, **options)
     assert len(modules[0].hooks) == len(modules[1].hooks) == 7
+
+
+class Interrupted(Plain):
+    """Fails in the middle of a validation, as long as it is told to; notes what comes after."""
+
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if self.fails and self.current_epoch == 2 and batch_idx == 1:
+            raise ValueError("once")
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.hooks.append(f"validated {self.trainer.global_step}")
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks.append(f"epoch {self.current_epoch}")
+
+    def on_train_end(self) -> None:
+        self.hooks.append("end")
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 3}])
+def test_a_validation_fails_where_it_does_in_lightning_and_goes_on_from_a_checkpoint(
+    start: Start, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def found(name: str, strategy: Any) -> tuple[list[str], Any, dict[str, float], Any]:
+        saving = callbacks.OnExceptionCheckpoint(tmp_path / name)
+        module = Interrupted()
+        with pytest.raises(ValueError, match="once"):
+            fitted(module, callbacks=[saving], enable_checkpointing=True, strategy=strategy("first"), **options)
+        again = Interrupted()
+        again.fails = False
+        trainer = fitted(again, ckpt_path=saving.ckpt_path, strategy=strategy("second"), **options)
+        kept = torch.load(saving.ckpt_path, weights_only=True)["loops"]
+        return module.hooks + again.hooks, trainer, known(trainer), kept
+
+    def on_new(name: str) -> Any:
+        return unisono.lightning.Strategy(start(shards=1, run_dir=tmp_path / f"run {name}"))
+
+    ours, alone = found("ours", on_new), found("alone", lambda _: "auto")
+    assert ours[0] == alone[0]
+    assert "end" in ours[0]
+    assert same_weights(ours[1], fitted(Plain(), **options))  # Lightning alone begins an epoch's data anew
+    assert ours[3]["fit_loop"] == alone[3]["fit_loop"]
+    assert options or ours[2] == alone[2]

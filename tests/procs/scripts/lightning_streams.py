@@ -1,4 +1,4 @@
-"""A module trains with what KIND names: a stream that draws, steps without a loss, hooks that look, or pruning."""
+"""A module trains with what KIND names: a stream, steps without a loss, hooks that look, a validation that fails …"""
 
 import os
 from collections.abc import Iterator
@@ -41,6 +41,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
         super().__init__()
         self.net = nn.Linear(6, 2)
         self.seen: list[float] = []
+        self.teacher = nn.Linear(6, 2).requires_grad_(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if KIND == "looking":
@@ -49,10 +50,21 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if KIND == "teacher":
+            loss = loss + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
         self.log("loss", loss, on_step=False, on_epoch=True)
         if KIND == "none" and (batch_idx == 1 or batch[1].sum() == 0):
             return None
         return loss
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if KIND == "teacher":
+            self.teacher.weight.data.lerp_(self.net.weight.data, 0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if KIND == "failing" and self.current_epoch == 1 and batch_idx == 2 and self.trainer.max_epochs == 3:
+            raise ValueError(f"in batch {batch_idx}")
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(float(outputs["loss"]) if outputs else -1.0)
@@ -65,6 +77,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
 
 torch.manual_seed(1)
 module = Net()
+VALIDATION = TensorDataset(INPUTS[:30], LABELS[:30])
 data: Any = Stream() if KIND == "stream" else TensorDataset(INPUTS, LABELS)
 pruned: dict[str, Any] = {
     "pruned": {"pruning_fn": "l1_unstructured", "make_pruning_permanent": False},
@@ -84,12 +97,16 @@ def train(epochs: int) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=12))
+    try:
+        trainer.fit(module, DataLoader(data, batch_size=12), DataLoader(VALIDATION, 7) if KIND == "failing" else None)
+    except ValueError as error:
+        progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current
+        run.print("after", error, progress.started, progress.completed)
     return trainer
 
 
 trainer = train(3)
-if KIND == "permanent":
+if KIND in ("permanent", "failing"):
     print("masks", [*dict(module.named_buffers())])
     trainer = train(2)
 known = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}

@@ -74,6 +74,7 @@ class LightningFit:
         self._again: Mapping[str, Any] | None = None
         self.may_ask = False
         self._ahead: Step | None = None  # that the run has gone back to from the training's end
+        self._has_rest = False  # of its last epoch, whose steps a checkpoint of Lightning's has behind it
         self._let_go: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
@@ -101,21 +102,26 @@ class LightningFit:
             read = LoaderBatches(read, self._run.job.seed, None if most == inf else most)
         else:
             read = limited(read, most)
-        over = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        over = (
+            self._trainer.fit_loop.epoch_loop.batch_progress.total.ready if self._trainer.ckpt_path is not None else 0
+        )
+        inside = self._run.inside
+        is_first = inside.trained.restored is None and not inside.membership.joins
         self._steps = self._run.steps(
             read,
             ENDLESS if epochs in (None, -1) else epochs,
             batch_size=getattr(getattr(read, "batch_sampler", None), "batch_size", None),
-            begin=over if self._trainer.ckpt_path is not None else 0,
+            begin=over,
         )
         place = self._run.enter()
-        self.is_over = place.is_over
+        self._has_rest = place.is_over and is_first and over > 0
+        self.is_over = place.is_over and not self._has_rest
         loop = self._trainer.fit_loop
         loop.__class__, loop.fit = ComparedAtEnd, self
         loop.epoch_loop.automatic_optimization.__class__ = Accumulating
         if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
             self._trainer.fit_loop._restarting = True
-        return not place.is_over
+        return not self.is_over
 
     def next_step(self, loader: TrainingLoader) -> GlobalBatch:
         """Go on to the next step."""
@@ -149,7 +155,7 @@ class LightningFit:
         Return whether the training is over; if not, a fault of a memory has set the run back into it.
         """
         loop = self._trainer.fit_loop
-        if self._steps is None or self.training.step is None:
+        if self._steps is None or (self.training.step is None and not self._has_rest):
             return True
         self._run.inside.loop.end_here()
         self.may_ask = False
