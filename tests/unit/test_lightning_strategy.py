@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -606,7 +605,6 @@ class Twice(Net):
         ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
         ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
         ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "over a Endless has no batches"),
-        ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
         ({"loader": {"a": loader_of(), "b": loader_of(30)}}, DataError, "batches of 20 and 30 samples"),
         ({"loader": {"a": loader_of(), "b": loader_of(99, drop_last=True)}}, DataError, "has no batches"),
         ({"loader": {"a": loader_of(), "b": DataLoader(Endless(), 20)}}, DataError, "has no batches"),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import lightning
@@ -41,6 +42,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
         super().__init__()
         self.net = nn.Linear(6, 2)
         self.seen: list[float] = []
+        self.validated: list[int] = []
         self.teacher = nn.Linear(6, 2).requires_grad_(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -66,7 +68,12 @@ class Net(lightning.LightningModule):  # type: ignore[misc]  # Lightning is not 
             raise ValueError(f"in batch {batch_idx}")
         self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
 
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(self.trainer.global_step)
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if KIND == "clock" and (run.rank > 0 or batch_idx == 2):  # the clocks of others say all the time that it is due
+            self.trainer._last_val_time -= 7200
         self.seen.append(float(outputs["loss"]) if outputs else -1.0)
         if KIND == "looking":
             self.log("end", batch[0].abs().mean())
@@ -96,9 +103,12 @@ def train(epochs: int) -> Any:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=timedelta(hours=1) if KIND == "clock" else None,
     )
+    validation = DataLoader(VALIDATION, 7) if KIND in ("clock", "failing") else None
     try:
-        trainer.fit(module, DataLoader(data, batch_size=12), DataLoader(VALIDATION, 7) if KIND == "failing" else None)
+        trainer.fit(module, DataLoader(data, batch_size=12), validation)
     except ValueError as error:
         progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current
         run.print("after", error, progress.started, progress.completed)
@@ -109,6 +119,8 @@ trainer = train(3)
 if KIND in ("permanent", "failing"):
     print("masks", [*dict(module.named_buffers())])
     trainer = train(2)
+if KIND == "clock":
+    print("after validations at", module.validated[-2:])  # on all workers
 known = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
 run.print("after", known, trainer.global_step, module.net.weight.tolist())
 run.finish(module)

@@ -11,6 +11,7 @@ from unisono.data.generators import generators_kept
 from unisono.errors import JobError
 from unisono.integrations.kept import Trainings
 from unisono.integrations.kit import refused
+from unisono.integrations.lightning.clock import decide_by_main_clock
 from unisono.integrations.lightning.fit_state import load_state, state_of
 from unisono.integrations.lightning.framework import Leaves, part
 from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
@@ -119,6 +120,7 @@ class LightningFit:
         loop = self._trainer.fit_loop
         loop.__class__, loop.fit = ComparedAtEnd, self
         loop.epoch_loop.automatic_optimization.__class__ = Accumulating
+        decide_by_main_clock(self._trainer)
         if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
             self._trainer.fit_loop._restarting = True
         return not self.is_over

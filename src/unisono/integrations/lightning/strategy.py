@@ -63,8 +63,6 @@ def require_kept(trainer: Any) -> None:
         raise ModelError(refused("lightning.lbfgs"))
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ModelError(refused("lightning.dataloader-iter"))
-    if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
-        raise JobError(refused("lightning.clock", interval=trainer._val_check_time_interval))
 
 
 _rank_zero_only = fabric("utilities.rank_zero").rank_zero_only
@@ -191,7 +189,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             self.precision_plugin.scaler = RunScaler(self.run)
         elif fits and self.run.job.precision == "fp16":
             raise JobError(refused("lightning.fp16-on-cpu", precision=self.precision_plugin.precision))
-        if fits and self._may_ask:
+        if fits and self.may_ask:
             agree_on_versions(self.run, self._trainer.loggers)
             self.rows = rows_of(self.run, self._trainer.loggers)
 
@@ -204,12 +202,12 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             self._fitting = self._fits.begin(self._trainer)
             if self._fitting is not None and self._fitting.is_over:
                 raise Leaves
-        elif name == "Trainer.save_checkpoint" and self._may_ask:
+        elif name == "Trainer.save_checkpoint" and self.may_ask:
             self.run.barrier()  # others may read what the main worker has written
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the main worker's object where a collective call is possible; else the object itself."""
-        return self.run.broadcast(obj, src) if self._may_ask and _is_plain(obj) else obj
+        return self.run.broadcast(obj, src) if self.may_ask and _is_plain(obj) else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the tensor as it is: results are those of the global batch already."""
@@ -332,7 +330,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return self._fitting.next_step(loader)
 
     @property
-    def _may_ask(self) -> bool:
+    def may_ask(self) -> bool:
         """Whether a collective call can be made here."""
         if self.run.inside.ending.is_closed or self.evaluating.is_under_way:
             return False
