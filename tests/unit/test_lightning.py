@@ -92,7 +92,9 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     assert rows(done) == rows(serial)
 
 
-@pytest.mark.parametrize("kind", ["stream", "none", "looking", "pruned", "permanent", "teacher", "failing", "clock"])
+@pytest.mark.parametrize(
+    "kind", ["stream", "none", "looking", "pruned", "permanent", "teacher", "failing", "clock", "short"]
+)
 def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_path: Path) -> None:
     def ended(workers: int, **how: Any) -> tuple[list[str], Any]:
         folder = tmp_path / f"{workers} {len(how)}"
@@ -118,3 +120,11 @@ def test_masks_that_go_with_a_fit_are_gone_wherever_a_run_goes_on(cluster: Clust
         ended(2, stop, UNISONO_STOP_AFTER=stop)
         assert ended(3, stop) == serial
     assert ended(2, "serial") == serial
+
+
+def test_a_run_goes_on_in_the_part_of_an_epoch_that_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    script = SCRIPT.with_name("lightning_streams.py")
+    serial = cluster(script, 1, shards=6, KIND="short")
+    for stop in (3, 4):
+        cluster(script, 2, shards=6, KIND="short", folder=tmp_path / str(stop), UNISONO_STOP_AFTER=str(stop))
+        assert cluster(script, 3, shards=6, KIND="short", folder=tmp_path / str(stop)).digest == serial.digest

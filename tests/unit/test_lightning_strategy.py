@@ -531,11 +531,6 @@ class Reading(Net):
         return self.loss(next(dataloader_iter)[0])[0]
 
 
-class Skipping(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 2 else None
-
-
 class Correlating(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -595,7 +590,6 @@ class Twice(Net):
     [
         ({"module": Manual()}, ModelError, "automatic_optimization = False"),
         ({"module": Reading()}, ModelError, r"write training_step\(self, batch, batch_idx\)"),
-        ({"module": Skipping()}, JobError, "limit_train_batches"),
         ({"module": Correlating()}, ModelError, "keep sums in it"),
         ({"module": Windowed()}, ModelError, r"the metric newest \(Running\)"),
         ({"module": Twice()}, ModelError, "LBFGS"),
@@ -777,3 +771,57 @@ def test_a_validation_fails_where_it_does_in_lightning_and_goes_on_from_a_checkp
     assert same_weights(ours[1], fitted(Plain(), **options))  # Lightning alone begins an epoch's data anew
     assert ours[3]["fit_loop"] == alone[3]["fit_loop"]
     assert options or ours[2] == alone[2]
+
+
+def test_a_script_may_step_by_itself_behind_a_fit(start: Start) -> None:
+    def stepped(**options: Any) -> Any:
+        trainer = fitted(Plain(), max_epochs=1, **options)
+        trainer.training = True
+        arguments = {"batch": next(iter(loader_of())), "batch_idx": 0}
+        trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, arguments)
+        return trainer
+
+    strategy = on(start(shards=1))
+    assert same_weights(stepped(**strategy), stepped())
+
+
+class Forgetful(Plain):
+    """Steps without what computes the loss."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step()
+
+
+def test_an_optimizer_step_without_its_closure_is_refused_as_by_lightning(start: Start) -> None:
+    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+        fitted(Forgetful(), **on(start(shards=4)))
+
+
+class Skipping(Plain):
+    """Leaves out the rest of each epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == 3 - self.current_epoch else None
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks.append(f"{self.current_epoch} {self.global_step}")
+
+
+def test_batches_that_were_accumulated_before_others_were_left_out_do_not_count(start: Start) -> None:
+    strategy = on(start(shards=1))
+    ours, alone = (fitted(Skipping(), accumulate_grad_batches=2, **options) for options in (strategy, {}))
+    assert same_weights(ours, alone)
+
+
+def test_the_rest_of_an_epoch_is_left_out_as_by_lightning(start: Start, tmp_path: Path) -> None:
+    def trained(name: str, **options: Any) -> Any:
+        saving = callbacks.ModelCheckpoint(tmp_path / name, save_on_train_epoch_end=True)
+        return fitted(Skipping(), callbacks=[saving], enable_checkpointing=True, **options)
+
+    run = start(shards=1)
+    ours, alone = trained("ours", **on(run)), trained("alone")
+    assert same_weights(ours, alone)
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks == ["0 3", "1 5", "2 6"]
+    path = ours.checkpoint_callback.best_model_path
+    with pytest.raises(JobError, match="only 9 steps behind it, and an epoch has 5 batches"):
+        trained("again", ckpt_path=path, max_epochs=4, **on(run))

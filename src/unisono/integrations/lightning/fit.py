@@ -103,11 +103,9 @@ class LightningFit:
             read = LoaderBatches(read, self._run.job.seed, None if most == inf else most)
         else:
             read = limited(read, most)
-        over = (
-            self._trainer.fit_loop.epoch_loop.batch_progress.total.ready if self._trainer.ckpt_path is not None else 0
-        )
         inside = self._run.inside
         is_first = inside.trained.restored is None and not inside.membership.joins
+        over = 0 if self._trainer.ckpt_path is None else _steps_over(self._trainer.fit_loop, require=is_first)
         self._steps = self._run.steps(
             read,
             ENDLESS if epochs in (None, -1) else epochs,
@@ -134,11 +132,14 @@ class LightningFit:
         for rows in self._trainer.strategy.rows:
             rows.begin()
         self.may_ask = True
-        if self.training.step is not None and not self.training.step.calls:
-            raise JobError(refused("lightning.rest-of-epoch"))
+        if (before := self.training.step) is not None and not before.calls:  # on_train_batch_start has returned -1
+            self.training.left_out = before.epoch
         try:
-            step = self.training.step = self._ahead or next(self._steps)
+            step = self._ahead or next(self._steps)
             self._ahead = None
+            while step.epoch == self.training.left_out:
+                step = next(self._steps)
+            self.training.step = step
         except StopIteration:
             self.end()
             raise Leaves from None
@@ -242,6 +243,18 @@ class Fits(Trainings):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all of them."""
         self.load(state["fits"])
+
+
+def _steps_over(loop: Any, *, require: bool) -> int:
+    """The steps that a checkpoint of Lightning's has behind it.
+
+    Raises:
+        JobError: its epochs were shorter, and they are required to be as long.
+    """
+    over = int(loop.epoch_loop.batch_progress.total.ready)
+    if require and loop.max_batches != inf and over < loop.epoch_progress.current.processed * loop.max_batches:
+        raise JobError(refused("lightning.shorter-epochs", steps=over, batches=loop.max_batches))
+    return over
 
 
 def _loader_of(trainer: Any) -> TrainingLoader | None:

@@ -62,6 +62,7 @@ def state_of(training: Training) -> dict[str, Any]:
         "spoiled": training.is_spoiled,
         "tickets": training.pruning.state(),
         "waited": waited(trainer),
+        "left out": training.left_out,
     }
 
 
@@ -89,6 +90,7 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     trainer.strategy.evaluating.is_whole = state["whole"]
     training.accumulated, training.is_spoiled = list(state["accumulated"]), state.get("spoiled", False)
     training.pruning.load(state.get("tickets", ()))
+    training.left_out = state.get("left out", -1)
     if (seconds := state.get("waited")) is not None:
         set_waited(trainer, seconds)
     _load_results(trainer, state)

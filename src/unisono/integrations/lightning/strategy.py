@@ -108,6 +108,7 @@ class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type] 
 
 
 _TrainerFn = part("trainer.states").TrainerFn
+do_nothing_closure = part("core.optimizer").do_nothing_closure
 
 
 class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightning is not looked into by mypy
@@ -267,18 +268,23 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, on a shard where Lightning has the global batch."""
-        assert self._fitting is not None, "a fit has begun"
-        return self._fitting.training.training_step(super().training_step, *args, **kwargs)
+        usual = super().training_step
+        if self._fitting is None:  # a script calls Lightning's loops by itself, outside of a fit
+            return usual(*args, **kwargs)
+        return self._fitting.training.training_step(usual, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the loss of a shard."""
-        assert self._fitting is not None, "a fit has begun"
+        if self._fitting is None:
+            loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
         return self._fitting.training.backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Compute the step, and have Lightning clip the mean gradient and update the weights."""
-        assert self._fitting is not None, "a fit has begun"
         usual = super().optimizer_step
+        if self._fitting is None or closure is do_nothing_closure:  # which Lightning refuses behind it
+            return usual(optimizer, closure, model, **kwargs)
 
         def update(gone_backward: Callable[[], Any]) -> Any:
             return usual(optimizer, gone_backward, model, **kwargs)
@@ -287,8 +293,10 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     def accumulate(self, closure: Callable[[], Any]) -> None:
         """Compute a step whose gradient a later one is added to."""
-        assert self._fitting is not None, "a fit has begun"
-        self._fitting.training.compute(closure, lambda _: None)
+        if self._fitting is None:
+            closure()
+        else:
+            self._fitting.training.compute(closure, lambda _: None)
 
     def refresh(self) -> None:
         """Have pruned weights as a forward pass has them, where an evaluation begins."""

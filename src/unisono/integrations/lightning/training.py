@@ -42,6 +42,7 @@ class Training:
         accumulated: the sums of gradients, where several batches make one update.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
         batch: what stands for the global batch in hooks.
+        left_out: the number of the newest epoch whose rest was left out; -1 without one.
     """
 
     run: Run
@@ -55,6 +56,7 @@ class Training:
     accumulated: list[Tensor | None] = field(default_factory=list)
     is_spoiled: bool = False
     batch: Any = None
+    left_out: int = -1
     _loss: Tensor | None = None
     _zero_grad: tuple[Callable[[], Any], list[Tensor | None]] | None = None
 
@@ -233,6 +235,7 @@ class Training:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = None if gradient is parameter.grad else gradient
         zero_grad()
+        self.accumulated, self.is_spoiled = [], False  # of batches before those of an epoch that were left out
         for parameter, gradient in zip(parameters, present, strict=True):
             parameter.grad = gradient
 
