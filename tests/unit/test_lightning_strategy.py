@@ -801,7 +801,7 @@ class Skipping(Plain):
     """Leaves out the rest of each epoch."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 3 - self.current_epoch else None
+        return -1 if batch_idx == max(1, 3 - self.current_epoch) else None
 
     def on_train_epoch_end(self) -> None:
         self.hooks.append(f"{self.current_epoch} {self.global_step}")
@@ -823,5 +823,6 @@ def test_the_rest_of_an_epoch_is_left_out_as_by_lightning(start: Start, tmp_path
     assert same_weights(ours, alone)
     assert ours.lightning_module.hooks == alone.lightning_module.hooks == ["0 3", "1 5", "2 6"]
     path = ours.checkpoint_callback.best_model_path
-    with pytest.raises(JobError, match="only 9 steps behind it, and an epoch has 5 batches"):
-        trained("again", ckpt_path=path, max_epochs=4, **on(run))
+    again, alone = (trained(name, ckpt_path=path, max_epochs=4, **one) for name, one in (("2", on(run)), ("3", {})))
+    assert same_weights(again, alone)
+    assert again.lightning_module.hooks == alone.lightning_module.hooks == ["3 7"]

@@ -8,9 +8,7 @@ from math import inf
 from typing import Any
 
 from unisono.data.generators import generators_kept
-from unisono.errors import JobError
 from unisono.integrations.kept import Trainings
-from unisono.integrations.kit import refused
 from unisono.integrations.lightning.clock import decide_by_main_clock
 from unisono.integrations.lightning.fit_state import load_state, state_of
 from unisono.integrations.lightning.framework import Leaves, part
@@ -105,7 +103,7 @@ class LightningFit:
             read = limited(read, most)
         inside = self._run.inside
         is_first = inside.trained.restored is None and not inside.membership.joins
-        over = 0 if self._trainer.ckpt_path is None else _steps_over(self._trainer.fit_loop, require=is_first)
+        over = 0 if self._trainer.ckpt_path is None else _steps_over(self._trainer.fit_loop)
         self._steps = self._run.steps(
             read,
             ENDLESS if epochs in (None, -1) else epochs,
@@ -245,16 +243,12 @@ class Fits(Trainings):
         self.load(state["fits"])
 
 
-def _steps_over(loop: Any, *, require: bool) -> int:
-    """The steps that a checkpoint of Lightning's has behind it.
-
-    Raises:
-        JobError: its epochs were shorter, and they are required to be as long.
-    """
-    over = int(loop.epoch_loop.batch_progress.total.ready)
-    if require and loop.max_batches != inf and over < loop.epoch_progress.current.processed * loop.max_batches:
-        raise JobError(refused("lightning.shorter-epochs", steps=over, batches=loop.max_batches))
-    return over
+def _steps_over(loop: Any) -> int:
+    """The steps that a checkpoint of Lightning's has behind it, with those that its epochs have left out."""
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    if loop.max_batches == inf or batches.total.ready >= epochs.processed * loop.max_batches:
+        return int(batches.total.ready)
+    return int(epochs.processed * loop.max_batches + (batches.current.ready if epochs.ready > epochs.processed else 0))
 
 
 def _loader_of(trainer: Any) -> TrainingLoader | None:
