@@ -92,7 +92,9 @@ def test_a_run_resumes_on_another_number_of_workers(cluster: Cluster, serial: Do
     assert rows(done) == rows(serial)
 
 
-@pytest.mark.parametrize("kind", ["stream", "none", "looking", "pruned"])
+@pytest.mark.parametrize(
+    "kind", ["stream", "none", "looking", "pruned", "permanent", "teacher", "failing", "clock", "short"]
+)
 def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_path: Path) -> None:
     def ended(workers: int, **how: Any) -> tuple[list[str], Any]:
         folder = tmp_path / f"{workers} {len(how)}"
@@ -100,5 +102,29 @@ def test_any_number_of_workers_trains_alike(cluster: Cluster, kind: str, tmp_pat
         return done.said, done.outcome
 
     serial = ended(1)
-    assert len(serial[0]) == 1
+    assert len(serial[0]) == (2 if kind in ("failing", "clock") else 1)
     assert ended(2) == ended(3) == ended(3, kills=[Kill(4, 1, 5)]) == serial
+
+
+def test_masks_that_go_with_a_fit_are_gone_wherever_a_run_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    def ended(workers: int, name: str, **how: Any) -> str:
+        script = SCRIPT.with_name("lightning_streams.py")
+        done = cluster(script, workers, shards=6, KIND="permanent", folder=tmp_path / name, **how)
+        assert ("masks ['" in done.printed) == ("UNISONO_STOP_AFTER" in how and name == "6")  # in the first fit
+        return done.digest
+
+    serial = ended(1, "serial")
+    for step, rank, points in ((11, 1, 40), (11, 0, 60), (12, 1, 2)):
+        assert ended(3, f"{step} {rank}", kills=[Kill(step, rank, points)]) == serial
+    for stop in ("6", "12", "14"):
+        ended(2, stop, UNISONO_STOP_AFTER=stop)
+        assert ended(3, stop) == serial
+    assert ended(2, "serial") == serial
+
+
+def test_a_run_goes_on_in_the_part_of_an_epoch_that_is_left_out(cluster: Cluster, tmp_path: Path) -> None:
+    script = SCRIPT.with_name("lightning_streams.py")
+    serial = cluster(script, 1, shards=6, KIND="short")
+    for stop in (3, 4):
+        cluster(script, 2, shards=6, KIND="short", folder=tmp_path / str(stop), UNISONO_STOP_AFTER=str(stop))
+        assert cluster(script, 3, shards=6, KIND="short", folder=tmp_path / str(stop)).digest == serial.digest

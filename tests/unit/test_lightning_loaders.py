@@ -241,11 +241,11 @@ def test_a_fit_that_trains_nothing_checks_the_validation_all_the_same(start: Sta
     assert are_alike(trained(loader, Ending(), strategy, **options), trained(loader, Ending(), **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"use_global_unstructured": False}])
+@pytest.mark.parametrize("options", [{}, {"use_global_unstructured": False}, {"make_pruning_permanent": True}])
 def test_weights_are_pruned_as_by_lightning(start: Start, options: dict[str, Any]) -> None:
     def pruned(strategy: Any) -> Any:
-        options["make_pruning_permanent"] = False
-        pruning = callbacks.ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3, **options)
+        how = {"make_pruning_permanent": False, **options}
+        pruning = callbacks.ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3, **how)
         return trained(DataLoader(DATA, 20), strategy=strategy, callbacks=[pruning])
 
     run = start(shards=1, batch_size=None)

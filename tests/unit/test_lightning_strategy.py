@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -532,11 +531,6 @@ class Reading(Net):
         return self.loss(next(dataloader_iter)[0])[0]
 
 
-class Skipping(Net):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
-        return -1 if batch_idx == 2 else None
-
-
 class Correlating(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -596,7 +590,6 @@ class Twice(Net):
     [
         ({"module": Manual()}, ModelError, "automatic_optimization = False"),
         ({"module": Reading()}, ModelError, r"write training_step\(self, batch, batch_idx\)"),
-        ({"module": Skipping()}, JobError, "limit_train_batches"),
         ({"module": Correlating()}, ModelError, "keep sums in it"),
         ({"module": Windowed()}, ModelError, r"the metric newest \(Running\)"),
         ({"module": Twice()}, ModelError, "LBFGS"),
@@ -604,10 +597,8 @@ class Twice(Net):
         ({"sync_batchnorm": True}, JobError, "statistics are over a shard"),
         ({"reload_dataloaders_every_n_epochs": 1}, JobError, "call fit once for each loader"),
         ({"callbacks": [callbacks.BatchSizeFinder()]}, JobError, "search with a Trainer without this strategy"),
-        ({"callbacks": [callbacks.ModelPruning("l1_unstructured")]}, JobError, "make_pruning_permanent=False"),
         ({"callbacks": [Thawing()]}, ModelError, "before a training of its own"),
         ({"loader": DataLoader(Endless(), batch_size=20)}, DataError, "over a Endless has no batches"),
-        ({"val_check_interval": timedelta(seconds=1)}, JobError, "goes by a clock"),
         ({"loader": {"a": loader_of(), "b": loader_of(30)}}, DataError, "batches of 20 and 30 samples"),
         ({"loader": {"a": loader_of(), "b": loader_of(99, drop_last=True)}}, DataError, "has no batches"),
         ({"loader": {"a": loader_of(), "b": DataLoader(Endless(), 20)}}, DataError, "has no batches"),
@@ -693,3 +684,145 @@ def test_a_batch_sampler_decides_the_batches(start: Start) -> None:
     run = start(shards=1, batch_size=None)
     for options in ({}, {"limit_train_batches": 1}):
         assert same_weights(fitted(loader=loader(), **options), fitted(loader=loader(), **on(run), **options))
+
+
+class Clearing(Plain):
+    """Has a teacher that follows it behind each training step, and fails where it is told to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        nn.init.zeros_(self.teacher.weight)
+        nn.init.zeros_(self.teacher.bias)
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.fails_at:
+            raise ValueError("once")
+        return self.loss(batch)[0] + (self.layers(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        first: Any = self.layers[0]
+        gradient = first.bias.grad
+        self.hooks.append("none" if gradient is None else str(float(gradient.sum())))
+        last: Any = self.layers[2]
+        with torch.no_grad():
+            self.teacher.bias.add_(last.bias).mul_(0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+def test_gradients_are_cleared_behind_the_training_step(start: Start, options: dict[str, Any]) -> None:
+    strategy = on(start(shards=1))
+    ours, alone = fitted(Clearing(), **strategy, **options), fitted(Clearing(), **options)
+    assert same_weights(ours, alone)
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks
+
+
+def test_a_step_that_fails_clears_nothing(start: Start) -> None:
+    strategy = on(start(shards=1))
+    modules = Clearing(7), Clearing(7)
+    for module, options in zip(modules, (strategy, {}), strict=True):
+        with pytest.raises(ValueError, match="once"):
+            fitted(module, **options)
+    assert len(modules[0].hooks) == len(modules[1].hooks) == 7
+
+
+class Interrupted(Plain):
+    """Fails in the middle of a validation, as long as it is told to; notes what comes after."""
+
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if self.fails and self.current_epoch == 2 and batch_idx == 1:
+            raise ValueError("once")
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.hooks.append(f"validated {self.trainer.global_step}")
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks.append(f"epoch {self.current_epoch}")
+
+    def on_train_end(self) -> None:
+        self.hooks.append("end")
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 3}])
+def test_a_validation_fails_where_it_does_in_lightning_and_goes_on_from_a_checkpoint(
+    start: Start, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def found(name: str, strategy: Any) -> tuple[list[str], Any, dict[str, float], Any]:
+        saving = callbacks.OnExceptionCheckpoint(tmp_path / name)
+        module = Interrupted()
+        with pytest.raises(ValueError, match="once"):
+            fitted(module, callbacks=[saving], enable_checkpointing=True, strategy=strategy("first"), **options)
+        again = Interrupted()
+        again.fails = False
+        trainer = fitted(again, ckpt_path=saving.ckpt_path, strategy=strategy("second"), **options)
+        kept = torch.load(saving.ckpt_path, weights_only=True)["loops"]
+        return module.hooks + again.hooks, trainer, known(trainer), kept
+
+    def on_new(name: str) -> Any:
+        return unisono.lightning.Strategy(start(shards=1, run_dir=tmp_path / f"run {name}"))
+
+    ours, alone = found("ours", on_new), found("alone", lambda _: "auto")
+    assert ours[0] == alone[0]
+    assert "end" in ours[0]
+    assert same_weights(ours[1], fitted(Plain(), **options))  # Lightning alone begins an epoch's data anew
+    assert ours[3]["fit_loop"] == alone[3]["fit_loop"]
+    assert options or ours[2] == alone[2]
+
+
+def test_a_script_may_step_by_itself_behind_a_fit(start: Start) -> None:
+    def stepped(**options: Any) -> Any:
+        trainer = fitted(Plain(), max_epochs=1, **options)
+        trainer.training = True
+        arguments = {"batch": next(iter(loader_of())), "batch_idx": 0}
+        trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, arguments)
+        return trainer
+
+    strategy = on(start(shards=1))
+    assert same_weights(stepped(**strategy), stepped())
+
+
+class Forgetful(Plain):
+    """Steps without what computes the loss."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step()
+
+
+def test_an_optimizer_step_without_its_closure_is_refused_as_by_lightning(start: Start) -> None:
+    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+        fitted(Forgetful(), **on(start(shards=4)))
+
+
+class Skipping(Plain):
+    """Leaves out the rest of each epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == max(1, 3 - self.current_epoch) else None
+
+    def on_train_epoch_end(self) -> None:
+        self.hooks.append(f"{self.current_epoch} {self.global_step}")
+
+
+def test_batches_that_were_accumulated_before_others_were_left_out_do_not_count(start: Start) -> None:
+    strategy = on(start(shards=1))
+    ours, alone = (fitted(Skipping(), accumulate_grad_batches=2, **options) for options in (strategy, {}))
+    assert same_weights(ours, alone)
+
+
+def test_the_rest_of_an_epoch_is_left_out_as_by_lightning(start: Start, tmp_path: Path) -> None:
+    def trained(name: str, **options: Any) -> Any:
+        saving = callbacks.ModelCheckpoint(tmp_path / name, save_on_train_epoch_end=True)
+        return fitted(Skipping(), callbacks=[saving], enable_checkpointing=True, **options)
+
+    run = start(shards=1)
+    ours, alone = trained("ours", **on(run)), trained("alone")
+    assert same_weights(ours, alone)
+    assert ours.lightning_module.hooks == alone.lightning_module.hooks == ["0 3", "1 5", "2 6"]
+    path = ours.checkpoint_callback.best_model_path
+    again, alone = (trained(name, ckpt_path=path, max_epochs=4, **one) for name, one in (("2", on(run)), ("3", {})))
+    assert same_weights(again, alone)
+    assert again.lightning_module.hooks == alone.lightning_module.hooks == ["3 7"]

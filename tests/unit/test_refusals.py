@@ -41,5 +41,5 @@ def test_each_place_that_refuses_says_the_words_of_its_row_and_no_row_is_left_ov
 
 
 def test_words_stand_where_the_table_has_braces() -> None:
-    assert of_guests("lightning.clock", interval=3).startswith("val_check_interval=3 s goes by a clock")
+    assert of_guests("lightning.weights-in-float16", precision="16-true").startswith("precision='16-true' has weights")
     assert "checkpoints={'every': …}" in of_guests("keras.backup-and-restore")

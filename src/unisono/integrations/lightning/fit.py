@@ -7,20 +7,19 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from torch.nn.utils import prune
-
 from unisono.data.generators import generators_kept
-from unisono.errors import JobError
 from unisono.integrations.kept import Trainings
-from unisono.integrations.kit import refused
+from unisono.integrations.lightning.clock import decide_by_main_clock
 from unisono.integrations.lightning.fit_state import load_state, state_of
-from unisono.integrations.lightning.framework import Leaves, part, pl
+from unisono.integrations.lightning.framework import Leaves, part
 from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
 from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited, own_loaders
 from unisono.integrations.lightning.metrics import Metrics
+from unisono.integrations.lightning.pruning import Pruning
 from unisono.integrations.lightning.training import Training
 from unisono.integrations.lightning.whole_batches import LoaderBatches, StepFetcher, is_indexed, whole_of
 from unisono.integrations.shard_state import ShardState
+from unisono.train.model.prepared import Prepared
 from unisono.train.run import Run
 from unisono.train.step.step import Step
 
@@ -65,14 +64,16 @@ class LightningFit:
 
     def __init__(self, run: Run, trainer: Any) -> None:
         module = trainer.lightning_module
+        self._pruning = Pruning(trainer, self._take_stock)
         kept = ShardState(run, module, "model")
-        self.training = Training(run, trainer, Metrics(module), kept)
+        self.training = Training(run, trainer, Metrics(module), kept, self._pruning)
         self.is_over = False
         self._run, self._trainer = run, trainer
         self._steps: Generator[Step, None, None] | None = None
         self._again: Mapping[str, Any] | None = None
         self.may_ask = False
         self._ahead: Step | None = None  # that the run has gone back to from the training's end
+        self._has_rest = False  # of its last epoch, whose steps a checkpoint of Lightning's has behind it
         self._let_go: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
@@ -81,8 +82,16 @@ class LightningFit:
         self._let_go = let_pass(module)
         # One way out: the run leaves at the end of a step, with a checkpoint.
         trainer._signal_connector.teardown()
-        shared = self.training.metrics.shared_state() | self.training.kept.shared_state()
-        self._run.prepare(module, trainer.optimizers, state=shared)
+        self._run.prepare(module, trainer.optimizers, state=self._shared)
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return self.training.metrics.shared_state() | self.training.kept.shared_state()
+
+    def _take_stock(self) -> None:
+        """Know the model as it is now: workers may be lost before all of them have agreed on it."""
+        trained, trainer = self._run.inside.trained, self._trainer
+        trained.prepared = Prepared.of(trainer.lightning_module, trainer.optimizers, self._shared)
 
     def enter(self, loader: TrainingLoader) -> bool:
         """Enter the loop where the others are. Return whether something is left of it."""
@@ -92,21 +101,25 @@ class LightningFit:
             read = LoaderBatches(read, self._run.job.seed, None if most == inf else most)
         else:
             read = limited(read, most)
-        over = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        inside = self._run.inside
+        is_first = inside.trained.restored is None and not inside.membership.joins
+        over = 0 if self._trainer.ckpt_path is None else _steps_over(self._trainer.fit_loop)
         self._steps = self._run.steps(
             read,
             ENDLESS if epochs in (None, -1) else epochs,
             batch_size=getattr(getattr(read, "batch_sampler", None), "batch_size", None),
-            begin=over if self._trainer.ckpt_path is not None else 0,
+            begin=over,
         )
         place = self._run.enter()
-        self.is_over = place.is_over
+        self._has_rest = place.is_over and is_first and over > 0
+        self.is_over = place.is_over and not self._has_rest
         loop = self._trainer.fit_loop
         loop.__class__, loop.fit = ComparedAtEnd, self
         loop.epoch_loop.automatic_optimization.__class__ = Accumulating
+        decide_by_main_clock(self._trainer)
         if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
             self._trainer.fit_loop._restarting = True
-        return not place.is_over
+        return not self.is_over
 
     def next_step(self, loader: TrainingLoader) -> GlobalBatch:
         """Go on to the next step."""
@@ -117,11 +130,14 @@ class LightningFit:
         for rows in self._trainer.strategy.rows:
             rows.begin()
         self.may_ask = True
-        if self.training.step is not None and not self.training.step.calls:
-            raise JobError(refused("lightning.rest-of-epoch"))
+        if (before := self.training.step) is not None and not before.calls:  # on_train_batch_start has returned -1
+            self.training.left_out = before.epoch
         try:
-            step = self.training.step = self._ahead or next(self._steps)
+            step = self._ahead or next(self._steps)
             self._ahead = None
+            while step.epoch == self.training.left_out:
+                step = next(self._steps)
+            self.training.step = step
         except StopIteration:
             self.end()
             raise Leaves from None
@@ -140,17 +156,23 @@ class LightningFit:
         Return whether the training is over; if not, a fault of a memory has set the run back into it.
         """
         loop = self._trainer.fit_loop
-        if self._steps is None or self.training.step is None:
+        if self._steps is None or (self.training.step is None and not self._has_rest):
             return True
         self._run.inside.loop.end_here()
         self.may_ask = False
         self._ahead = next(self._steps, None)
         if self._ahead is None:
+            self.has_left()
             self.may_ask = True
             return True
         loop._restarting = True  # as for a worker that joins
         loop.reset()
         return False
+
+    def has_left(self) -> None:
+        """The loop is over on this worker. Before one changes the model, it is over on all of them."""
+        if self._pruning.is_permanent:
+            self._run.barrier()
 
     def end(self) -> None:
         """End the training. A worker that has skipped it gets its final state: scripts ask callbacks for that."""
@@ -162,11 +184,19 @@ class LightningFit:
         if has_skipped:
             load_state(self.training, known)
 
+    def leave(self) -> None:
+        """Have the run know the model that the training leaves."""
+        if self._pruning.is_permanent:
+            self._pruning.end()
+            self._run.prepare(self._trainer.lightning_module, self._trainer.optimizers, state=self._shared)
+            self._run.inside.snapshots.settle()
+
     def close(self) -> None:
         """Give the module back as it was. A loop that an error has left is over: a script may catch it, and go on."""
         if self._steps is not None:
             self._steps.close()
         self._let_go()
+        self._pruning.close()
 
     def state(self) -> dict[str, Any]:
         """Where it stands."""
@@ -193,16 +223,15 @@ class Fits(Trainings):
         loader = _loader_of(trainer)
         if loader is None:
             return None
-        for callback in trainer.callbacks:
-            if isinstance(callback, pl.callbacks.ModelPruning):
-                _begin_pruning(callback)
         fit = LightningFit(self.run, trainer)
         fit.prepare()
         self.register("lightning", self)
         self.add(fit)
         if not fit.enter(loader):
             self.recall()
+            fit.has_left()
             fit.end()
+            fit.leave()
         return fit
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,11 +243,12 @@ class Fits(Trainings):
         self.load(state["fits"])
 
 
-def _begin_pruning(callback: Any) -> None:
-    """Have the masks of a pruning from the beginning, all ones: a run knows all buffers of a model before it trains."""
-    for module, name in callback._parameters_to_prune:
-        if not hasattr(module, f"{name}_mask"):
-            prune.identity(module, name)
+def _steps_over(loop: Any) -> int:
+    """The steps that a checkpoint of Lightning's has behind it, with those that its epochs have left out."""
+    batches, epochs = loop.epoch_loop.batch_progress, loop.epoch_progress.current
+    if loop.max_batches == inf or batches.total.ready >= epochs.processed * loop.max_batches:
+        return int(batches.total.ready)
+    return int(epochs.processed * loop.max_batches + (batches.current.ready if epochs.ready > epochs.processed else 0))
 
 
 def _loader_of(trainer: Any) -> TrainingLoader | None:

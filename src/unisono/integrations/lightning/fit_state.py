@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError
 from unisono.integrations.kit import refused
+from unisono.integrations.lightning.clock import set_waited, waited
 from unisono.integrations.lightning.framework import call, is_overridden, part, pl
 from unisono.integrations.lightning.logged import FLAGS, LogKind, add
 from unisono.integrations.lightning.training import Training
@@ -59,6 +60,9 @@ def state_of(training: Training) -> dict[str, Any]:
         "whole": trainer.strategy.evaluating.is_whole,
         "accumulated": list(training.accumulated),
         "spoiled": training.is_spoiled,
+        "tickets": training.pruning.state(),
+        "waited": waited(trainer),
+        "left out": training.left_out,
     }
 
 
@@ -85,6 +89,10 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
     training.kept.load(state.get("kept", {}))
     trainer.strategy.evaluating.is_whole = state["whole"]
     training.accumulated, training.is_spoiled = list(state["accumulated"]), state.get("spoiled", False)
+    training.pruning.load(state.get("tickets", ()))
+    training.left_out = state.get("left out", -1)
+    if (seconds := state.get("waited")) is not None:
+        set_waited(trainer, seconds)
     _load_results(trainer, state)
     for rows, count in zip(trainer.strategy.rows, state["rows"], strict=False):
         rows.resume(count)

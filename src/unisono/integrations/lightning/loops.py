@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice, takewhile
 from math import inf
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from unisono.errors import ModelError
+from unisono.errors import ModelError, UnisonoError
 from unisono.integrations.kept import BatchTrace, evaluate
 from unisono.integrations.kit import Cut, like, refused
 from unisono.integrations.lightning.framework import extract_batch_size, is_overridden
@@ -229,7 +230,10 @@ class Evaluating:
         if rows is None:
             yield from loader
             return
-        for row in rows:
+        for number, row in enumerate(rows):
+            if row.get("has_raised"):  # as it does in Lightning's loop, too, on each worker
+                yield from islice(loader, number, None)
+                return
             yield EvaluatedBatch.made(row)
 
     def receive(self, batch: EvaluatedBatch) -> None:
@@ -252,6 +256,7 @@ class Evaluating:
         number = next(index for index, other in enumerate(loop._combined_loader.flattened) if other is place)
         act = partial(self._row, loop, number)
         most = loop.max_batches[number]
+        self._strategy.refresh()
         self.is_under_way, self._is_broken = True, False
         try:
             rows = evaluate(
@@ -259,7 +264,8 @@ class Evaluating:
             )
         finally:
             self.is_under_way = False
-        self.is_whole = not all(row["is_shared"] for row in rows)
+        right = takewhile(lambda row: not row.get("has_raised"), rows)
+        self.is_whole = not all(row["is_shared"] for row in right)
         return None if self.is_whole else rows
 
     def _row(self, loop: Any, loader: int, number: int, batch: Any) -> dict[str, Any]:
@@ -275,9 +281,17 @@ class Evaluating:
         fx, module._current_fx_name = module._current_fx_name, hook
         metrics = Metrics(module)
         trace = BatchTrace(self._run, [module], metrics.by_name.values())
-        with metrics.of_batch() as made, recording(module.trainer, loop) as recorded:
-            step(*loop._build_step_args_from_hook_kwargs(values, hook))
-        module._current_fx_name = fx
+        try:
+            with metrics.of_batch() as made, recording(module.trainer, loop) as recorded:
+                step(*loop._build_step_args_from_hook_kwargs(values, hook))
+        except UnisonoError:
+            raise
+        except Exception:  # noqa: BLE001 (each worker evaluates this batch again, and raises it)
+            trace.is_clean()  # puts back what has changed
+            self._is_broken = True
+            return {"is_shared": False, "has_raised": True}
+        finally:
+            module._current_fx_name = fx
         samples = extract_batch_size(batch)
         logs = [[asdict(call.kind), call.value, call.batch_size or samples] for call in recorded.calls]
         self._is_broken = not (trace.is_clean() and made.is_shared)

@@ -39,8 +39,6 @@ def require_one_training(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, _SEARCHES):
             raise JobError(refused("lightning.search", callback=type(callback).__name__))
-        if isinstance(callback, pl.callbacks.ModelPruning) and callback._make_pruning_permanent:
-            raise JobError(refused("lightning.pruned-for-good"))
     if trainer.reload_dataloaders_every_n_epochs:
         raise JobError(refused("lightning.reload-loaders"))
 
@@ -65,8 +63,6 @@ def require_kept(trainer: Any) -> None:
         raise ModelError(refused("lightning.lbfgs"))
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ModelError(refused("lightning.dataloader-iter"))
-    if isinstance(getattr(trainer, "_val_check_time_interval", None), int | float):
-        raise JobError(refused("lightning.clock", interval=trainer._val_check_time_interval))
 
 
 _rank_zero_only = fabric("utilities.rank_zero").rank_zero_only
@@ -112,6 +108,7 @@ class WorkersEnvironment(_ClusterEnvironment):  # type: ignore[misc,valid-type] 
 
 
 _TrainerFn = part("trainer.states").TrainerFn
+do_nothing_closure = part("core.optimizer").do_nothing_closure
 
 
 class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightning is not looked into by mypy
@@ -193,7 +190,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             self.precision_plugin.scaler = RunScaler(self.run)
         elif fits and self.run.job.precision == "fp16":
             raise JobError(refused("lightning.fp16-on-cpu", precision=self.precision_plugin.precision))
-        if fits and self._may_ask:
+        if fits and self.may_ask:
             agree_on_versions(self.run, self._trainer.loggers)
             self.rows = rows_of(self.run, self._trainer.loggers)
 
@@ -206,12 +203,12 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             self._fitting = self._fits.begin(self._trainer)
             if self._fitting is not None and self._fitting.is_over:
                 raise Leaves
-        elif name == "Trainer.save_checkpoint" and self._may_ask:
+        elif name == "Trainer.save_checkpoint" and self.may_ask:
             self.run.barrier()  # others may read what the main worker has written
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the main worker's object where a collective call is possible; else the object itself."""
-        return self.run.broadcast(obj, src) if self._may_ask and _is_plain(obj) else obj
+        return self.run.broadcast(obj, src) if self.may_ask and _is_plain(obj) else obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the tensor as it is: results are those of the global batch already."""
@@ -271,18 +268,23 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step, on a shard where Lightning has the global batch."""
-        assert self._fitting is not None, "a fit has begun"
-        return self._fitting.training.training_step(super().training_step, *args, **kwargs)
+        usual = super().training_step
+        if self._fitting is None:  # a script calls Lightning's loops by itself, outside of a fit
+            return usual(*args, **kwargs)
+        return self._fitting.training.training_step(usual, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the loss of a shard."""
-        assert self._fitting is not None, "a fit has begun"
+        if self._fitting is None:
+            loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
         return self._fitting.training.backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Compute the step, and have Lightning clip the mean gradient and update the weights."""
-        assert self._fitting is not None, "a fit has begun"
         usual = super().optimizer_step
+        if self._fitting is None or closure is do_nothing_closure:  # which Lightning refuses behind it
+            return usual(optimizer, closure, model, **kwargs)
 
         def update(gone_backward: Callable[[], Any]) -> Any:
             return usual(optimizer, gone_backward, model, **kwargs)
@@ -291,8 +293,15 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
 
     def accumulate(self, closure: Callable[[], Any]) -> None:
         """Compute a step whose gradient a later one is added to."""
-        assert self._fitting is not None, "a fit has begun"
-        self._fitting.training.compute(closure, lambda _: None)
+        if self._fitting is None:
+            closure()
+        else:
+            self._fitting.training.compute(closure, lambda _: None)
+
+    def refresh(self) -> None:
+        """Have pruned weights as a forward pass has them, where an evaluation begins."""
+        if self._fitting is not None:
+            self._fitting.training.pruning.refresh()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step, or take its results from another worker."""
@@ -311,6 +320,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         """End the loop, wherever in its epochs it stands."""
         if self._fitting is not None:
             self._fitting.end()
+            self._fitting.leave()
 
     def teardown(self) -> None:
         """Let go of the attributes that the training has set."""
@@ -328,7 +338,7 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         return self._fitting.next_step(loader)
 
     @property
-    def _may_ask(self) -> bool:
+    def may_ask(self) -> bool:
         """Whether a collective call can be made here."""
         if self.run.inside.ending.is_closed or self.evaluating.is_under_way:
             return False

@@ -13,6 +13,7 @@ from unisono.integrations.kit import in_words_of, refused, scale_of
 from unisono.integrations.lightning.framework import call, extract_batch_size, is_overridden, part
 from unisono.integrations.lightning.logged import PREFIX, LogCall, LogKind, log_result, recording
 from unisono.integrations.lightning.metrics import Metrics
+from unisono.integrations.lightning.pruning import Pruning
 from unisono.integrations.shard_state import ShardState
 from unisono.train.run import Run
 from unisono.train.step.loss import BackwardDone, Weighted
@@ -36,23 +37,28 @@ class Training:
 
     Attributes:
         kept: what training steps keep in the module's attributes.
+        pruning: the prunings of the trainer.
         kinds: what training steps log, in the order in which they first did.
         accumulated: the sums of gradients, where several batches make one update.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
         batch: what stands for the global batch in hooks.
+        left_out: the number of the newest epoch whose rest was left out; -1 without one.
     """
 
     run: Run
     trainer: Any
     metrics: Metrics
     kept: ShardState
+    pruning: Pruning
     step: Step | None = None
     shard: Any = None
     kinds: dict[str, LogKind] = field(default_factory=dict)
     accumulated: list[Tensor | None] = field(default_factory=list)
     is_spoiled: bool = False
     batch: Any = None
+    left_out: int = -1
     _loss: Tensor | None = None
+    _zero_grad: tuple[Callable[[], Any], list[Tensor | None]] | None = None
 
     def compute(self, closure: Any, update: Callable[[Callable[[], Any]], Any]) -> Any:
         """Compute the step that is under way, and update the weights when it is time.
@@ -62,12 +68,14 @@ class Training:
         """
         assert self.step is not None, "Lightning has asked for the step's batch"
         if (zero_grad := getattr(closure, "_zero_grad_fn", None)) is not None:
-            zero_grad()  # once for each step, and not for each shard
-            closure._zero_grad_fn = None
+            closure._zero_grad_fn = None  # called once for each step, and not for each shard
+            self._zero_grad = zero_grad, [parameter.grad for parameter in self._trained()]
         step = self.step
         self.batch.require_unchanged()
+        self.pruning.refresh()
         with in_words_of("lightning"), self.metrics.of_step(self._tell_of_result):
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
+        self._clear_gradients()  # of a step that has no update
         said = self.kept.settle()
         named = self._without_loss(said)
         extremes = self._take(said)
@@ -191,6 +199,7 @@ class Training:
         """Update the weights with the mean gradient; or add it to what other batches have left."""
         assert self.step is not None
         self.kept.put_back()  # hooks around the update find it as the step began
+        self._clear_gradients()
         parameters = self._trained()
         is_without = self._without_loss(self.kept.said()) is not None
         if self._only_measures or is_without:
@@ -216,6 +225,19 @@ class Training:
             self.is_spoiled = False
             return
         update((lambda: None) if is_without else gone_backward)
+
+    def _clear_gradients(self) -> None:
+        """Have Lightning clear the gradients that the step before has left, behind the training step as it does."""
+        if self._zero_grad is None:
+            return
+        (zero_grad, before), self._zero_grad, parameters = self._zero_grad, None, self._trained()
+        present = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = None if gradient is parameter.grad else gradient
+        zero_grad()
+        self.accumulated, self.is_spoiled = [], False  # of batches before those of an epoch that were left out
+        for parameter, gradient in zip(parameters, present, strict=True):
+            parameter.grad = gradient
 
     @property
     def _only_measures(self) -> bool:

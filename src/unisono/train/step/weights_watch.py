@@ -226,6 +226,11 @@ def _require_form(tensor: Tensor, value: Tensor) -> None:
         raise Unreadable(f"another worker sent a gradient of the form {form_of(value)}; expected {form_of(tensor)}")
 
 
+def _held_in(places: Sequence[BufferPlace]) -> list[Tensor]:
+    """The tensors at these places; between two loops a script may change a model, and take some away."""
+    return [place.tensor for place in places if place.is_held]
+
+
 class Followers(Part):
     """Keeps the cause of an update for other workers, which are behind by it if one worker is lost meanwhile.
 
@@ -241,7 +246,7 @@ class Followers(Part):
         self._prepared, self._body, self._cause = base.prepared, None, UpdateCause()
         if not base.is_only:
             weights, kept = list(base.prepared.weights().values()), partial(tensors_of, base.prepared.optimizers)
-            self._body = BodyWrites(weights, lambda: [place.tensor for place in base.prepared.buffers], kept)
+            self._body = BodyWrites(weights, partial(_held_in, base.prepared.buffers), kept)
 
     def leave(self) -> None:
         """End the generation; note whether the script has written since the last update."""
