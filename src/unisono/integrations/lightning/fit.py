@@ -14,6 +14,7 @@ from unisono.integrations.lightning.fit_state import load_state, state_of
 from unisono.integrations.lightning.framework import Leaves, part
 from unisono.integrations.lightning.joined_loaders import CombinedLoader, joined
 from unisono.integrations.lightning.loops import GlobalBatch, TrainingLoader, let_pass, limited, own_loaders
+from unisono.integrations.lightning.manual import ManualLoop, ManualSteps
 from unisono.integrations.lightning.metrics import Metrics
 from unisono.integrations.lightning.pruning import Pruning
 from unisono.integrations.lightning.training import Training
@@ -67,6 +68,8 @@ class LightningFit:
         self._pruning = Pruning(trainer, self._take_stock)
         kept = ShardState(run, module, "model")
         self.training = Training(run, trainer, Metrics(module), kept, self._pruning)
+        if not module.automatic_optimization:
+            self.training.manual = ManualSteps(self.training)
         self.is_over = False
         self._run, self._trainer = run, trainer
         self._steps: Generator[Step, None, None] | None = None
@@ -116,6 +119,8 @@ class LightningFit:
         loop = self._trainer.fit_loop
         loop.__class__, loop.fit = ComparedAtEnd, self
         loop.epoch_loop.automatic_optimization.__class__ = Accumulating
+        loop.epoch_loop.manual_optimization.__class__ = ManualLoop
+        loop.epoch_loop.manual_optimization.steps = self.training.manual
         decide_by_main_clock(self._trainer)
         if self._again is not None:  # it was restored: Lightning is to skip what begins an epoch
             self._trainer.fit_loop._restarting = True

@@ -59,6 +59,7 @@ def state_of(training: Training) -> dict[str, Any]:
         "rows": [rows.count for rows in trainer.strategy.rows],
         "whole": trainer.strategy.evaluating.is_whole,
         "accumulated": list(training.accumulated),
+        "held": [] if training.manual is None else training.manual.held.state(training.manual.parameters),
         "spoiled": training.is_spoiled,
         "tickets": training.pruning.state(),
         "waited": waited(trainer),
@@ -88,6 +89,8 @@ def load_state(training: Training, state: Mapping[str, Any]) -> None:
         training.metrics.by_name[name]._computed = None
     training.kept.load(state.get("kept", {}))
     trainer.strategy.evaluating.is_whole = state["whole"]
+    if training.manual is not None:
+        training.manual.held.load(state["held"], training.manual.parameters)
     training.accumulated, training.is_spoiled = list(state["accumulated"]), state.get("spoiled", False)
     training.pruning.load(state.get("tickets", ()))
     training.left_out = state.get("left out", -1)

@@ -156,7 +156,11 @@ class ManualSteps:
         """Run the training step of a shard; nothing in it acts."""
         training, trainer = self._training, self._trainer
         shard, notes = training.begin(batch), len(training.kept.notes)
-        with self._training_step(), training.kept.of_shard(), recording(trainer, trainer.fit_loop.epoch_loop) as recorded:
+        with (
+            self._training_step(),
+            training.kept.of_shard(),
+            recording(trainer, trainer.fit_loop.epoch_loop) as recorded,
+        ):
             self._returned = train() is not None
             if self._backwards <= self._pass + 1:
                 training.log(recorded.calls)
@@ -237,13 +241,3 @@ class ManualSteps:
         with_samples = (number for number in range(step.batch.shards) if len(step.batch.shard(number)))
         (batch,) = source.of(step.batch, [next(with_samples)])
         return batch
-
-
-def require_no_closure(optimizers: Any) -> None:
-    """Refuse an optimizer that computes the loss again and again.
-
-    Raises:
-        ModelError: there is one.
-    """
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ModelError(refused("lightning.lbfgs"))

@@ -53,13 +53,11 @@ def require_kept(trainer: Any) -> None:
         ModelError: something in the module; says what to do.
     """
     module = trainer.lightning_module
-    if not module.automatic_optimization:
-        raise ModelError(refused("lightning.manual-optimization"))
     if trainer.precision_plugin.precision in _WHOLLY:
         raise JobError(refused("lightning.weights-in-float16", precision=trainer.precision_plugin.precision))
     if trainer._accelerator_connector._layer_sync is not None:
         raise JobError(refused("lightning.sync-batchnorm"))
-    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise ModelError(refused("lightning.lbfgs"))
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ModelError(refused("lightning.dataloader-iter"))
@@ -278,11 +276,16 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
         if self._fitting is None:
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             return loss
-        return self._fitting.training.backward(closure_loss, *args, **kwargs)
+        training = self._fitting.training
+        if training.manual is not None:
+            return training.manual.backward(closure_loss)
+        return training.backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Compute the step, and have Lightning clip the mean gradient and update the weights."""
         usual = super().optimizer_step
+        if self._fitting is not None and (manual := self._fitting.training.manual) is not None:
+            return manual.step_of(closure, lambda closure: usual(optimizer, closure, model, **kwargs))
         if self._fitting is None or closure is do_nothing_closure:  # which Lightning refuses behind it
             return usual(optimizer, closure, model, **kwargs)
 

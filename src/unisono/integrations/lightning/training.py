@@ -42,6 +42,7 @@ class Training:
         accumulated: the sums of gradients, where several batches make one update.
         is_spoiled: whether the gradient of one of these batches was not finite, so that they make none.
         batch: what stands for the global batch in hooks.
+        manual: what computes the steps of a module that optimizes by itself; None for others.
         left_out: the number of the newest epoch whose rest was left out; -1 without one.
     """
 
@@ -56,6 +57,7 @@ class Training:
     accumulated: list[Tensor | None] = field(default_factory=list)
     is_spoiled: bool = False
     batch: Any = None
+    manual: Any = None
     left_out: int = -1
     _loss: Tensor | None = None
     _zero_grad: tuple[Callable[[], Any], list[Tensor | None]] | None = None
@@ -73,20 +75,20 @@ class Training:
         step = self.step
         self.batch.require_unchanged()
         self.pruning.refresh()
-        with in_words_of("lightning"), self.metrics.of_step(self._tell_of_result):
+        with in_words_of("lightning"), self.metrics.of_step(self.tell_of_result):
             loss = step.run(lambda _, batch: self._shard(closure, batch), update=lambda: self._update(update))
         self._clear_gradients()  # of a step that has no update
         said = self.kept.settle()
-        named = self._without_loss(said)
-        extremes = self._take(said)
+        named = self.without_loss(said)
+        extremes = self.take(said)
         if step.is_skipped:
             self.accumulated, self.is_spoiled = [], self.trainer.fit_loop._should_accumulate()
         mean = torch.tensor(loss, device=self.run.device)
         closure._result = _ClosureResult(mean if named is None else None)
-        self._log_all(step, extremes, named)
+        self.log_all(step, extremes, named)
         return mean if named is None else None
 
-    def _tell_of_result(self, metric: str) -> None:
+    def tell_of_result(self, metric: str) -> None:
         words, cure = refused("lightning.computed", name=metric), f"Log the metric itself: self.log(…, self.{metric})"
         self.run.inside.states.tell(f"{metric}.compute", words, cure, breaks=False)
 
@@ -106,19 +108,19 @@ class Training:
     def _has_own_backward(self) -> bool:
         return bool(is_overridden("backward", self.trainer.lightning_module))
 
-    def _begin(self, batch: Any) -> Any:
+    def begin(self, batch: Any) -> Any:
         self.shard, self._loss = self.trainer.strategy.shard_to_device(batch), None
         return self.shard
 
     def _shard(self, closure: Callable[[], Any], batch: Any) -> Any:
         trainer = self.trainer
-        shard = self._begin(batch)
+        shard = self.begin(batch)
         try:
             with self.kept.of_shard(), recording(trainer, trainer.fit_loop.epoch_loop) as recorded:
                 loss = closure()
-                self._log(recorded.calls)
+                self.log(recorded.calls)
                 if self._loss is None and not self._only_measures:
-                    self._fill(recorded.calls)
+                    self.fill(recorded.calls)
         finally:
             self.shard = None
         if self._only_measures:
@@ -128,7 +130,7 @@ class Training:
             return Weighted(0 * first.sum(), HARDLY * extract_batch_size(shard))
         return BackwardDone(self._loss.detach(), scale=scale_of(self.run)) if self._has_own_backward else self._loss
 
-    def _log(self, calls: list[LogCall]) -> None:
+    def log(self, calls: list[LogCall]) -> None:
         """Log the values of the shard, so that the run combines them."""
         assert self.step is not None
         for log_call in calls:
@@ -147,7 +149,7 @@ class Training:
                 value *= size
             self.run.log(f"{PREFIX}{kind.name}", value)
 
-    def _fill(self, calls: list[LogCall]) -> None:
+    def fill(self, calls: list[LogCall]) -> None:
         """Log, in a shard without a loss, what others may log: all log the same names, and this one hardly counts."""
         logged = {f"{log_call.kind.fx}.{log_call.kind.name}" for log_call in calls}
         self.kept.say([NO_LOSS, sorted(logged), None])
@@ -156,7 +158,7 @@ class Training:
                 for name in (kind.name, *([f"{kind.name} samples"] if kind.has_size else [])):
                     self.run.log(f"{PREFIX}{name}", 0.0)
 
-    def _without_loss(self, said: Sequence[Any]) -> set[str] | None:
+    def without_loss(self, said: Sequence[Any]) -> set[str] | None:
         """The values that were logged in a step in which no shard has a loss; None if one has."""
         assert self.step is not None
         batch, rows = self.step.batch, [names for key, names, _ in said if key == NO_LOSS]
@@ -164,7 +166,7 @@ class Training:
             return None
         return {name for names in rows for name in names}
 
-    def _take(self, said: Sequence[Any]) -> dict[str, float]:
+    def take(self, said: Sequence[Any]) -> dict[str, float]:
         """Note the kinds of values that shards have said, of any worker; return the extremes of this step by kind."""
         extremes = dict[str, float]()
         for key, kind, value in said:
@@ -175,7 +177,7 @@ class Training:
                 extremes[key] = EXTREMES[known.reduce](value, extremes.get(key, value))
         return extremes
 
-    def _log_all(self, step: Step, extremes: Mapping[str, float], named: Collection[str] | None) -> None:
+    def log_all(self, step: Step, extremes: Mapping[str, float], named: Collection[str] | None) -> None:
         """Log as Lightning's results what is of the global batch: means, sums, and the extremes of its shards.
 
         ``named`` are the only ones that count in a step without a loss; None for all.
@@ -201,7 +203,7 @@ class Training:
         self.kept.put_back()  # hooks around the update find it as the step began
         self._clear_gradients()
         parameters = self._trained()
-        is_without = self._without_loss(self.kept.said()) is not None
+        is_without = self.without_loss(self.kept.said()) is not None
         if self._only_measures or is_without:
             for parameter in parameters:
                 parameter.grad = None
