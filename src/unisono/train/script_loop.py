@@ -387,7 +387,7 @@ _HERE = _Here()
 
 
 def route_backward() -> None:
-    """Have ``loss.backward()`` be a backward pass of the loop in whose body it is called, as long as the process lives."""
+    """Have ``loss.backward()`` be a backward pass of the loop in whose body it is called, from now on."""
     usual: Any = Tensor.backward
     if hasattr(usual, "is_routed"):
         return

@@ -180,6 +180,7 @@ class ManualSteps:
         training.begin(self._some_batch())
         notes = len(training.kept.notes)
         spare = self._spare = SpareTurn(self._run.inside.trained.require_prepared().buffers, self.parameters)
+        wants = [(parameter, parameter.requires_grad) for parameter in trainer.lightning_module.parameters()]
         self._used.clear()
         try:
             with self._training_step(), training.kept.of_shard(), recording(trainer, trainer.fit_loop.epoch_loop):
@@ -188,6 +189,8 @@ class ManualSteps:
                 has_acted = self.acts
         finally:
             self.acts, self._spare, training.shard = False, None, None
+            for parameter, want in wants:  # it may have left between toggle_optimizer and untoggle_optimizer
+                parameter.requires_grad = want
         if has_acted:
             self._drawn = Generators.capture()
             spare.end_buffers()
@@ -202,7 +205,9 @@ class ManualSteps:
             self._weights.settle(self._pass)
 
     def _begin_to_act(self) -> None:
-        assert self._spare is not None and self._training.step is not None and self._drawn is not None
+        assert self._spare is not None
+        assert self._training.step is not None
+        assert self._drawn is not None
         self._drawn.restore()  # the forward pass of another batch may have drawn more
         self._spare.end()
         self._spare, self.acts = None, True
@@ -234,7 +239,8 @@ class ManualSteps:
     def _some_batch(self) -> Any:
         """A batch for the training step that updates: this worker's first shard, or another one."""
         step, source = self._training.step, self._run.inside.loop.body.source
-        assert step is not None and source is not None, "a step is under way"
+        assert step is not None, "a step is under way"
+        assert source is not None, "a step comes from a loop"
         own = next((batch for batch in step.shards if batch is not None), None)
         if own is not None:
             return own

@@ -278,7 +278,8 @@ class LightningStrategy(pl.strategies.Strategy):  # type: ignore[misc]  # Lightn
             return loss
         training = self._fitting.training
         if training.manual is not None:
-            return training.manual.backward(closure_loss)
+            own: Tensor = training.manual.backward(closure_loss)
+            return own
         return training.backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

@@ -89,6 +89,7 @@ class Training:
         return mean if named is None else None
 
     def tell_of_result(self, metric: str) -> None:
+        """Tell that a training step asks a metric for its result, which is that of a shard."""
         words, cure = refused("lightning.computed", name=metric), f"Log the metric itself: self.log(…, self.{metric})"
         self.run.inside.states.tell(f"{metric}.compute", words, cure, breaks=False)
 
@@ -109,6 +110,7 @@ class Training:
         return bool(is_overridden("backward", self.trainer.lightning_module))
 
     def begin(self, batch: Any) -> Any:
+        """Begin a shard: move it to the device. Return it."""
         self.shard, self._loss = self.trainer.strategy.shard_to_device(batch), None
         return self.shard
 
