@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  it sets variables of the environment when it is imported first
 import pytest
 
 from script_cluster import Cluster, Done, Flip, Kill
