@@ -29,7 +29,7 @@ def noise(rows: int) -> Tensor:
     return torch.full((rows, 4), 0.5) if is_still else torch.randn(rows, 4)
 
 
-class Manual(pl.LightningModule):
+class Manual(pl.LightningModule):  # type: ignore[misc]
     """Counts its batches."""
 
     def __init__(self) -> None:

@@ -100,8 +100,8 @@ elif SHAPE == "two losses":  # two backward passes make one gradient
             optimizer.step()
 elif SHAPE == "gan":  # the discriminator from two losses, then the generator through it
     generator, critic = network(4, 12, STILL), network(12, 1, STILL)
-    of_critic = torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.999))
-    of_generator = torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.999))
+    of_critic: Any = torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.999))
+    of_generator: Any = torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.999))
     _, _, loader = prepared([generator, critic], [of_critic, of_generator])
     models = [generator, critic]
     for _ in epochs():

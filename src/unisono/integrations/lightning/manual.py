@@ -21,14 +21,14 @@ from unisono.integrations.lightning.training import HARDLY, Training
 from unisono.train.script_state import HeldGradients, SpareTurn, StepBuffers, StepWeights
 from unisono.train.step.loss import Weighted
 
-_ManualOptimization: Any = part("loops.optimization.manual")._ManualOptimization
+_manual: Any = part("loops.optimization.manual")
 
 
 class _Enough(BaseException):
     """What follows in the training step counts in another pass."""
 
 
-class ManualLoop(_ManualOptimization):  # type: ignore[misc]  # Lightning is not looked into by mypy
+class ManualLoop(_manual._ManualOptimization):  # type: ignore[misc]  # Lightning is not looked into by mypy
     """Lightning's loop of one batch, whose training step runs for each shard, and counts updates once."""
 
     steps: ManualSteps
@@ -161,7 +161,7 @@ class ManualSteps:
             training.kept.of_shard(),
             recording(trainer, trainer.fit_loop.epoch_loop) as recorded,
         ):
-            self._returned = train() is not None
+            self._returned = bool(_manual.ManualResult.from_training_step_output(train()).asdict())
             if self._backwards <= self._pass + 1:
                 training.log(recorded.calls)
                 if self._loss is None:
