@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from script_cluster import Cluster, Done, Flip, Kill
-from unisono.errors import JobError, LossError
+from unisono.errors import JobError, LossError, UnisonoWarning
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -134,7 +134,8 @@ def test_bodies_that_cannot_be_kept_are_refused_with_the_cure(body: str, made: A
 
 def test_a_counter_of_turns_that_decides_about_updates_is_refused(made: Any) -> None:
     _, model, optimizer, loader = made
-    with pytest.raises(JobError, match=r"0 times in one turn of a step, and 1 times.* run\.enumerate\(loader\)"):
+    told = pytest.warns(UnisonoWarning, match=r"counts the turns of this worker.* run\.enumerate\(loader\)")
+    with told, pytest.raises(JobError, match=r"0 times in one turn of a step, and 1 times.* run\.enumerate\(loader\)"):
         for number, (inputs, labels) in enumerate(loader):
             F.mse_loss(model(inputs), labels).backward()
             if number % 2:

@@ -18,7 +18,7 @@ from unisono.train.loop.prefetch import to_device
 from unisono.train.record.metrics_line import metric
 from unisono.train.run_on_devices import RunOnDevices
 from unisono.train.script_loop import ScriptLoop, refused
-from unisono.train.script_parts import ScriptLoader, guard_optimizer, guard_scheduler, is_scheduler
+from unisono.train.script_parts import ScriptLoader, TurnBatches, guard_optimizer, guard_scheduler, is_scheduler
 from unisono.train.step.step import Step
 
 
@@ -64,8 +64,10 @@ class RunWithLoop(RunOnDevices):
         if not (any(module.training for module in modules) and torch.is_grad_enabled()):
             return (to_device(batch, self.device) for batch in loader.base)
         if self._epochs is not None:
-            return loop.of(self._epochs.pass_over(loader))
-        return loop.of(self.inside.loop.over(loader.base, 1, Options(), None, None, 0))
+            steps = self._epochs.pass_over(loader)
+        else:
+            steps = self.inside.loop.over(loader.base, 1, Options(), None, None, 0)
+        return TurnBatches(loop.of(steps), loop, refused("run", "enumerated"))
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -101,7 +103,9 @@ class RunWithLoop(RunOnDevices):
 
         Python's own ``enumerate`` counts the turns of this worker's loop, which has one for each of its shards.
         """
-        for number, batch in enumerate(loader):
+        number = -1
+        for batch in loader:
+            number += 1
             step = None if self._loop is None or self._loop.is_outside else self._loop.step
             yield start + (number if step is None else self.inside.loop.batches_before(step)), batch
 

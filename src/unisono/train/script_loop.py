@@ -70,9 +70,12 @@ class ScriptLoop:
         loss: the mean loss of the newest step over its global batch; NaN before the first one.
         steps: the number of steps of the whole job that are over, as far as this worker knows.
         step: the step that is under way, or the newest one; None before the first one.
+        turn: the number of the body's turn in a pass of that step, from 0.
+        has_told: whether the script was told how it counts turns.
     """
 
     step: Step | None = None
+    turn, has_told = -1, False
 
     def __init__(
         self, inside: Inside, run: str, context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -265,7 +268,7 @@ class ScriptLoop:
         self._note(step)
 
     def _turns_of(self, step: Step) -> Iterator[Any]:
-        self._has_more, self._is_settled = False, False
+        self._has_more, self._is_settled, self.turn = False, False, -1
         self._used.clear()
         self._news = self._turns.begin(partial(step.run, self._ask_loss, update=self._ask_update))
         while not isinstance(self._news, Done):
@@ -287,6 +290,7 @@ class ScriptLoop:
         else:
             self._held.show()
         self._phase, self._backwards, self._calls = Phase.FORWARD, 0, 0
+        self.turn += 1
         self._forward.enter_context(self._context())
         self._settings.turn_begins()
         _HERE.loop = self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import MethodType
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from unisono.errors import JobError
+from unisono.host.tracebacks import warn
 from unisono.train.script_loop import ScriptLoop
 
 Read = Callable[["ScriptLoader"], Iterator[Any]]
@@ -40,6 +42,32 @@ class ScriptLoader:
         if name in ("base", "_read"):  # it is being made
             raise AttributeError(name)
         return getattr(self.base, name)
+
+
+class TurnBatches:
+    """The batches of a pass over a loader. It tells once that Python's ``enumerate`` counts turns, and not batches.
+
+    ``words`` say that.
+    """
+
+    def __init__(self, batches: Iterator[Any], loop: ScriptLoop, words: str) -> None:
+        self._batches, self._loop, self._words, self._is_told = batches, loop, words, False
+
+    def __iter__(self) -> TurnBatches:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if self._loop.turn > 0 and not (self._is_told or self._loop.has_told or self._loop.is_outside):
+            self._is_told = True  # looked for once in a pass: it takes as long as there are objects
+            if any(type(other) is enumerate for other in gc.get_referrers(self)):
+                self._loop.has_told = True
+                warn(self._words)
+        return batch
+
+    def close(self) -> None:
+        """Leave the pass."""
+        getattr(self._batches, "close", lambda: None)()
 
 
 def guard_optimizer(optimizer: Optimizer, loop: ScriptLoop, is_under_way: Callable[[], bool]) -> None:

@@ -26,6 +26,7 @@ from unisono.integrations.kept import are_same, register
 from unisono.integrations.kit import follow_rank, in_words_of, refused, run_for, take_scaling
 from unisono.train.run import Run
 from unisono.train.script_loop import ScriptLoop
+from unisono.train.script_parts import TurnBatches
 
 _OTHERS = {
     "deepspeed_plugin": "DeepSpeed",
@@ -293,7 +294,8 @@ class Accelerator(RecordingAccelerator):
         base = loader.base_dataloader
         in_training_mode = [model for model in self._models if model.training]
         if in_training_mode and self._optimizers and torch.is_grad_enabled():
-            return self._state.follow(loader, self._train(base), lambda: self._loop.ends_epoch)
+            turns = self._state.follow(loader, self._train(base), lambda: self._loop.ends_epoch)
+            return TurnBatches(turns, self._loop, refused("accelerate.enumerated"))
         evaluation = self._evaluations.of(base, in_training_mode, has_optimizer=bool(self._optimizers))
         return self._state.follow(loader, self._evaluate(evaluation), lambda: evaluation.is_at_end)
 
