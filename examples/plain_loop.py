@@ -53,16 +53,16 @@ def with_unisono():
     dataset = load()
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model, optimizer = run.prepare(model, optimizer)  # new: the same weights on every worker
 
-    def loss_fn(model, batch):  # was: the loop's body. It sees one shard of the batch
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
-
-    for step in run.steps(dataset, epochs=EPOCHS):  # was: the loader and both loops
-        loss = step.run(loss_fn)  # was: zero_grad, backward, step. The mean over the whole batch
-        if step.is_last_in_epoch:
-            run.print(f"epoch {step.epoch}: loss {loss:.4f}")  # was: print. Once, not once per worker
+    loader = DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)  # new: the same weights on every worker
+    for epoch in run.epochs(EPOCHS, loader):  # was: range. A run that resumes begins where it was
+        for images, labels in loader:  # once for each shard of this worker
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()  # behind the last shard, with the mean gradient of all workers
+        run.print(f"epoch {epoch}: loss {run.mean_loss:.4f}")  # was: print. Once, not once per worker
 
     run.finish(model)  # new: the result, and the weights' sha256
 

@@ -266,9 +266,13 @@ def test_bodies_that_cannot_be_shared_out_are_refused_with_the_cure(body: str, m
 def test_a_pass_in_which_no_optimizer_makes_a_step_is_told(made: Made) -> None:
     accelerator, model, _, loader, _ = made()
     model.train()
-    with pytest.warns(UnisonoWarning, match=r"optimizer.step\(\) was never called"):
+
+    def train() -> None:
         for inputs, labels in loader:
             accelerator.backward(F.mse_loss(model(inputs), labels))
+
+    with pytest.warns(UnisonoWarning, match=r"optimizer.step\(\) was never called"):
+        train()
 
 
 def test_settings_may_be_changed_once_for_each_step(made: Made) -> None:

@@ -109,6 +109,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Body]] = {
     "no backward": (JobError, r"without run\.backward", lambda run, loss, m, o: None),
     "a closure": (JobError, "without a closure", lambda run, loss, m, o: (loss.backward(), o.step(lambda: loss))),
     "a gradient": (LossError, r"gradient=….*autograd\.grad", lambda run, loss, m, o: loss.backward(torch.ones(()))),
+    "backward by itself": (
+        LossError,
+        r"changed gradients before its backward pass.* torch\.autograd\.grad",
+        lambda run, loss, m, o: (torch.autograd.backward([loss], retain_graph=True), loss.backward()),
+    ),
     "evaluate early": (
         JobError,
         r"all workers make together.* where run\.sync_gradients",

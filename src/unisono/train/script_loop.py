@@ -183,10 +183,11 @@ class ScriptLoop:
         if number < self._pass:
             return
         self._forward.close()
+        if not self._held.hide(self._trained):
+            self._give_up()
+            raise LossError(self.refused("gradients-before"))
         if self._pass:
-            self._held.recall()
-        else:
-            self._held.hide(self._trained)
+            self._held.recall()  # it was shown nothing
         if isinstance(self._news, _Shard):
             self._news = self._turns.answer(loss if weight is None else Weighted(loss, weight))
         if self._spare is not None:
@@ -264,7 +265,7 @@ class ScriptLoop:
         finally:
             self._phase = Phase.OUTSIDE
             self._forward.close()
-        self._expected = self._pass + 1
+        self._expected = max(self._expected, self._pass + 1)
         self._note(step)
 
     def _turns_of(self, step: Step) -> Iterator[Any]:
@@ -287,6 +288,7 @@ class ScriptLoop:
             seed_generators(self._news.seed)  # the rest of the body before may have drawn
         if self._pass:
             self._weights.rewind()
+            self._held.recall()
         else:
             self._held.show()
         self._phase, self._backwards, self._calls = Phase.FORWARD, 0, 0
@@ -315,7 +317,7 @@ class ScriptLoop:
             self._end_update()
         elif self._phase is Phase.BEHIND and self._is_settled:  # the body may have cleared gradients since
             self._held.keep(self._trained, self._used)
-        if self._has_more:
+        if self._has_more and self._phase is not Phase.REST:
             if not self._weights.is_kept:
                 self._give_up()
                 raise JobError(self.refused("other-backwards"))

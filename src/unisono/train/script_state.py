@@ -33,22 +33,29 @@ class HeldGradients:
     def __init__(self) -> None:
         self._held: Values = []
         self._base: Values = []
+        self._shown: dict[int, tuple[Tensor, int]] = {}
 
     def show(self) -> None:
         """Have the body find them in its parameters, so that it can clear them."""
+        self._shown = {id(parameter): (gradient, gradient._version) for parameter, gradient in self._held}
         for parameter, gradient in self._held:
             parameter.grad = gradient
 
-    def hide(self, parameters: Iterable[Tensor]) -> None:
-        """Take from the parameters what the body has left of them."""
+    def hide(self, parameters: Iterable[Tensor]) -> bool:
+        """Take from the parameters what the body has left of them. Return whether it has only cleared some."""
         present = ((parameter, parameter.grad) for parameter in parameters)
         self._base = [(parameter, gradient) for parameter, gradient in present if gradient is not None]
         for parameter, _ in self._base:
             parameter.grad = None
+        return all(self._is_left(parameter, gradient) for parameter, gradient in self._base)
+
+    def _is_left(self, parameter: Tensor, gradient: Tensor) -> bool:
+        shown, version = self._shown.get(id(parameter), (None, 0))
+        return gradient is shown and (gradient._version == version or not bool(gradient.any()))
 
     def recall(self) -> None:
-        """Go by what was left of them behind the backward pass before."""
-        self._base = self._held
+        """Go by what was left of them behind the backward pass before, and show nothing in this pass."""
+        self._base, self._shown = self._held, {}
 
     @torch.no_grad()
     def add(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.data.generators import Generators
-from unisono.errors import ModelError
+from unisono.errors import LossError, ModelError
 from unisono.integrations.kept import put
 from unisono.integrations.kit import in_words_of, refused
 from unisono.integrations.lightning.framework import call, extract_batch_size, part
@@ -98,7 +98,7 @@ class ManualSteps:
                     break
                 self._pass += 1
                 self._buffers.restore()
-        self._expected = self._pass + 1
+        self._expected = max(self._expected, self._pass + 1)
         named = training.without_loss(said)
         training.log_all(step, training.take(said), named)
         return torch.tensor(loss, device=self._run.device) if self._returned else None
@@ -113,10 +113,10 @@ class ManualSteps:
             if self._spare is not None or self.acts:
                 raise _Enough
         elif number == self._pass:
+            if not self.held.hide(self.parameters):
+                raise LossError(refused("lightning.gradients-before"))
             if self._pass:
-                self.held.recall()
-            else:
-                self.held.hide(self.parameters)
+                self.held.recall()  # it was shown nothing
             if self._spare is None:
                 self._loss = loss
             else:
@@ -222,6 +222,7 @@ class ManualSteps:
         """The module's training step runs in the context, from the weights with which the step began."""
         if self._pass:
             self._weights.rewind()
+            self.held.recall()
         else:
             self.held.show()
         self._backwards, self._loss = 0, None
