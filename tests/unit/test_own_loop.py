@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Body]] = {
     "backward by itself": (
         LossError,
         r"changed gradients before its backward pass.* torch\.autograd\.grad",
-        lambda run, loss, m, o: (torch.autograd.backward([loss], retain_graph=True), loss.backward()),
+        lambda run, loss, m, o: torch.autograd.backward([loss], retain_graph=True) or loss.backward(),  # type: ignore[func-returns-value]
     ),
     "evaluate early": (
         JobError,
