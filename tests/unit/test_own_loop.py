@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono
 from script_cluster import Cluster, Done, Flip, Kill
-from unisono.errors import JobError, LossError, UnisonoWarning
+from unisono.errors import JobError, JobMismatch, LossError, UnisonoWarning
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -108,6 +109,14 @@ def goes_backward_twice(loss: torch.Tensor) -> None:
     loss.backward()
 
 
+def sharpened(model: nn.Linear, loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        if model.weight.grad is not None:
+            model.weight.add_(0.1)
+    loss.backward()
+
+
 Body = Callable[[Any, Any, Any, Any], Any]
 
 REFUSED: dict[str, tuple[type[Exception], str, Body]] = {
@@ -118,6 +127,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Body]] = {
         LossError,
         r"changed gradients before its backward pass.* torch\.autograd\.grad",
         lambda run, loss, m, o: goes_backward_twice(loss),
+    ),
+    "weights between": (
+        JobError,
+        r"between two backward passes.* step\.run",
+        lambda run, loss, m, o: sharpened(m, loss),
     ),
     "evaluate early": (
         JobError,
@@ -227,3 +241,52 @@ def test_what_is_logged_before_the_backward_pass_is_a_mean_over_the_batch(made: 
     assert [float(re.search(r'"mean label": ([\d.]+)', row)[1]) for row in rows] == pytest.approx(  # type: ignore[index]
         [0.075, 0.275, 0.475, 0.675, 0.875]
     )
+
+
+def test_what_a_body_carries_from_turn_to_turn_is_told_and_what_it_changes_once_a_step_is_not(made: Any) -> None:
+    run, model, optimizer, loader = made
+    run.ignore("known")
+
+    def train() -> tuple[float, int, int, float]:
+        total, seen, steps, known, best, teacher = 0.0, torch.zeros(3), 0, 0, math.inf, nn.Linear(3, 1)
+        for inputs, labels in loader:
+            outputs = model(inputs)
+            loss = F.mse_loss(outputs, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total += loss.item()
+            known += 1
+            seen += inputs.mean(0)
+            with torch.no_grad():
+                teacher.weight.lerp_(model.weight, 0.1)
+            if run.sync_gradients:
+                steps += 1
+                best = min(best, run.mean_loss)
+        return total, steps, known, best
+
+    with pytest.warns(UnisonoWarning, match="changes in a turn") as told:
+        total, steps, known, best = train()
+    assert {str(warning.message).partition(" ")[0] for warning in told} == {"total", "seen", "teacher"}
+    assert (steps, known) == (5, 10)
+    assert best < total
+
+
+def test_a_script_that_ends_before_the_place_where_its_run_goes_on_is_refused(tmp_path: Path) -> None:
+    for passes in (2, 0):  # what decided about the number of passes was not kept
+        with unisono.init(shards=2, run_dir=tmp_path, checkpoints={"every": 1}, arithmetic={"threads": 1}) as run:
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, loader = run.prepare(
+                model, optimizer, DataLoader(TensorDataset(INPUTS, LABELS), batch_size=4)
+            )
+            for _ in range(passes):
+                for inputs, labels in loader:
+                    F.mse_loss(model(inputs), labels).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not passes:
+                with pytest.raises(
+                    JobMismatch, match=r"in front of its loop 1, and the run goes on in loop .*run\.register"
+                ):
+                    run.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -21,6 +22,7 @@ from unisono.data.refusals import Refusals
 from unisono.errors import JobError, LossError
 from unisono.host.tracebacks import warn
 from unisono.train.assembly import Inside
+from unisono.train.body_watch import BodyWatch
 from unisono.train.loop.prefetch import to_device
 from unisono.train.script_state import HeldGradients, SettingsWatch, SpareTurn, StepBuffers, StepWeights
 from unisono.train.step.loss import Weighted
@@ -89,9 +91,10 @@ class ScriptLoop:
         self._forward = ExitStack()  # the context of the loss, from the beginning of a turn to its backward pass
         self._pass, self._backwards, self._expected, self._has_more = 0, 0, UNKNOWN, False
         self._used = set[int]()  # the parameters that optimizers have updated since the backward pass
+        self._written = list[int]()  # how often torch has counted writes to weights when the mean gradient came
         self._calls, self._first_calls, self._has_asked, self._has_stepped = 0, -1, False, False
         self._drawn: Generators | None = None  # with which the update of a step begins, alike on all workers
-        self._settings = SettingsWatch(inside.trained, self.refused)
+        self._settings, self._watch = SettingsWatch(inside.trained, self.refused), BodyWatch(inside.states)
         self._held, self._weights, self._buffers = HeldGradients(), StepWeights(), StepBuffers()
         inside.ending.also(self._turns.close)
         inside.synchronisation.first(self._before_call)
@@ -202,6 +205,7 @@ class ScriptLoop:
                 assert self._drawn is not None, "a step has begun"
                 self._drawn.restore()
                 self._held.add()
+                self._written = [parameter._version for parameter in self._trained]
             case _:
                 self._phase = Phase.BEHIND
         if self.is_last and self.step is not None:
@@ -247,9 +251,11 @@ class ScriptLoop:
 
     def _passes_of(self, step: Step) -> Iterator[Any]:
         self._require_whole()
+        outside, is_finalizing = Phase.OUTSIDE, sys.is_finalizing  # an iterator may be left as the process ends
         self._drawn, self.step = Generators.capture(), step
         self._pass, self._first_calls = 0, -1
         self._settings.step_begins()
+        self._watch.step_begins()
         self._weights.begin()
         self._buffers.begin(self._inside.trained.require_prepared().buffers)
         try:
@@ -260,10 +266,11 @@ class ScriptLoop:
                 self._pass += 1
                 self._buffers.restore()
         except GeneratorExit:
-            self._leave()
+            if not is_finalizing():
+                self._leave()
             raise
         finally:
-            self._phase = Phase.OUTSIDE
+            self._phase = outside
             self._forward.close()
         self._expected = max(self._expected, self._pass + 1)
         self._note(step)
@@ -295,12 +302,14 @@ class ScriptLoop:
         self.turn += 1
         self._forward.enter_context(self._context())
         self._settings.turn_begins()
+        self._watch.turn_begins(self._known)
         _HERE.loop = self
         return batch
 
     def _turn_ends(self) -> None:
         """Note that the body has come to its end."""
         self._settings.turn_ends()
+        self._watch.turn_ends(self._known, counts=self._phase is not Phase.REST)
         if self._phase is Phase.FORWARD:
             self._give_up()
             raise JobError(self.refused("no-backward"))
@@ -314,6 +323,10 @@ class ScriptLoop:
     def _end_part(self) -> None:
         """End what counts of this turn: another backward pass follows, or the end of the body."""
         if self._phase is Phase.UPDATE:
+            pairs = zip(self._trained, self._written, strict=True)
+            if self._has_more and any(each._version != old and id(each) not in self._used for each, old in pairs):
+                self._give_up()
+                raise JobError(self.refused("weights-between"))
             self._end_update()
         elif self._phase is Phase.BEHIND and self._is_settled:  # the body may have cleared gradients since
             self._held.keep(self._trained, self._used)
@@ -352,6 +365,12 @@ class ScriptLoop:
     @property
     def _trained(self) -> list[Tensor]:
         return [*self._inside.trained.require_prepared().parameters.values()]
+
+    @property
+    def _known(self) -> set[int]:
+        """The ids of the modules and parameters that the run has."""
+        prepared = self._inside.trained.require_prepared()
+        return {*map(id, prepared.modules), *map(id, prepared.parameters.values())}
 
     @property
     def _repeats(self) -> bool:

@@ -229,6 +229,13 @@ class StepLoop:
     def finish(self) -> None:
         """End the loop, since the script finishes the run; warn if there were steps, and none updated anything."""
         self.leave()
+        progress = self.trained.progress
+        if self.trained.restored is not None and self.trained.loops < progress.loop + (progress.reading is not None):
+            raise JobMismatch(
+                f"the script has come to run.finish in front of its loop {self.trained.loops + 1}, and the run goes on "
+                f"in loop {progress.loop + 1}, where its checkpoint was written: what decides between loops (early "
+                f"stopping) has to be registered (run.register), or use one loop: run.epochs, or run.steps(…, epochs=n)"
+            )
         is_idle = self.body.has_begun and not (self.body.has_trained or self.body.steps.is_computing)
         if is_idle and self.membership.is_main:
             warn("nothing was trained: step.run(loss_fn) was called in no step of this run. Call it in the loop's body")

@@ -309,7 +309,10 @@ def _check_kinds(modules: Sequence[Any], optimizers: Sequence[Any]) -> None:
                 )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise ModelError(f"run.prepare needs torch optimizers, got {type(optimizer).__name__}")
+            raise ModelError(
+                f"run.prepare needs torch optimizers, got {type(optimizer).__name__}: run.prepare([model, other], "
+                f"[optimizer, other_optimizer], loader) for several"
+            )
         closure = signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ModelError(

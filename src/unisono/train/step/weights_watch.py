@@ -69,8 +69,8 @@ class ForwardWrites(Part):
             raise ModelError(
                 f"step {attempt.call.step}, rank {self._rank}: the forward or backward pass changed {changed[0]}"
                 f"{others}. Each worker does so once for each of its shards, so the weights would depend on the number "
-                f"of workers. Change weights in the loop's body, after step.run; instead of max_norm of an embedding, "
-                f"renormalise its weight there"
+                f"of workers. Change weights in the loop's body, after step.run, or in a loop of your own where "
+                f"run.sync_gradients is true; instead of max_norm of an embedding, renormalise its weight there"
             )
 
     def _marked(self) -> list[int]:
