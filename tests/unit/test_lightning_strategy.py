@@ -520,12 +520,6 @@ def test_what_lightning_refuses_to_log_is_refused_alike(start: Start) -> None:
             fitted(Twofold(), **options)
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Reading(Net):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return self.loss(next(dataloader_iter)[0])[0]
@@ -588,7 +582,6 @@ class Twice(Net):
 @pytest.mark.parametrize(
     ("what", "error", "words"),
     [
-        ({"module": Manual()}, ModelError, "automatic_optimization = False"),
         ({"module": Reading()}, ModelError, r"write training_step\(self, batch, batch_idx\)"),
         ({"module": Correlating()}, ModelError, "keep sums in it"),
         ({"module": Windowed()}, ModelError, r"the metric newest \(Running\)"),
