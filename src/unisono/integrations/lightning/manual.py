@@ -85,6 +85,7 @@ class ManualSteps:
         training, step = self._training, self._training.step
         assert step is not None, "Lightning has asked for the step's batch"
         training.batch.require_unchanged()
+        training.pruning.refresh()
         self._drawn = Generators.capture()
         self._weights.begin()
         with in_words_of("lightning"), training.metrics.of_step(training.tell_of_result):

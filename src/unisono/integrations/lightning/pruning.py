@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class Pruning:
                     prune.identity(module, name)  # all ones
         self._permanent = [callback for callback in prunings if callback._make_pruning_permanent]
         for callback in self._permanent:
-            vars(callback)["make_pruning_permanent"] = self._make_permanent
+            vars(callback)["make_pruning_permanent"] = partial(self._make_permanent, callback)
 
     @property
     def is_permanent(self) -> bool:
@@ -73,6 +74,6 @@ class Pruning:
         for callback in self._permanent:
             vars(callback).pop("make_pruning_permanent", None)
 
-    def _make_permanent(self, module: Any) -> None:
-        pl.callbacks.ModelPruning.make_pruning_permanent(self._permanent[0], module)
+    def _make_permanent(self, callback: Any, module: Any) -> None:
+        type(callback).make_pruning_permanent(callback, module)
         self._change()
