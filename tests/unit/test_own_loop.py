@@ -133,6 +133,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Body]] = {
         r"between two backward passes.* step\.run",
         lambda run, loss, m, o: sharpened(m, loss),
     ),
+    "curvature": (JobError, r"train with step\.run", lambda run, loss, m, o: run.curvature(lambda model, batch: loss)),
     "evaluate early": (
         JobError,
         r"all workers make together.* where run\.sync_gradients",
@@ -165,6 +166,47 @@ def test_a_counter_of_turns_that_decides_about_updates_is_refused(made: Any) -> 
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_weights_are_those_of_step_run_bit_for_bit(tmp_path: Path, precision: Any) -> None:
+    digests = []
+    for is_own in (True, False):
+        arithmetic = {"threads": 1, "precision": precision}
+        with unisono.init(shards=2, run_dir=tmp_path / str(is_own), arithmetic=arithmetic) as run:
+            model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            plain = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=4)
+            model, optimizer, loader = run.prepare(model, optimizer, plain)
+            if is_own:
+                for _ in run.epochs(2, loader):
+                    for inputs, labels in loader:
+                        F.mse_loss(model(inputs), labels).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            else:
+                for step in run.steps(plain, epochs=2):
+                    step.run(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]))
+            digests.append(run.finish())
+    assert digests[0] == digests[1]
+
+
+def test_an_optimizer_may_go_on_when_its_run_is_over_and_in_another_run(tmp_path: Path) -> None:
+    model = nn.Linear(3, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for number in range(2):
+        with unisono.init(shards=1, run_dir=tmp_path / str(number), arithmetic={"threads": 1}) as run:
+            loader = DataLoader(TensorDataset(INPUTS, LABELS), batch_size=20)
+            _, _, prepared = run.prepare(model, optimizer, loader)
+            for inputs, labels in prepared:
+                F.mse_loss(model(inputs), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        F.mse_loss(model(INPUTS), LABELS).backward()
+        optimizer.step()
+        seen.append(float(model.weight.detach().sum()))
+    assert seen[0] != seen[1]
 
 
 def test_batches_are_numbered_alike_in_all_turns_of_a_step(made: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from traceback import walk_stack
 from types import CodeType, FrameType
@@ -19,15 +19,6 @@ from unisono.train.state.unnamed import UnnamedStates
 FIRST, EVERY = 3, 64
 """The first three steps are watched, and each 64th."""
 
-CARRIED = (
-    "{name} changes in a turn of the loop's body that does not count for the step: the body runs once for each shard "
-    "of this worker, so it depends on the number of workers"
-)
-CURE = (
-    "Change it where run.sync_gradients is true; the mean loss of a step is run.mean_loss, and run.enumerate(loader) "
-    "counts batches"
-)
-
 ACCESS = re.compile(r"(LOAD|STORE)_(?:NAME|FAST|GLOBAL|DEREF)")
 """In the name of an instruction, which may access several variables."""
 
@@ -36,11 +27,13 @@ class BodyWatch:
     """Compares the variables that a body reads before it sets them, around turns that do not count for the step.
 
     Weights of modules that are not trained, and tensors that a body writes into, are compared by the writes that torch
-    has counted. ``known`` are the ids of the modules that the run has.
+    has counted. ``known`` returns the ids of the modules and parameters that the run has, and ``refused`` messages.
     """
 
-    def __init__(self, states: UnnamedStates) -> None:
-        self._states, self._steps = states, 0
+    def __init__(
+        self, states: UnnamedStates, known: Callable[[], Collection[int]], refused: Callable[..., str]
+    ) -> None:
+        self._states, self._known, self._refused, self._steps = states, known, refused, 0
         self._is_watched = False
         self._frame: FrameType | None = None
         self._before: dict[str, Any] = {}
@@ -50,13 +43,13 @@ class BodyWatch:
         self._is_watched = self._steps < FIRST or self._steps % EVERY == 0
         self._steps += 1
 
-    def turn_begins(self, known: set[int]) -> None:
+    def turn_begins(self) -> None:
         """Note what there is as the body begins a turn."""
         self._frame, self._before = None, {}
         if self._is_watched and (frame := _of_script()) is not None:
-            self._frame, self._before = frame, dict(_marks(frame, known))
+            self._frame, self._before = frame, dict(_marks(frame, self._known()))
 
-    def turn_ends(self, known: set[int], *, counts: bool) -> None:
+    def turn_ends(self, *, counts: bool) -> None:
         """Compare that with what there is as it ends.
 
         Raises:
@@ -65,10 +58,10 @@ class BodyWatch:
         frame, before, self._frame = self._frame, self._before, None
         if frame is None or counts:
             return
-        after = dict(_marks(frame, known))
+        after = dict(_marks(frame, self._known()))
         for name, mark in before.items():
             if name in after and after[name] != mark:
-                self._states.tell(name, CARRIED.format(name=name), CURE)
+                self._states.tell(name, self._refused("carried", name=name), self._refused("carried-cure"))
 
 
 def _of_script() -> FrameType | None:
@@ -76,7 +69,7 @@ def _of_script() -> FrameType | None:
     return next((frame for frame in frames if is_of_script(frame.f_code.co_filename)), None)
 
 
-def _marks(frame: FrameType, known: set[int]) -> Iterator[tuple[str, Any]]:
+def _marks(frame: FrameType, known: Collection[int]) -> Iterator[tuple[str, Any]]:
     """What tells whether a variable has changed, for those that the body may carry."""
     variables = {**frame.f_globals, **frame.f_locals}
     carried, read = _names(frame.f_code, frame.f_lasti)

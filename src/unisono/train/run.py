@@ -164,6 +164,7 @@ class Run(RunWithLoop):
             LossError: the loss is not finite, or the loss function goes backward by itself.
             ModelError: an operation of the model has no second derivative.
         """
+        self._require_no_body("run.curvature")
         return self.inside.loop.body.curvature.measure(loss_fn, question, self.inside.loop.body.source)
 
     def enter(self) -> LoopPlace:

@@ -56,8 +56,12 @@ class RunWithLoop(RunOnDevices):
         if self.inside.membership.workers.devices.count > 1:
             raise JobError(refused("run", "several-devices"))
         for optimizer in self.inside.trained.require_prepared().optimizers:
-            guard_optimizer(optimizer, loop, lambda: self.inside.steps.under_way is not None)
+            guard_optimizer(optimizer, loop, partial(self._is_elsewhere, loop))
         return ScriptLoader(thing, partial(self._read, loop))
+
+    def _is_elsewhere(self, loop: ScriptLoop) -> bool:
+        inside = self.inside
+        return inside.ending.is_closed or (loop.is_outside and inside.steps.under_way is not None)
 
     def _read(self, loop: ScriptLoop, loader: ScriptLoader) -> Iterator[Any]:
         modules = self.inside.trained.require_prepared().modules
@@ -68,6 +72,11 @@ class RunWithLoop(RunOnDevices):
         else:
             steps = self.inside.loop.over(loader.base, 1, Options(), None, None, 0)
         return TurnBatches(loop.of(steps), loop, refused("run", "enumerated"))
+
+    def _require_no_body(self, what: str) -> None:
+        """Refuse a call in the body of a loop of the script's own."""
+        if self._loop is not None and not self._loop.is_outside:
+            raise JobError(refused("run", "in-body", what=what))
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -103,7 +112,7 @@ class RunWithLoop(RunOnDevices):
 
         Python's own ``enumerate`` counts the turns of this worker's loop, which has one for each of its shards.
         """
-        number = -1
+        number = -1  # counted by hand, or the loader would tell that it is enumerated
         for batch in loader:
             number += 1
             step = None if self._loop is None or self._loop.is_outside else self._loop.step

@@ -90,11 +90,15 @@ class ScriptLoop:
         self._spare: SpareTurn | None = None
         self._forward = ExitStack()  # the context of the loss, from the beginning of a turn to its backward pass
         self._pass, self._backwards, self._expected, self._has_more = 0, 0, UNKNOWN, False
+        self._has_acted = False  # whether this turn is the one of its pass behind whose backward pass things count
         self._used = set[int]()  # the parameters that optimizers have updated since the backward pass
         self._written = list[int]()  # how often torch has counted writes to weights when the mean gradient came
         self._calls, self._first_calls, self._has_asked, self._has_stepped = 0, -1, False, False
         self._drawn: Generators | None = None  # with which the update of a step begins, alike on all workers
-        self._settings, self._watch = SettingsWatch(inside.trained, self.refused), BodyWatch(inside.states)
+        self._settings, self._watch = (
+            SettingsWatch(inside.trained, self.refused),
+            BodyWatch(inside.states, lambda: self._known, self.refused),
+        )
         self._held, self._weights, self._buffers = HeldGradients(), StepWeights(), StepBuffers()
         inside.ending.also(self._turns.close)
         inside.synchronisation.first(self._before_call)
@@ -123,8 +127,9 @@ class ScriptLoop:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set that."""
-        self.loss, self.steps, self._has_stepped = state["loss"], state["steps"], state["stepped"]
-        self._held.load(state["held"], self._trained)
+        self.loss, self.steps = state["loss"], state["steps"]
+        self._has_stepped = state.get("stepped", True)  # an earlier version had neither this nor gradients
+        self._held.load(state.get("held", ()), self._trained)
 
     # -- what the script asks ----------------------------------------------------------------------------------
 
@@ -208,6 +213,7 @@ class ScriptLoop:
                 self._written = [parameter._version for parameter in self._trained]
             case _:
                 self._phase = Phase.BEHIND
+        self._has_acted = self.is_last
         if self.is_last and self.step is not None:
             self._note(self.step)
 
@@ -299,17 +305,18 @@ class ScriptLoop:
         else:
             self._held.show()
         self._phase, self._backwards, self._calls = Phase.FORWARD, 0, 0
+        self._has_acted = False
         self.turn += 1
         self._forward.enter_context(self._context())
         self._settings.turn_begins()
-        self._watch.turn_begins(self._known)
+        self._watch.turn_begins()
         _HERE.loop = self
         return batch
 
     def _turn_ends(self) -> None:
         """Note that the body has come to its end."""
         self._settings.turn_ends()
-        self._watch.turn_ends(self._known, counts=self._phase is not Phase.REST)
+        self._watch.turn_ends(counts=self._has_acted)
         if self._phase is Phase.FORWARD:
             self._give_up()
             raise JobError(self.refused("no-backward"))
@@ -397,9 +404,9 @@ class ScriptLoop:
         self._turns.ask(_Update())
 
 
-def refused(run: str, name: str, **words: Any) -> str:
+def refused(run: str, reason: str, /, **words: Any) -> str:
     """A message about a loop, in the words of what the script trains with."""
-    return REFUSED(f"loop.{name}", run=run, **words)
+    return REFUSED(f"loop.{reason}", run=run, **words)
 
 
 class _Here(threading.local):

@@ -70,24 +70,27 @@ class TurnBatches:
         getattr(self._batches, "close", lambda: None)()
 
 
-def guard_optimizer(optimizer: Optimizer, loop: ScriptLoop, is_under_way: Callable[[], bool]) -> None:
+def guard_optimizer(optimizer: Optimizer, loop: ScriptLoop, is_elsewhere: Callable[[], bool]) -> None:
     """Have an optimizer's step act once for each step of a script's loop.
 
-    ``is_under_way`` says that a step of ``run.steps`` is, which makes its updates by itself.
+    ``is_elsewhere`` says that it is used outside of such loops, by ``step.run`` or when the run is over.
     """
-    if hasattr(optimizer.step, "is_guarded"):
+    if (known := getattr(optimizer.step, "guard", None)) is not None:  # an earlier run has trained it
+        known[:] = loop, is_elsewhere
         return
     make = optimizer.step
+    guard: list[Any] = [loop, is_elsewhere]
 
     @wraps(getattr(make, "__func__", make))
     def step(self: Optimizer, closure: Any = None) -> Any:
-        if loop.is_outside and is_under_way():
+        present, elsewhere = guard
+        if elsewhere():
             return make(closure) if closure is not None else make()
         if closure is not None:
-            raise JobError(loop.refused("closure"))
-        return loop.take_step(self, make)
+            raise JobError(present.refused("closure"))
+        return present.take_step(self, make)
 
-    step.is_guarded = True  # type: ignore[attr-defined]
+    step.guard = guard  # type: ignore[attr-defined]
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap once more
 
 

@@ -24,6 +24,11 @@ from unisono.train.step.loss import Weighted
 _manual: Any = part("loops.optimization.manual")
 
 
+def _has_output(returned: Any) -> bool:
+    """Whether a training step has returned anything; Lightning refuses what it cannot be."""
+    return bool(_manual.ManualResult.from_training_step_output(returned).asdict())
+
+
 class _Enough(BaseException):
     """What follows in the training step counts in another pass."""
 
@@ -162,7 +167,7 @@ class ManualSteps:
             training.kept.of_shard(),
             recording(trainer, trainer.fit_loop.epoch_loop) as recorded,
         ):
-            self._returned = bool(_manual.ManualResult.from_training_step_output(train()).asdict())
+            _has_output(train())
             if self._backwards <= self._pass + 1:
                 training.log(recorded.calls)
                 if self._loss is None:
@@ -186,7 +191,7 @@ class ManualSteps:
         try:
             with self._training_step(), training.kept.of_shard(), recording(trainer, trainer.fit_loop.epoch_loop):
                 with suppress(_Enough):
-                    train()
+                    self._returned = _has_output(train())  # here, since a worker may have no shard
                 has_acted = self.acts
         finally:
             self.acts, self._spare, training.shard = False, None, None
@@ -198,6 +203,8 @@ class ManualSteps:
             self.held.keep(self.parameters, self._used)
         else:  # the step has no backward pass
             spare.end()
+            assert self._drawn is not None, "a step has begun"
+            self._drawn.restore()
         del training.kept.notes[notes:]
         training.kept.put_back()
         if not self._weights.is_kept and self._has_more:
